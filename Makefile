@@ -1,0 +1,41 @@
+# `make train` and `make test` are all the set-up there is: they make .venv, install, and run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check format clean
+
+help:
+	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
+	@echo "make test    set up, run everything CI runs"
+	@echo "make check   formatter, linter and type checker alone"
+	@echo "make format  rewrite the code in the project's format"
+	@echo "make clean   remove the environment and all caches"
+
+# The C code is part of an editable install only through a rebuild, so the stamp depends on it.
+STAMP := $(VENV)/installed
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+train: $(STAMP)
+	$(BIN)/bighorn train --report runs/digits.html
+
+check: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+test: check
+	$(BIN)/bighorn doctor --require cpu
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""``python -m bighorn.cli``, and ``torchrun -m bighorn.cli train`` for several processes."""
+
+from bighorn.cli import main
+
+main()

@@ -1,0 +1,52 @@
+"""The command group: one line per command, imported only when it is called for."""
+
+import difflib
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+
+from bighorn.cli.errors import InputError
+
+COMMANDS = {
+    "train": "bighorn.cli.train",
+    "compare": "bighorn.cli.compare",
+}
+
+
+class LazyGroup(click.Group):
+    """Commands by the module that holds them, each under its own name; :class:`InputError` as a clean message."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Name the commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command, or suggest the nearest name."""
+        if cmd_name in COMMANDS:
+            command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+            return command
+        near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(COMMANDS)}."
+        ctx.fail(f"No such command {cmd_name!r}.{hint}")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; wrong input ends in one message, without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _version() -> str:
+    try:
+        return version("bighorn")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(_version(), prog_name="bighorn")
+def bighorn() -> None:
+    """LAMB for PyTorch: train with it, and see what it is worth on your own machine."""

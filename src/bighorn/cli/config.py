@@ -1,0 +1,131 @@
+"""What a training run is: its options, their defaults and what they mean together."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bighorn.cli.errors import InputError
+from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.schedule import warmup_steps
+from bighorn.cli.tasks import TASKS
+
+BASE_BATCH = 256
+"""The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command line option (see :mod:`bighorn.cli.options`).
+
+    Args:
+        default: The default, or None where another table decides.
+        text: The help text.
+        shown: The default in words, where None decides nothing by itself.
+        choices: The values allowed; empty for any.
+    """
+    return field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
+
+
+def _by_name(table: Mapping[str, Any], attribute: str) -> str:
+    return ", ".join(f"{name} {getattr(entry, attribute):g}" for name, entry in table.items())
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The options of a run. None stands for "the task's" or "the optimizer's own": :meth:`resolved` fills it in."""
+
+    task: str = option("digits", "What to train on.", choices=tuple(TASKS))
+    data: str | None = option(
+        None, "Data for the task: a text FILE for text, a DIR with the idx files for mnist.", shown="built in, but mnist"
+    )
+    optimizer: str = option("lamb", "Bighorn's lamb, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS))
+    batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"))
+    lr: float | None = option(
+        None, f"Peak learning rate, before --lr-scaling; at batch {BASE_BATCH}.", shown=_by_name(OPTIMIZERS, "lr")
+    )
+    lr_scaling: str = option(
+        "none",
+        f"Multiply lr by batch-size / {BASE_BATCH} (linear) or its square root (sqrt).",
+        choices=("none", "sqrt", "linear"),
+    )
+    warmup: str = option("10%", "Linear warm-up, as steps (200) or a share of the run (10%); linear decay follows.")
+    epochs: float | None = option(None, "Passes over the training data.", shown=_by_name(TASKS, "epochs"))
+    steps: int | None = option(None, "Optimizer steps, instead of --epochs.")
+    weight_decay: float | None = option(
+        None, "Weight decay; biases and norms have none.", shown=_by_name(OPTIMIZERS, "weight_decay")
+    )
+    seed: int = option(0, "Seed of weights, data order and dropout.")
+    precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
+    backend: str | None = option(
+        None, "Lamb's kernels.", shown="auto", choices=("auto", "reference", "foreach", "cpu")
+    )
+    threads: int | None = option(
+        None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("--batch-size", self.batch_size, 1)
+        _at_least("--steps", self.steps, 1)
+        _at_least("--threads", self.threads, 1)
+        _at_least("--seed", self.seed, 0)
+        _at_least("--weight-decay", self.weight_decay, 0)
+        _positive("--lr", self.lr)
+        _positive("--epochs", self.epochs)
+        warmup_steps(self.warmup, total=1)
+        if self.epochs is not None and self.steps is not None:
+            raise InputError("--epochs and --steps both set the length of the run: give one of them.")
+        if self.backend is not None and self.optimizer != "lamb":
+            raise InputError(
+                f"--backend {self.backend} chooses Lamb's kernels, but --optimizer {self.optimizer} is torch's own: "
+                "leave --backend out."
+            )
+
+    def resolved(self) -> "RunConfig":
+        """The same run with every None filled in that the task or the optimizer decides."""
+        task, recipe = TASKS[self.task], OPTIMIZERS[self.optimizer]
+        return dataclasses.replace(
+            self,
+            batch_size=task.batch_size if self.batch_size is None else self.batch_size,
+            lr=recipe.lr if self.lr is None else self.lr,
+            epochs=task.epochs if self.epochs is None and self.steps is None else self.epochs,
+            weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
+            threads=torch.get_num_threads() if self.threads is None else self.threads,
+        )
+
+    def total_steps(self, samples: int) -> int:
+        """Steps of a resolved run over ``samples`` training samples; a part of a last batch is left out."""
+        assert self.batch_size is not None
+        if self.batch_size > samples:
+            raise InputError(
+                f"--batch-size {self.batch_size} is more than the {samples} training samples of {self.task}: "
+                f"choose at most {samples}."
+            )
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        total = math.floor(self.epochs * samples / self.batch_size)
+        if total < 1:
+            raise InputError(f"--epochs {self.epochs:g} is less than one step at batch size {self.batch_size}.")
+        return total
+
+    def peak_lr(self) -> float:
+        """The learning rate after warm-up, scaled to the batch size, of a resolved run."""
+        assert self.lr is not None
+        assert self.batch_size is not None
+        scale = self.batch_size / BASE_BATCH
+        return self.lr * {"none": 1.0, "sqrt": math.sqrt(scale), "linear": scale}[self.lr_scaling]
+
+
+def _at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and not (least <= value < math.inf):
+        raise InputError(f"{name} is {value}, but must be at least {least}.")
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (0 < value < math.inf):
+        raise InputError(f"{name} is {value}, but must be a number above 0.")

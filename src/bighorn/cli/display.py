@@ -1,0 +1,101 @@
+"""Progress on the terminal: a line per evaluation, and below them a live bar where there is a terminal."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from bighorn.cli.training import Run
+
+TRUST = "  trust ratio"
+HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'acc':>7}{'lr':>9}{'per s':>7}" + TRUST
+
+
+class Display:
+    """Shows how a run goes on; silent without a console."""
+
+    def __init__(self, run: Run, console: Console | None) -> None:
+        self.run, self.console = run, console
+        self._line = run.step, run.history.seconds
+        self._refreshed = 0.0
+        self._live: Live | None = None
+        if console is not None and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("steps"),
+                TimeRemainingColumn(),
+                console=console,
+                expand=True,
+            )
+            self._task = self._bar.add_task(run.config.optimizer, total=run.total, completed=run.step)
+            self._live = Live(self._bar, console=console, refresh_per_second=5, transient=True)
+
+    def __enter__(self) -> "Display":
+        if self.console is not None:
+            self.console.print(HEADER if self.run.adaptive else HEADER.removesuffix(TRUST), style="dim")
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def stepped(self) -> None:
+        """Show the step just made."""
+        if self._live is None or time.perf_counter() - self._refreshed < 0.2:
+            return
+        self._refreshed = time.perf_counter()
+        history = self.run.history
+        text = f"loss {history.loss[-1]:.4f}   acc {history.accuracy[-1]:.1%}   lr {history.lr[-1]:.2e}   "
+        text += f"{quantity(self._speed())} samples/s"
+        if self.run.trust_ratio is not None:
+            text += f"   trust {self._trust()}"
+        self._bar.update(self._task, completed=self.run.step)
+        self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
+
+    def evaluated(self) -> None:
+        """Print the line of the evaluation just made; training figures are means since the line before."""
+        if self.console is None:
+            return
+        run, history = self.run, self.run.history
+        count = run.step - self._line[0]
+        _, test_loss, test_accuracy = history.tests[-1]
+        loss, accuracy = sum(history.loss[-count:]) / count, sum(history.accuracy[-count:]) / count
+        self.console.print(
+            f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:7.1%}"
+            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._trust()}".rstrip(),
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._line = run.step, history.seconds
+
+    def _speed(self) -> float:
+        step, seconds = self._line
+        return (self.run.step - step) * self.run.batch_size / max(self.run.history.seconds - seconds, 1e-9)
+
+    def _trust(self) -> str:
+        if self.run.trust_ratio is None:
+            return ""
+        ordered = self.run.trust_ratio.sort().values.tolist()
+        return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))
+
+
+def quantity(value: float) -> str:
+    """A large number in four characters or so: 950, 12.3k, 4.5M."""
+    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+        if value < limit:
+            scaled = value / divisor
+            return f"{scaled:.1f}{unit}" if unit and scaled < 100 else f"{scaled:.0f}{unit}"
+    return f"{value:.1e}"
+
+
+def short(value: float) -> str:
+    """A ratio in at most five characters: .0123, 1.2, 35, 1e-06."""
+    text = f"{value:.2g}"
+    return text.removeprefix("0") if text.startswith("0.") else text

@@ -1,0 +1,56 @@
+"""Click options from a configuration's fields, so that name, type, default and help stand in one place."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def config_options(config: type[Any]) -> Callable[[Command], Command]:
+    """Give a command one option per field of the dataclass ``config``."""
+    hints = typing.get_type_hints(config)
+
+    def decorate(command: Command) -> Command:
+        for field in reversed(dataclasses.fields(config)):
+            choices, shown = field.metadata["choices"], field.metadata["shown"]
+            command = click.option(
+                "--" + field.name.replace("_", "-"),
+                type=click.Choice(choices) if choices else _plain(hints[field.name]),
+                default=field.default,
+                show_default=shown or field.default is not None,
+                help=field.metadata["help"],
+            )(command)
+        return command
+
+    return decorate
+
+
+def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
+    """The options of ``config`` that stand on the command line, by field name."""
+    names = [field.name for field in dataclasses.fields(config)]
+    return {name: ctx.params[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def command_line(ctx: click.Context) -> str:
+    """The command as it was given, defaults left out."""
+    import shlex
+
+    words = ctx.command_path.split()
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [parameter.opts[0], f"{each:g}" if isinstance(each, float) else str(each)]
+    return shlex.join(words)
+
+
+def _plain(hint: Any) -> type:
+    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+    plain: type = members[0] if members else hint
+    return plain

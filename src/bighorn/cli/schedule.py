@@ -1,0 +1,38 @@
+"""The learning rate as a function of the step alone: nothing to save, nothing to resume."""
+
+import re
+
+from bighorn.cli.errors import InputError
+
+
+def warmup_steps(warmup: str, total: int) -> int:
+    """Read a warm-up given as steps (``"200"``) or as a share of the run (``"10%"``).
+
+    Example:
+        >>> warmup_steps("10%", total=200), warmup_steps("15", total=200)
+        (20, 15)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", warmup.strip())
+    if match is None or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
+        raise InputError(f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%).")
+    return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
+
+
+def learning_rate(step: int, total: int, warmup: int, peak: float) -> float:
+    """Linear warm-up to ``peak`` over ``warmup`` steps, then linear decay that would reach 0 at step ``total``.
+
+    Linear decay is the polynomial decay of power 1 that the LAMB paper trains BERT with (arXiv:1904.00962).
+
+    Args:
+        step: The step, counted from 0.
+        total: Steps of the whole run.
+        warmup: Steps of the warm-up; may be as many as ``total``.
+        peak: The highest learning rate.
+
+    Example:
+        >>> [learning_rate(step, total=6, warmup=2, peak=1.0) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (total - step) / (total - warmup)

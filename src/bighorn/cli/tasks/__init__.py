@@ -1,0 +1,35 @@
+"""What can be trained: a task is a data set, a model for it and the defaults that suit both.
+
+Adding one is a file beside these that holds a :class:`Task`, and an entry in :data:`TASKS`.
+"""
+
+from typing import Protocol
+
+from torch import nn
+
+from bighorn.cli.tasks.dataset import Dataset
+from bighorn.cli.tasks.digits import Digits
+from bighorn.cli.tasks.mnist import Mnist
+from bighorn.cli.tasks.text import Text
+
+__all__ = ["TASKS", "Dataset", "Task"]
+
+
+class Task(Protocol):
+    """A classification of every target position: of an image, or of each next character."""
+
+    batch_size: int
+    """Default batch size."""
+    epochs: float
+    """Default passes over the training data."""
+    target: float
+    """The test accuracy that ``bighorn compare`` counts the steps to."""
+
+    def load(self, data: str | None) -> Dataset:
+        """Read the data from ``--data``, or the built-in ones for None; raise InputError where that fails."""
+
+    def model(self, dataset: Dataset) -> nn.Module:
+        """Build a freshly initialised float32 model that maps inputs as stored to logits over ``dataset.classes``."""
+
+
+TASKS: dict[str, Task] = {"digits": Digits(), "text": Text(), "mnist": Mnist()}

@@ -1,0 +1,158 @@
+"""``bighorn train``."""
+
+import json
+import math
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bighorn.cli import checkpoint, files
+from bighorn.cli.config import RunConfig
+from bighorn.cli.display import Display, quantity
+from bighorn.cli.environment import environment
+from bighorn.cli.errors import InputError
+from bighorn.cli.interrupt import Interrupt
+from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.options import command_line, config_options, given
+from bighorn.cli.ranks import Ranks
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import DivergedError, Run
+
+FILE = click.Path(path_type=Path)
+
+
+@click.command
+@config_options(RunConfig)
+@click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")
+@click.option("--resume", type=FILE, help="Continue a saved run; its options come from the file, --save too.")
+@click.option("--report", type=FILE, help="Write an HTML report with curves and the heat map of lr x trust ratio.")
+@click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
+@click.pass_context
+def train(
+    ctx: click.Context, save: Path | None, resume: Path | None, report: Path | None, json_file: Path | None, **_: Any
+) -> None:
+    """Train a model with LAMB or, for comparison, with one of torch's optimizers.
+
+    Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
+    resumed run is bitwise the one that was never interrupted. Several processes:
+
+    torchrun --nproc-per-node 2 --no-python bighorn train
+    """
+    ranks = Ranks.join()
+    options = given(ctx, RunConfig)
+    saved = None if resume is None else checkpoint.load(resume)
+    config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
+    save = save or resume
+    for option, path in (("--save", save), ("--report", report), ("--json", json_file)):
+        if path is not None:
+            files.check_writable(path, option)
+    console = Console() if ranks.first else None
+    run = Run(config, TASKS[config.task].load(config.data), ranks)
+    differences = [] if saved is None else checkpoint.restore(run, saved)
+    run.history.commands.append(command_line(ctx))
+    if console is not None:
+        _introduce(run, console)
+        for difference in differences:
+            console.print(f"Warning: not as when it was saved, so the last bits may differ: {difference}", style="yellow")
+    failure = _loop(run, console, save)
+    if console is not None:
+        console.print(_summary(run))
+        if report is not None:
+            from bighorn.cli.report import run_report
+
+            files.write_text(report, run_report(run))
+            console.print(f"Report: {report}", soft_wrap=True)
+        if json_file is not None:
+            files.write_text(json_file, json.dumps(as_json(run), indent=1, allow_nan=False) + "\n")
+            console.print(f"JSON: {json_file}", soft_wrap=True)
+    if failure is not None:
+        raise InputError(failure)
+    if not run.done:
+        save = save or Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}.pt")
+        checkpoint.save(run, save)
+        if console is not None:
+            outputs = [word for pair in (("--report", report), ("--json", json_file)) if pair[1] for word in map(str, pair)]
+            again = shlex.join([*ctx.command_path.split(), "--resume", str(save), *outputs])
+            console.print(f"Interrupted after step {run.step} of {run.total}, saved. Resume with:\n  {again}", soft_wrap=True)
+    elif save is not None and console is not None:
+        console.print(f"Checkpoint: {save}", soft_wrap=True)
+    ranks.leave()
+    if not run.done:
+        ctx.exit(130)
+
+
+def _loop(run: Run, console: Console | None, save: Path | None) -> str | None:
+    """Train to the end or to a Ctrl-C; returns why that failed, if it did."""
+    with Interrupt() as interrupt, Display(run, console) as display:
+        while not run.done and not run.ranks.any(interrupt.requested):
+            try:
+                run.train_step()
+            except DivergedError as error:
+                return f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup."
+            display.stepped()
+            if run.evaluation_due:
+                run.evaluate()
+                display.evaluated()
+                if save is not None:
+                    checkpoint.save(run, save)
+    return None
+
+
+def _introduce(run: Run, console: Console) -> None:
+    config = run.config
+    parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
+    scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
+    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}", soft_wrap=True)
+    console.print(
+        f"{config.optimizer}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, batch {run.batch_size}, "
+        f"{run.total} steps, {run.warmup} of them warm-up",
+        soft_wrap=True,
+    )
+    if run.step:
+        console.print(f"resumed after step {run.step}")
+
+
+def results(run: Run) -> dict[str, Any]:
+    """The figures that a finished run comes down to; None for what was not measured."""
+    tests = run.history.tests
+    return {
+        "steps": run.step,
+        "epochs": run.epoch,
+        "test_loss": tests[-1][1] if tests else None,
+        "test_accuracy": tests[-1][2] if tests else None,
+        "best_test_accuracy": max(test[2] for test in tests) if tests else None,
+        "train_seconds": run.history.seconds,
+        "samples_per_second": run.step * run.batch_size / run.history.seconds if run.step else None,
+        "optimizer_state_bytes": state_bytes(run.optimizer),
+    }
+
+
+def _summary(run: Run) -> Table:
+    figures = results(run)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    if figures["test_accuracy"] is not None:
+        table.add_row("Test accuracy", f"[bold]{figures['test_accuracy']:.2%}[/] (best {figures['best_test_accuracy']:.2%})")
+        table.add_row("Test loss", f"{figures['test_loss']:.4f}")
+    table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")
+    table.add_row("Training time", f"{figures['train_seconds']:.1f} s")
+    table.add_row("Optimizer state", f"{figures['optimizer_state_bytes'] / 1e6:.2f} MB")
+    return table
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """Everything about a run that a later analysis could want."""
+    history = {name: values for name, values in vars(run.history).items() if name != "seconds"}
+    history["ratios"] = [[value if math.isfinite(value) else None for value in row] for row in history["ratios"]]
+    return {
+        "config": asdict(run.config),
+        "environment": environment(),
+        "data": {"description": run.dataset.description, "sha256": run.dataset.fingerprint()},
+        "peak_lr": run.peak_lr,
+        "result": results(run),
+        "history": history,
+    }

@@ -1,0 +1,152 @@
+"""A training run: a model, its optimizer and how far they are. Nothing here prints or reads options."""
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from bighorn.cli import randomness
+from bighorn.cli.config import PRECISIONS, RunConfig
+from bighorn.cli.errors import InputError
+from bighorn.cli.history import HEAT_COLUMNS, History
+from bighorn.cli.optimizers import build_optimizer
+from bighorn.cli.ranks import Ranks
+from bighorn.cli.sampling import batch_indices
+from bighorn.cli.schedule import learning_rate, warmup_steps
+from bighorn.cli.tasks import TASKS, Dataset
+
+TEST_BATCH = 1000
+
+
+class DivergedError(ArithmeticError):
+    """The loss is not finite. The model is as it was before the step."""
+
+
+class Run:
+    """A run of ``config`` on ``dataset``; two with the same arguments are bitwise equal on one machine.
+
+    Args:
+        config: A resolved configuration.
+        dataset: The data of its task.
+        ranks: The processes that share each batch.
+        evaluations: How many times the whole run evaluates, evenly spread.
+    """
+
+    def __init__(self, config: RunConfig, dataset: Dataset, ranks: Ranks = Ranks(), evaluations: int = 10) -> None:
+        assert config.batch_size is not None
+        assert config.weight_decay is not None
+        assert config.threads is not None
+        ranks.check(config.batch_size)
+        torch.set_num_threads(config.threads)
+        self.config, self.dataset, self.ranks, self.evaluations = config, dataset, ranks, evaluations
+        self.batch_size = config.batch_size
+        self.total = config.total_steps(len(dataset))
+        self.warmup = warmup_steps(config.warmup, self.total)
+        self.peak_lr = config.peak_lr()
+        if self.warmup > self.total:
+            raise InputError(f"--warmup {config.warmup} is longer than the run of {self.total} steps: take less.")
+        randomness.seed(config.seed)
+        self.model = TASKS[config.task].model(dataset).to(PRECISIONS[config.precision])
+        self._forward = ranks.wrap(self.model)
+        self.optimizer = build_optimizer(config.optimizer, self.model, self.peak_lr, config.weight_decay, config.backend)
+        randomness.seed(config.seed + 1_000_003 * ranks.rank)
+        self.step = 0
+        self.history = History()
+        self.trust_ratio: Tensor | None = None
+        """Trust ratio of each layer in the last step; None for optimizers without."""
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the optimizer has trust ratios to tell of."""
+        return hasattr(self.optimizer, "telemetry")
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made."""
+        return self.step >= self.total
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data so far."""
+        return self.step * self.batch_size / len(self.dataset)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the step just made is one to evaluate after; the last one always is."""
+        return self.step * self.evaluations // self.total > (self.step - 1) * self.evaluations // self.total
+
+    def train_step(self) -> None:
+        """Make one step.
+
+        Raises:
+            DivergedError: If the loss is not finite.
+        """
+        started = time.perf_counter()
+        lr = learning_rate(self.step, self.total, self.warmup, self.peak_lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))
+        indices = indices[self.ranks.rank :: self.ranks.size]
+        self.model.train()
+        loss, accuracy = _score(self._forward(self.dataset.inputs[indices]), self.dataset.targets[indices])
+        mean_loss, mean_accuracy = self.ranks.mean(torch.stack((loss.detach(), accuracy))).tolist()
+        if not math.isfinite(mean_loss):
+            raise DivergedError(f"the loss became {mean_loss} in step {self.step + 1}")
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.step += 1
+        self.history.loss.append(mean_loss)
+        self.history.accuracy.append(mean_accuracy)
+        self.history.lr.append(lr)
+        if self.adaptive:
+            self._record_trust_ratio()
+        self.history.seconds += time.perf_counter() - started
+
+    def _record_trust_ratio(self) -> None:
+        telemetry = self.optimizer.telemetry()  # type: ignore[attr-defined]
+        self.trust_ratio = telemetry.trust_ratio
+        self.history.layers = list(telemetry.names)
+        if (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0:
+            self.history.ratio_steps.append(self.step)
+            self.history.ratios.append(telemetry.trust_ratio.tolist())
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Loss and accuracy on the whole test data, kept in the history."""
+        self.model.eval()
+        scores, weights = [], []
+        for inputs, targets in zip(
+            self.dataset.test_inputs.split(TEST_BATCH), self.dataset.test_targets.split(TEST_BATCH), strict=True
+        ):
+            scores.append(torch.stack(_score(self.model(inputs), targets)).double())
+            weights.append(len(inputs) / len(self.dataset.test_inputs))
+        loss, accuracy = (torch.stack(scores).T @ torch.tensor(weights, dtype=torch.float64)).tolist()
+        self.history.tests.append((self.step, loss, accuracy))
+        return loss, accuracy
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the rest of the run depends on beyond its configuration; call it in all processes."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": vars(self.history),
+            "generators": self.ranks.gather(randomness.state()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned, with as many processes as made it."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        self.history = History(**state["history"])
+        randomness.restore(state["generators"][self.ranks.rank])
+
+
+def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits, targets = logits.flatten(0, -2).float(), targets.flatten().long()
+    return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()

@@ -1,0 +1,92 @@
+"""The backends, and the one place that finds out which of them work here.
+
+A backend is a module with `why_not(param, options)` and a class `Lamb` that is made from buckets when tensors change
+and then steps them; `bucket.py` says what it is handed, `reference.py` what it must compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from . import cpu, foreach, reference
+from .bucket import Bucket, LambOptions
+
+__all__ = ["BACKENDS", "Backend", "Bucket", "Kernel", "LambOptions", "Status", "pick", "status"]
+
+
+class Kernel(Protocol):
+    """An algorithm on one backend, made for some buckets on one device."""
+
+    def __init__(self, buckets: list[Bucket]) -> None: ...
+
+    def square_sum(self) -> Tensor:
+        """The sum of all gradients' squares, 0-dim, in float64 where the device has it."""
+
+    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+        """One step, in place; nothing is written where `commit` is False."""
+
+
+class Backend(Protocol):
+    """What a backend module offers."""
+
+    @property
+    def Lamb(self) -> type[Kernel]:  # noqa: N802 - a class
+        """The algorithm."""
+
+    @staticmethod
+    def why_not(param: Tensor, options: LambOptions, /) -> str | None:
+        """Why it cannot serve such a tensor, or None."""
+
+
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "foreach": foreach, "reference": reference}
+"""By name, in the order in which `auto` prefers them."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a backend works on this machine, and what it runs on or why it does not."""
+
+    available: bool
+    detail: str
+
+
+def status() -> dict[str, Status]:
+    """Every backend's status on this machine.
+
+    Example:
+        >>> status()["reference"].available
+        True
+    """
+    return {
+        "cpu": Status(cpu.LIBRARY is not None, cpu.describe()),
+        "foreach": Status(True, "plain torch, any device"),
+        "reference": Status(True, "the specification, any device"),
+    }
+
+
+def pick(backend: str, param: Tensor, options: LambOptions) -> tuple[str, str]:
+    """The name of the backend that serves such a tensor, and why.
+
+    Args:
+        backend: "auto", or the one that is asked for.
+        param: The tensor as the backend would see it.
+        options: Its bucket's options.
+
+    Raises:
+        ValueError: The backend that is asked for cannot serve it.
+    """
+    if backend != "auto":
+        reason = BACKENDS[backend].why_not(param, options)
+        if reason:
+            raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
+        return backend, "asked for"
+    refusals = []
+    for name, module in BACKENDS.items():
+        reason = module.why_not(param, options)
+        if not reason:
+            return name, "; ".join(refusals) or "the fastest here"
+        refusals.append(f"not {name}: {reason}")
+    raise AssertionError("the reference serves every tensor")

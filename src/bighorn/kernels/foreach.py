@@ -1,0 +1,191 @@
+"""LAMB in plain torch, for any device: the reference's mathematics on batches of tensors of bounded size.
+
+Temporaries are a handful of 4 MB chunks, which stay in cache, never copies of the model. Where the lines tagged
+`LAMB-...` leave a question open, `reference.py` answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .bucket import Bucket, LambOptions
+
+CHUNK = 1 << 20  # elements; 4 MB of float32
+
+why_not = reference.why_not
+
+
+class Lamb(reference.Lamb):
+    """LAMB for some buckets on one device."""
+
+    def square_sum(self) -> Tensor:
+        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in flat(grad).split(CHUNK)]
+        return square_sums(pieces).sum()
+
+    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+        """One step of every bucket, as `reference.Lamb.step`."""
+        for bucket in self.buckets:
+            for batch in batches(bucket):
+                lamb_batch(batch, grad_scale, commit)
+            counted = torch.ones(()) if commit is None else commit.to(torch.float32)
+            torch._foreach_add_(bucket.counts, counted.to(bucket.norms.device))
+
+
+class Batch:
+    """Rows of a bucket that are worked on together: many small ones, or a single one that is cut into pieces."""
+
+    def __init__(self, bucket: Bucket, rows: list[int]) -> None:
+        self.options = bucket.options
+        self.norms = bucket.norms[rows[0] : rows[-1] + 1]
+        self.steps = bucket.steps[rows[0] : rows[-1] + 1]
+        self.arrays = {
+            name: [tensors[i] for i in rows]
+            for name, tensors in {"x": bucket.params, "g": bucket.grads, **bucket.state}.items()
+        }
+        x = self.arrays["x"][0]
+        self.cut = len(rows) == 1 and x.numel() > CHUNK and not bucket.options.cautious
+        self.fan = x[0].numel() if bucket.options.centre else 1
+
+    def pieces(self) -> Iterator[dict[str, list[Tensor]]]:
+        """The batch as it is, or its one row in flat pieces of whole slices along dim 0 (where these matter)."""
+        if not self.cut:
+            yield self.arrays
+            return
+        size = max(CHUNK // self.fan, 1) * self.fan
+        splits = {name: flat(tensors[0]).split(size) for name, tensors in self.arrays.items()}
+        for i in range(len(splits["x"])):
+            yield {name: [split[i].view(-1, self.fan)] for name, split in splits.items()}
+
+
+def batches(bucket: Bucket) -> Iterator[Batch]:
+    """Consecutive rows up to CHUNK elements in all, at least one row each."""
+    rows: list[int] = []
+    total = 0
+    for i, x in enumerate(bucket.params):
+        if rows and total + x.numel() > CHUNK:
+            yield Batch(bucket, rows)
+            rows, total = [], 0
+        rows.append(i)
+        total += x.numel()
+    if rows:
+        yield Batch(bucket, rows)
+
+
+def lamb_batch(batch: Batch, grad_scale: Tensor | float, commit: Tensor | None) -> None:
+    """Both phases of a batch: moments and norms of all its pieces, then the parameters of all its pieces."""
+    o = batch.options
+    t = torch.stack(batch.steps) + 1
+    corrections = reference.bias_corrections(t.to(reference.wide(t)), o)
+    sums = torch.zeros(len(t), 2, dtype=reference.wide(t), device=t.device)
+    decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
+    u: list[Tensor] = []
+
+    for piece in batch.pieces():
+        u = moments(piece, o, corrections, grad_scale, commit)
+        sums += torch.stack([square_sums(piece["x"]), square_sums(u)], dim=1)
+
+    weight_norm, update_norm = sums.sqrt().unbind(dim=1)
+    weight_norm = weight_norm * abs(decay)
+    q = torch.ones_like(weight_norm)
+    if o.adapt:
+        q = reference.trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
+    reference.write(batch.norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
+
+    step = per_row(o.lr * corrections[2] * q, batch.arrays["x"][0])
+    for piece in batch.pieces():
+        if batch.cut:
+            u = update(piece, o, corrections)
+        x = borrow(piece["x"], reference.compute_dtype(piece["x"][0]), commit)
+        if o.decay_mode == "decoupled":
+            torch._foreach_mul_(x, decay)
+        torch._foreach_mul_(u, step)
+        torch._foreach_sub_(x, u)  # LAMB-x
+        give_back(piece["x"], x, commit)
+
+
+def moments(
+    piece: dict[str, list[Tensor]],
+    o: LambOptions,
+    corrections: tuple[Tensor, Tensor, Tensor],
+    grad_scale: Tensor | float,
+    commit: Tensor | None,
+) -> list[Tensor]:
+    """Advance the moments of a piece and return its u."""
+    beta1, beta2 = o.betas
+    dtype = reference.compute_dtype(piece["x"][0])
+    scale = -grad_scale if o.maximize else grad_scale
+    g = [g.to(dtype) if isinstance(scale, float) and scale == 1 else g.to(dtype) * scale for g in piece["g"]]
+    if o.centre:
+        g = [g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True) for g in g]
+    if o.decay_mode == "l2":
+        g = list(torch._foreach_add(g, [x.to(dtype) for x in piece["x"]], alpha=o.weight_decay))
+
+    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if o.second_moment == "amsgrad" else [])
+    work = {name: borrow(piece[name], dtype, commit) for name in names}
+    m, v = work["exp_avg"], work["exp_avg_sq"]
+    torch._foreach_mul_(m, beta1)
+    torch._foreach_add_(m, g, alpha=1 - beta1 if o.grad_averaging else 1.0)  # LAMB-m
+    if o.second_moment != "adagrad":
+        torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, g, g, value=1.0 if o.second_moment == "adagrad" else 1 - beta2)  # LAMB-v
+    for name in names:
+        if name == "max_exp_avg_sq":
+            torch._foreach_maximum_(work[name], work["exp_avg_sq"])
+        work[name] = give_back(piece[name], work[name], commit)
+    return update({**piece, **work}, o, corrections, g)
+
+
+def update(
+    piece: dict[str, list[Tensor]],
+    o: LambOptions,
+    corrections: tuple[Tensor, Tensor, Tensor],
+    g: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """The u of a piece, from its moments as stored; `g` is needed by a cautious update alone."""
+    dtype = reference.compute_dtype(piece["x"][0])
+    correction1, correction2 = (per_row(c, piece["x"][0]) for c in corrections[:2])
+    v = piece["max_exp_avg_sq"] if o.second_moment == "amsgrad" else piece["exp_avg_sq"]
+    denominator = [v.to(dtype) / c for v, c in zip(v, correction2, strict=True)]
+    torch._foreach_sqrt_(denominator)
+    torch._foreach_add_(denominator, o.eps)
+    u = [m.to(dtype) / c for m, c in zip(piece["exp_avg"], correction1, strict=True)]
+    torch._foreach_div_(u, denominator)
+    if o.cautious and g is not None:
+        masks = [(u * g > 0).to(dtype) for u, g in zip(u, g, strict=True)]
+        u = [u * mask / mask.mean().clamp(min=1e-3) for u, mask in zip(u, masks, strict=True)]
+    if o.decay_mode == "ratio":
+        torch._foreach_add_(u, [x.to(dtype) for x in piece["x"]], alpha=o.weight_decay)  # LAMB-u
+    return u
+
+
+def borrow(tensors: list[Tensor], dtype: torch.dtype, commit: Tensor | None) -> list[Tensor]:
+    """The tensors themselves to compute in, or copies where their dtype or a pending decision forbids that."""
+    return [tensor.to(dtype, copy=commit is not None) for tensor in tensors]
+
+
+def give_back(tensors: list[Tensor], work: list[Tensor], commit: Tensor | None) -> list[Tensor]:
+    """Store what was computed in borrowed tensors, and return it as it is (or would be) stored."""
+    for tensor, value in zip(tensors, work, strict=True):
+        if value is not tensor:
+            reference.write(tensor, value, commit)
+    return tensors if commit is None else [w.to(t.dtype) for t, w in zip(tensors, work, strict=True)]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory."""
+    return tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
+    """One 0-dim tensor per row, in the dtype of the arithmetic."""
+    return list(values.to(reference.compute_dtype(like)).unbind())
+
+
+def square_sums(tensors: list[Tensor]) -> Tensor:
+    """The sum of squares of each tensor, `[rows]`, in float64."""
+    return torch.stack([tensor.to(reference.wide(tensor)).square().sum() for tensor in tensors])

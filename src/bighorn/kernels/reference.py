@@ -1,0 +1,148 @@
+"""LAMB as its specification: one tensor at a time, any floating dtype, any device, written to be read.
+
+Symbols are those of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+arXiv:1904.00962v5, Algorithm 2. The lines tagged `LAMB-...` stand under the same tag in every backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .bucket import Bounds, Bucket, LambOptions
+
+
+def why_not(params: Tensor, options: LambOptions) -> str | None:
+    """The reason why this backend cannot serve such a tensor: there is none."""
+    del params, options
+    return None
+
+
+class Lamb:
+    """LAMB for some buckets on one device. The other backends have the same class with the same methods."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+
+    def square_sum(self) -> Tensor:
+        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        grads = [grad for bucket in self.buckets for grad in bucket.grads]
+        return torch.stack([grad.to(wide(grad)).square().sum() for grad in grads]).sum()
+
+    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+        """One step of every bucket: parameters, state, step counts and norms are written in place.
+
+        Args:
+            grad_scale: What gradients are multiplied with: the scaler's and the global clip's factors. Default: 1.0.
+            commit: A 0-dim bool tensor; where it is False, nothing is written. Default: None, which is True.
+        """
+        for bucket in self.buckets:
+            for i, (x, g, step) in enumerate(zip(bucket.params, bucket.grads, bucket.steps, strict=True)):
+                state = {name: tensors[i] for name, tensors in bucket.state.items()}
+                t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
+                new_x, new_state, norms = lamb(x, g, state, t, bucket.options)
+                write(x, new_x, commit)
+                write(bucket.norms[i], norms, commit)
+                for name, tensor in state.items():
+                    write(tensor, new_state[name], commit)
+            for step in bucket.counts:
+                step += 1 if commit is None else commit
+
+
+def write(out: Tensor, value: Tensor, commit: Tensor | None) -> None:
+    """Store `value`, rounded to the dtype of `out`."""
+    out.copy_(value if commit is None else torch.where(commit, value.to(out.dtype), out))
+
+
+def lamb(
+    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: LambOptions
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Step `t` (from 1) of one tensor: the new x, its new state, and [weight norm, update norm, trust ratio]."""
+    o, (beta1, beta2) = options, options.betas
+    dtype = compute_dtype(x)
+    x = x.to(dtype)
+
+    if o.maximize:
+        g = -g
+    if o.centre:
+        g = g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
+    if o.decay_mode == "l2":
+        g = g + o.weight_decay * x
+
+    beta3 = 1 - beta1 if o.grad_averaging else 1.0
+    m = beta1 * state["exp_avg"].to(dtype) + beta3 * g  # LAMB-m
+    v = state["exp_avg_sq"].to(dtype)
+    v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
+    # From here on the moments as they are stored, so that every backend may read them back.
+    new_state = {"exp_avg": m.to(state["exp_avg"].dtype), "exp_avg_sq": v.to(state["exp_avg_sq"].dtype)}
+    if o.second_moment == "amsgrad":
+        new_state["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], new_state["exp_avg_sq"])
+    m, v = new_state["exp_avg"].to(dtype), new_state.get("max_exp_avg_sq", new_state["exp_avg_sq"]).to(dtype)
+
+    correction1, correction2, lr_correction = bias_corrections(t, o)
+    r = (m / correction1) / ((v / correction2).sqrt() + o.eps)
+    if o.cautious:
+        mask = (r * g > 0).to(dtype)
+        r = r * mask / mask.mean().clamp(min=1e-3)
+    if o.decay_mode == "decoupled":
+        x = x * (1 - o.lr * o.weight_decay)
+    u = r + o.weight_decay * x if o.decay_mode == "ratio" else r  # LAMB-u
+
+    weight_norm, update_norm = norm(x), norm(u)
+    q = torch.ones_like(weight_norm)
+    if o.adapt:
+        q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
+    x = x - (o.lr * lr_correction * q).to(dtype) * u  # LAMB-x
+    return x, new_state, torch.stack([weight_norm, update_norm, q])
+
+
+def trust_ratio(
+    weight_norm: Tensor,
+    update_norm: Tensor,
+    weight_norm_bounds: Bounds | None = None,
+    trust_ratio_bounds: Bounds | None = None,
+) -> Tensor:
+    """How far a layer moves, relative to its learning rate: phi(||x||) / ||u||, and 1 where either norm is 0.
+
+    Args:
+        weight_norm: ||x||, any shape.
+        update_norm: ||u||, the same shape.
+        weight_norm_bounds: phi clamps ||x|| to them. Default: None, phi is the identity.
+        trust_ratio_bounds: The ratio is clamped to them, but for a 1 from the zero rule. Default: None.
+
+    Example:
+        >>> trust_ratio(torch.tensor([3.0, 0.0]), torch.tensor([2.0, 2.0]))
+        tensor([1.5000, 1.0000])
+    """
+    phi = weight_norm if weight_norm_bounds is None else weight_norm.clamp(*weight_norm_bounds)
+    q = phi / update_norm  # LAMB-q
+    if trust_ratio_bounds is not None:
+        q = q.clamp(*trust_ratio_bounds)
+    return torch.where((weight_norm == 0) | (update_norm == 0), torch.ones_like(q), q)
+
+
+def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """What m and v are divided by, and what the learning rate is multiplied with, at step `t` (float64)."""
+    one = torch.ones_like(t)
+    if not options.bias_correction:
+        return one, one, one
+    correction1 = 1 - options.betas[0] ** t
+    correction2 = one if options.second_moment == "adagrad" else 1 - options.betas[1] ** t
+    if options.bias_correction == "lr":
+        return one, one, correction2.sqrt() / correction1
+    return correction1, correction2, one
+
+
+def norm(x: Tensor) -> Tensor:
+    """The 2-norm of all elements, 0-dim float64: sums of squares neither overflow nor lose what float32 would."""
+    return x.to(wide(x)).square().sum().sqrt()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """At least float32, whatever the parameter's dtype."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype for norms and for powers of beta: float64, but on Apple's GPUs, which have none."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

@@ -1,0 +1,390 @@
+"""The step template: what every optimizer here shares, whatever its mathematics.
+
+A step validates, finds or makes its plan (which tensors, which kernels), settles what gradients are multiplied with
+and whether anything is written at all, and hands over to the kernels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from bighorn import kernels, sharding
+from bighorn.groups import Exclusion, Names, excludes, names_of
+from bighorn.kernels import LambOptions
+from bighorn.optim import checks
+from bighorn.optim.checks import Check
+from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
+from bighorn.state import Spec, complete, hold, real_view, release
+
+LABELS = ("params", "param_names", "initial_lr", "name")
+"""Keys of a group that are no options: torch's own, and the one by which people label a group."""
+
+NUMBERS = ("lr", "betas", "eps", "weight_decay")
+"""Options that may change between steps without a new plan."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that belong to the optimizer as a whole, and so to no group and no checkpoint."""
+
+    backend: str
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    exclude_from_weight_decay: Exclusion | None
+    exclude_from_layer_adaptation: Exclusion | None
+    process_group: Any
+    names: Names | None
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What the last step did, one entry per parameter (per slice of a stacked one).
+
+    Attributes:
+        names: The parameters' names, or their places in `param_groups`.
+        weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
+        update_norm: ||u||, likewise.
+        trust_ratio: The ratio that the learning rate was multiplied with, likewise.
+        skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
+    """
+
+    names: tuple[str, ...]
+    weight_norm: Tensor
+    update_norm: Tensor
+    trust_ratio: Tensor
+    skipped: Tensor
+
+
+class KernelOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
+
+    ALGORITHM: ClassVar[str]
+    """The name of its class in each backend."""
+
+    OPTIONS: ClassVar[dict[str, Check]]
+    """Every option that a group can have, and what it may be."""
+
+    _settings: Settings
+    _plan: Plan | None = None
+    _skipped: Tensor | None = None
+    _resolved: dict[int, tuple[object, ...]]
+
+    @abstractmethod
+    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
+        """What the kernels are told, for one variant of a group."""
+
+    @abstractmethod
+    def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
+        """The state tensors of a parameter, besides `step`."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], settings: Settings) -> None:
+        self._settings = settings
+        self._resolved = {}
+        super().__init__(params, self._checked(defaults))
+
+    # ---- parameters and options ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own.
+
+        Args:
+            param_group: `params`, and any option of the constructor that a group can have.
+
+        Raises:
+            TypeError: An unknown key, or a value of a wrong type.
+            ValueError: A value out of range, or a parameter that cannot be optimized here.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
+        if "params" not in param_group:
+            raise ValueError("a parameter group must have the key 'params'")
+        checks.refuse_unknown(param_group, [*LABELS, *self.OPTIONS], "a parameter group")
+        group = {**param_group, **self._checked(param_group)}
+        group["params"] = self._named(group)
+        for param in group["params"]:
+            self._check_param(*param) if isinstance(param, tuple) else self._check_param(None, param)
+        tensors = [param[1] if isinstance(param, tuple) else param for param in group["params"]]
+        if len({id(tensor) for tensor in tensors}) < len(tensors):
+            raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
+        lr = self.defaults["lr"]
+        if "lr" not in group and any(other["lr"] is lr for other in self.param_groups) and isinstance(lr, Tensor):
+            group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
+        if self._settings.backend != "auto":
+            self._check_backend({**self.defaults, **group}, tensors)
+        super().add_param_group(group)
+        self._plan = None
+
+    def _named(self, group: dict[str, Any]) -> list[Any]:
+        params = group["params"]
+        if isinstance(params, Tensor):
+            params = [params]
+        if isinstance(params, set):
+            raise TypeError("params must be ordered, but a set is not: pass a list")
+        params = list(params)
+        if self._settings.names is not None and not any(isinstance(param, tuple) for param in params):
+            names = names_of(self._settings.names)
+            missing = [i for i, param in enumerate(params) if id(param) not in names]
+            if missing:
+                raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
+            return [(names[id(param)], param) for param in params]
+        exclusions = {"exclude_from_weight_decay", "exclude_from_layer_adaptation"}
+        used = [name for name in sorted(exclusions) if getattr(self._settings, name) is not None]
+        if used and "param_names" not in group and not all(isinstance(param, tuple) for param in params):
+            raise ValueError(f"{used[0]} needs names: pass model.named_parameters() as params, or names=model")
+        return params
+
+    def _check_param(self, name: str | None, param: object) -> None:
+        what = f"parameter {name!r}" if name is not None else "a parameter"
+        if not isinstance(param, Tensor):
+            raise TypeError(f"params must be tensors, but {what} is {param!r} ({type(param).__name__})")
+        if not (param.is_floating_point() or param.is_complex()):
+            raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
+        if param.layout != torch.strided:
+            raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
+        reason = sharding.why_refused(param)
+        if reason:
+            raise ValueError(f"{what} cannot be optimized by {type(self).__name__}: {reason}")
+
+    def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
+        variant = Variant(len(self.param_groups), True, True, False)
+        for param in params:
+            kernels.pick(self._settings.backend, real_view(param), self._kernel_options(group, variant))
+
+    def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.OPTIONS[name](name, value) for name, value in options.items() if name in self.OPTIONS}
+
+    def _refresh_options(self) -> None:
+        """Validate what was written into groups since the last step; drop the plan if it cannot hold any more."""
+        fresh: dict[int, tuple[dict[str, Any], tuple[object, ...]]] = {}
+        for index, group in enumerate(self.param_groups):
+            values = tuple(group[name] for name in self.OPTIONS)
+            if isinstance(group["lr"], Tensor) or values != self._resolved.get(index):
+                try:
+                    fresh[index] = self._checked(group), values
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"param_groups[{index}]: {error}") from None
+        for index, (checked, values) in fresh.items():
+            old = dict(zip(self.OPTIONS, self._resolved.get(index, ()), strict=False))
+            if any(old.get(name) != checked[name] for name in self.OPTIONS if name not in NUMBERS):
+                self._plan = None
+            self.param_groups[index].update(checked)
+            self._resolved[index] = values
+
+    # ---- the step -----------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step for every parameter that has a gradient. `.grad` is only read.
+
+        Args:
+            closure: Computes the loss anew, with gradients, and returns it. Default: None.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+            ValueError: A gradient does not fit its parameter, or an option in a group is out of range; parameters
+                and state are as before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._refresh_options()
+            plan = self._current_plan()
+            if plan is not None:
+                scale, commit = self._scale_and_commit(plan)
+                for device, kernel in plan.kernels:
+                    kernel.step(_on(scale, device), _on(commit, device))
+                plan.finish()
+        except BaseException:
+            # GradScaler removes what it handed over only after a step that returns.
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
+        return loss
+
+    def _current_plan(self) -> Plan | None:
+        """The plan, fed with this step's gradients: the cached one where nothing has moved."""
+        pairs = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not pairs:
+            return None
+        try:
+            mark = fingerprint(pairs, self.state)
+        except RuntimeError:
+            _refuse_sparse(pairs)
+            raise
+        if self._plan is not None and self._plan.fingerprint == mark:
+            self._plan.feed([grad for _, grad in pairs], self._options_of(self._plan.variants))
+            return self._plan
+
+        parts = self._parts()
+        self._plan = None
+        options = self._options_of([part.variant for part in parts])
+        plan, states = build(parts, options, self._complete, self._settings.backend, self.ALGORITHM)
+        for part, state in zip(parts, states, strict=True):
+            self.state[part.param] = state
+        plan.fingerprint = fingerprint(pairs, self.state)
+        self._plan = plan
+        return plan
+
+    def _parts(self) -> list[Part]:
+        parts = []
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                part = self._part(index, position, param)
+                _refuse_sparse([(param, param.grad)])
+                if param.grad.device != param.device:
+                    raise ValueError(
+                        f"the gradient of {part.label} is on {param.grad.device}, the parameter on {param.device}: "
+                        "compute it anew, after zero_grad()"
+                    )
+                if part.stacked and param.dim() < 2:
+                    raise ValueError(f"stacked=True needs at least 2 dims, but {part.label} has {param.dim()}")
+                parts.append(part)
+        return parts
+
+    def _part(self, index: int, position: int, param: Tensor) -> Part:
+        group = self.param_groups[index]
+        name = group["param_names"][position] if "param_names" in group else None
+        centre_from = {False: None, True: 2, "conv": 3}[group["grad_centralization"]]
+        stacked = group["stacked"]
+        centres = centre_from is not None and param.dim() - stacked >= centre_from
+        variant = Variant(
+            group=index,
+            decays=not excludes(self._settings.exclude_from_weight_decay, name, param),
+            adapts=not excludes(self._settings.exclude_from_layer_adaptation, name, param),
+            centres=centres,
+        )
+        label = name if name is not None else f"param_groups[{index}].params[{position}]"
+        return Part(param, param.grad if param.grad is not None else param, label, variant, stacked, stacked or centres)
+
+    def _options_of(self, variants: Iterable[Variant]) -> dict[Variant, LambOptions]:
+        return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in set(variants)}
+
+    def _complete(self, part: Part, dense: Tensor) -> dict[str, Any]:
+        spec = self._state_spec(self.param_groups[part.variant.group], dense)
+        return complete(dense, spec, self.state.get(part.param, {}), part.label)
+
+    def _scale_and_commit(self, plan: Plan) -> tuple[Tensor | float, Tensor | None]:
+        """What gradients are multiplied with, and whether the step is written (None: it is), without a host wait."""
+        settings, grad_scale = self._settings, getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
+        commit = None if found_inf is None else (found_inf == 0).reshape(())
+        if settings.max_grad_norm is not None or settings.skip_nonfinite:
+            total = torch.stack([kernel.square_sum().to(plan.kernels[0][0]) for _, kernel in plan.kernels]).sum()
+            if settings.process_group is not None:
+                torch.distributed.all_reduce(total, group=settings.process_group)
+            norm = total.sqrt() * scale
+            if settings.skip_nonfinite:
+                commit = norm.isfinite() if commit is None else commit & norm.isfinite()
+            if settings.max_grad_norm is not None:
+                clip = settings.max_grad_norm / norm
+                scale = scale * torch.where(norm > settings.max_grad_norm, clip, torch.ones_like(clip))
+        if commit is not None:
+            skipped = (~commit).long()
+            self._skipped = skipped if self._skipped is None else self._skipped + skipped
+        return scale, commit
+
+    # ---- what it says of itself -----------------------------------------------------------------------------
+
+    def telemetry(self) -> Telemetry:
+        """Norms and trust ratios of the last step, as tensors on the parameters' device; empty before the first."""
+        norms = torch.zeros(0, 3) if self._plan is None else self._plan.norms()
+        skipped = torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
+        return Telemetry(tuple(self._plan.labels) if self._plan else (), *norms.clone().unbind(dim=1), skipped)
+
+    def explain(self) -> str:
+        """Which backend serves which tensors, and why: one line for each kind of tensor.
+
+        Raises:
+            ValueError: As `step` would, where the backend that is asked for does not serve a tensor.
+        """
+        kinds: dict[tuple[object, ...], list[Tensor]] = {}
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                part = self._part(index, position, param)
+                view = real_view(param)
+                options = self._kernel_options(group, part.variant)
+                name, why = kernels.pick(self._settings.backend, view, options)
+                kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
+        lines = [
+            f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
+            f"{dtype.removeprefix('torch.')} on {device} ({why})"
+            for (index, name, device, dtype, why), tensors in kinds.items()
+        ]
+        return "\n".join(lines)
+
+    # ---- state in and out -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` gave. Each state tensor keeps the dtype that is declared for it.
+
+        Args:
+            state_dict: `state` and `param_groups`; options in its groups win over the ones at hand.
+
+        Raises:
+            ValueError: It is no optimizer's state, belongs to another model, or holds an option out of range; the
+                optimizer is as before.
+        """
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict must be what optimizer.state_dict() returned, with 'state' and 'param_groups'")
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: hold(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Reached from load_state_dict, deepcopy and unpickling: check everything, then take it, then forget the plan."""
+        defaults = state.get("defaults", self.__dict__.get("defaults"))
+        groups = [self._loaded_group(index, group, defaults) for index, group in enumerate(state["param_groups"])]
+        loaded = {param: release(value) for param, value in state["state"].items()}
+        for index, group in enumerate(groups):
+            for position, param in enumerate(group["params"]):
+                if isinstance(loaded.get(param), dict) and loaded[param]:
+                    label = f"param_groups[{index}].params[{position}]"
+                    spec = self._state_spec(group, real_view(param))
+                    loaded[param] = complete(real_view(param), spec, loaded[param], label)
+        fresh = type(self.__dict__.get("state", state["state"]))(dict)
+        fresh.update(loaded)
+        super().__setstate__({**state, "state": fresh, "param_groups": groups})
+        self.defaults.pop("differentiable", None)  # torch adds it here, and would add it to later groups
+        self._plan = None
+        self._resolved = {}
+
+    def _loaded_group(self, index: int, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {**defaults, **group, **self._checked(group)}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+
+
+def _refuse_sparse(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for _, grad in pairs:
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the embedding with "
+                "sparse=False, or give its parameters to torch.optim.SparseAdam"
+            )
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,123 @@
+"""What hyper-parameters may be. A check takes an option's name and value, and returns it in its canonical form."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from bighorn.state import DTYPES
+
+Check = Callable[[str, object], object]
+
+
+def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Check:
+    """A real number from `low` to `high`, without `high` itself where `exclusive`."""
+    span = f"in [{low:g}, {high:g}{')' if exclusive else ']'}" if high < math.inf else f"at least {low:g}"
+
+    def check(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
+        if not (low <= value <= high) or (exclusive and value == high) or math.isinf(value):
+            raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {span}")
+        return float(value)
+
+    return check
+
+
+def learning_rate(name: str, value: object) -> float | Tensor:
+    """A number that is not negative, or a real tensor of one element (whose value is read at each step)."""
+    if not isinstance(value, Tensor):
+        return number(0)(name, value)  # type: ignore[return-value]
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
+    if value.device.type == "cpu":  # elsewhere the host would have to wait for the value
+        number(0)(name, value.item())
+    return value
+
+
+def betas(name: str, value: object) -> tuple[float, ...]:
+    """Two numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be two numbers (beta1, beta2), not {value!r}")
+    check = number(0, 1, exclusive=True)
+    return tuple(check(f"{name}[{i}]", beta) for i, beta in enumerate(value))  # type: ignore[misc]
+
+
+def bounds(name: str, value: object) -> tuple[float, float] | None:
+    """None, or a lower and an upper bound, which may be infinite."""
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be None or (low, high), not {value!r}")
+    if any(isinstance(bound, bool) or not isinstance(bound, Real) for bound in value):
+        raise TypeError(f"{name} must be two numbers, not {value!r}; where nothing bounds, use 0 and math.inf")
+    low, high = map(float, value)
+    if not 0 <= low <= high or low == math.inf:
+        raise ValueError(f"{name}={value!r} must be (low, high) with 0 <= low <= high")
+    return low, high
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def choice(*allowed: str | bool) -> Check:
+    """One of a few words (or True and False)."""
+
+    def check(name: str, value: object) -> str | bool:
+        if isinstance(value, (str, bool)) and any(value is word or value == word for word in allowed):
+            return value
+        raise ValueError(f"{name}={value!r} is not known: use {', '.join(map(repr, allowed))}{_hint(value, allowed)}")
+
+    return check
+
+
+def state_dtype(name: str, value: object) -> str | None:
+    """None, or the name of a dtype that moments can be kept in (a torch dtype is taken too)."""
+    text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if text is None or (isinstance(text, str) and text in DTYPES):
+        return text
+    names = ", ".join(f"torch.{dtype}" for dtype in DTYPES)
+    raise ValueError(f"{name}={value!r} is not supported: use None, {names}")
+
+
+def max_norm(name: str, value: object) -> float | None:
+    """None, or a positive number."""
+    if value is None:
+        return None
+    if number(0)(name, value) == 0:
+        raise ValueError(f"{name}={value!r} would stop all training: it must be above 0, or None for no clip")
+    return float(value)  # type: ignore[arg-type]
+
+
+TORCH_ONLY = {
+    "foreach": 'use backend="foreach"',
+    "fused": 'every backend is fused; choose one with backend="auto", "cpu" or "foreach"',
+    "capturable": "nothing has to be asked for; backend=... chooses the kernels",
+    "differentiable": 'steps are not differentiable on any backend=...; use torch.optim for that',
+    "amsgrad": 'use second_moment="amsgrad"',
+}
+
+
+def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:
+    """Raise for the first name that is not known, with what was probably meant."""
+    known = list(known)
+    for name in names:
+        if name in known:
+            continue
+        if isinstance(name, str) and name in TORCH_ONLY:
+            raise TypeError(f"{where} got {name!r}, an option of torch.optim that does not exist here: {TORCH_ONLY[name]}")
+        raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
+
+
+def _hint(name: object, known: Iterable[object]) -> str:
+    nearest = difflib.get_close_matches(str(name), [str(word) for word in known], n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,178 @@
+"""LAMB: its options, and what they come to for a bucket. The mathematics is in `kernels/reference.py`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from bighorn.groups import Exclusion, Names, check_exclusion, names_of
+from bighorn.kernels import BACKENDS, LambOptions
+from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
+from bighorn.optim import checks
+from bighorn.optim.base import KernelOptimizer, Settings
+from bighorn.optim.checks import Check
+from bighorn.optim.plan import Variant
+from bighorn.state import Spec, moments_dtype
+
+
+class Lamb(KernelOptimizer):
+    r"""LAMB, layer-wise adaptive moments for large batches, in one fused pass.
+
+    Adam's step r gets weight decay, u = r + weight_decay * x, and each layer moves by the learning rate times its own
+    trust ratio ||x|| / ||u|| (1 where either norm is 0). You et al., "Large Batch Optimization for Deep Learning:
+    Training BERT in 76 minutes", arXiv:1904.00962v5, Algorithm 2; earlier versions of the paper differ, v3 has no bias
+    correction.
+
+    Args:
+        params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
+            and any option below that is not marked *whole optimizer*. Groups have three more keys: `adapt` (False: no
+            trust ratio), `stacked` (True: dim 0 stacks independent layers, each with its own trust ratio) and
+            `grad_centralization` (True: gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
+        lr: Learning rate, at least 0; a tensor is read anew at each step. Default: 1e-3.
+        betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
+        eps: Added to the root of the second moment, at least 0. Default: 1e-6.
+        weight_decay: At least 0. Default: 0.0.
+        adam: Fix the trust ratio to 1: AdamW with decay_mode="decoupled", Adam with "l2". Default: False.
+        bias_correction: True: the paper's v5. False: v3, none. "lr": as a factor sqrt(1 - beta2^t) / (1 - beta1^t) of
+            the learning rate, outside the ratio (DeepSpeed). Default: True.
+        grad_averaging: False: the gradient enters the first moment undamped by 1 - beta1. Default: True.
+        decay_mode: "ratio": decay inside u, the paper's. "decoupled": x shrinks by 1 - lr * weight_decay first.
+            "l2": weight_decay * x is added to the gradient. Default: "ratio".
+        always_adapt: False: no trust ratio where weight_decay is 0 (apex, timm). Default: True.
+        weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
+        trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
+        max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
+        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite; `telemetry()` counts
+            them. *Whole optimizer.* Default: False.
+        second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected). Default: "adam".
+        cautious: Keep only the elements of r that point against their gradient, scaled up in turn. Default: False.
+        maximize: Step uphill. Default: False.
+        exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
+            bool: no weight decay there. *Whole optimizer.* Default: None.
+        exclude_from_layer_adaptation: Likewise: no trust ratio there. *Whole optimizer.* Default: None.
+        state_dtype: Of both moments: torch.float32, torch.bfloat16, or None for float32 (float64 for float64
+            parameters). Default: None.
+        process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own
+            (ZeroRedundancyOptimizer). *Whole optimizer.* Default: None.
+        names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
+            optimizer.* Default: None.
+        backend: "auto", or one to be used without falling back: "cpu" (the C library), "foreach" (any device) or
+            "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+
+    Raises:
+        TypeError: An unknown option, or a value of a wrong type.
+        ValueError: A value out of range, no parameters, a parameter given twice, sharded or not floating-point, or a
+            backend that cannot serve a parameter.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lamb
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Lamb(model.named_parameters(), lr=0.01, weight_decay=0.01, exclude_from_weight_decay=["bias"])
+        >>> model(torch.ones(3, 4)).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.telemetry().names
+        ('weight', 'bias')
+    """
+
+    ALGORITHM = "Lamb"
+    OPTIONS: ClassVar[dict[str, Check]] = {
+        "lr": checks.learning_rate,
+        "betas": checks.betas,
+        "eps": checks.number(0),
+        "weight_decay": checks.number(0),
+        "adam": checks.flag,
+        "bias_correction": checks.choice(True, False, "lr"),
+        "grad_averaging": checks.flag,
+        "decay_mode": checks.choice("ratio", "decoupled", "l2"),
+        "always_adapt": checks.flag,
+        "weight_norm_bounds": checks.bounds,
+        "trust_ratio_bounds": checks.bounds,
+        "second_moment": checks.choice("adam", "amsgrad", "adagrad"),
+        "cautious": checks.flag,
+        "maximize": checks.flag,
+        "state_dtype": checks.state_dtype,
+        "adapt": checks.flag,
+        "stacked": checks.flag,
+        "grad_centralization": checks.choice(True, False, "conv"),
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        adam: bool = False,
+        bias_correction: BiasCorrection = True,
+        grad_averaging: bool = True,
+        decay_mode: DecayMode = "ratio",
+        always_adapt: bool = True,
+        weight_norm_bounds: Bounds | None = None,
+        trust_ratio_bounds: Bounds | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        second_moment: SecondMoment = "adam",
+        cautious: bool = False,
+        maximize: bool = False,
+        exclude_from_weight_decay: Exclusion | None = None,
+        exclude_from_layer_adaptation: Exclusion | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        process_group: Any = None,
+        names: Names | None = None,
+        backend: str = "auto",
+        **unknown: Any,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")}
+        checks.refuse_unknown(unknown, arguments, "Lamb")
+        if names is not None:
+            names_of(names)
+        settings = Settings(
+            backend=str(checks.choice("auto", *BACKENDS)("backend", backend)),
+            max_grad_norm=checks.max_norm("max_grad_norm", max_grad_norm),
+            skip_nonfinite=checks.flag("skip_nonfinite", skip_nonfinite),
+            exclude_from_weight_decay=check_exclusion("exclude_from_weight_decay", exclude_from_weight_decay),
+            exclude_from_layer_adaptation=check_exclusion("exclude_from_layer_adaptation", exclude_from_layer_adaptation),
+            process_group=process_group,
+            names=names,
+        )
+        group_only = {"adapt": True, "stacked": False, "grad_centralization": False}
+        defaults = {name: arguments[name] for name in self.OPTIONS if name in arguments}
+        super().__init__(params, {**defaults, **group_only}, settings)
+
+    def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
+        return dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
+
+    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
+        weight_decay = group["weight_decay"] if variant.decays else 0.0
+        lr = group["lr"]
+        return LambOptions(
+            # Where the host has the value anyway it is a number; elsewhere a tensor, so that nobody waits for it.
+            lr=float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
+            weight_decay=weight_decay,
+            adapt=not group["adam"]
+            and group["adapt"]
+            and variant.adapts
+            and (group["always_adapt"] or weight_decay != 0),
+            centre=variant.centres,
+            **{name: group[name] for name in self.PASSED_ON},
+        )
+
+    PASSED_ON: ClassVar[tuple[str, ...]] = (
+        "betas",
+        "eps",
+        "bias_correction",
+        "grad_averaging",
+        "decay_mode",
+        "weight_norm_bounds",
+        "trust_ratio_bounds",
+        "second_moment",
+        "cautious",
+        "maximize",
+    )

@@ -32,10 +32,10 @@ class LazyGroup(click.Group):
         ctx.fail(f"No such command {cmd_name!r}.{hint}")
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; wrong input ends in one message, without a traceback."""
+        """Run the command; wrong input and failing disks end in one message, without a traceback."""
         try:
             return super().invoke(ctx)
-        except InputError as error:
+        except (InputError, OSError) as error:
             raise click.ClickException(str(error)) from error
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bighorn.cli.errors import InputError
+
 Groups = list[dict[str, Any]]
 
 
@@ -53,13 +55,18 @@ OPTIMIZERS = {
 }
 
 
-def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float, backend: str | None) -> torch.optim.Optimizer:
+def build_optimizer(
+    name: str, model: nn.Module, lr: float, weight_decay: float, backend: str | None
+) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` over named parameters; vectors (biases, norms) go without weight decay."""
     named = list(model.named_parameters())
     matrices = [(label, parameter) for label, parameter in named if parameter.ndim > 1]
     vectors = [(label, parameter) for label, parameter in named if parameter.ndim <= 1]
     groups: Groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return OPTIMIZERS[name].build([group for group in groups if group["params"]], lr, backend)
+    try:
+        return OPTIMIZERS[name].build([group for group in groups if group["params"]], lr, backend)
+    except (ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
+        raise InputError(f"--optimizer {name}: {error}") from error
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,6 +1,7 @@
 """Click options from a configuration's fields, so that name, type, default and help stand in one place."""
 
 import dataclasses
+import shlex
 import types
 import typing
 from collections.abc import Callable
@@ -23,6 +24,7 @@ def config_options(config: type[Any]) -> Callable[[Command], Command]:
                 "--" + field.name.replace("_", "-"),
                 type=click.Choice(choices) if choices else _plain(hints[field.name]),
                 default=field.default,
+                multiple=isinstance(field.default, tuple),
                 show_default=shown or field.default is not None,
                 help=field.metadata["help"],
             )(command)
@@ -39,8 +41,6 @@ def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
 
 def command_line(ctx: click.Context) -> str:
     """The command as it was given, defaults left out."""
-    import shlex
-
     words = ctx.command_path.split()
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")

@@ -22,6 +22,8 @@ class Task(Protocol):
     """Default batch size."""
     epochs: float
     """Default passes over the training data."""
+    batch_sizes: tuple[int, ...]
+    """The batch sizes that ``bighorn compare`` compares."""
     target: float
     """The test accuracy that ``bighorn compare`` counts the steps to."""
 

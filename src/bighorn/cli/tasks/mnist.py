@@ -21,6 +21,7 @@ class Mnist:
 
     batch_size = 256
     epochs = 3.0
+    batch_sizes = (256, 1024, 4096)
     target = 0.97
 
     def load(self, data: str | None) -> Dataset:

@@ -21,6 +21,7 @@ class Text:
 
     batch_size = 64
     epochs = 1.0
+    batch_sizes = (16, 64, 256)
     target = 0.5
 
     def load(self, data: str | None) -> Dataset:

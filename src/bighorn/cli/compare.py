@@ -1,0 +1,202 @@
+"""``bighorn compare``: can I raise the batch and keep my accuracy?"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bighorn.cli import files, sweep
+from bighorn.cli.config import PRECISIONS, RunConfig, option
+from bighorn.cli.environment import environment
+from bighorn.cli.errors import InputError
+from bighorn.cli.lists import learning_rates, numbers, optimizers
+from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.options import command_line, config_options
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import Run
+
+FILE = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """The options of a comparison; None stands for "the task's"."""
+
+    task: str = option("digits", "What to train on.", choices=tuple(TASKS))
+    data: str | None = option(None, "Data for the task, as in bighorn train.", shown="built in, but mnist")
+    optimizers: str = option("lamb,adamw", f"Optimizers, of {', '.join(OPTIMIZERS)}.")
+    batch_sizes: str | None = option(
+        None,
+        "Batch sizes.",
+        shown="; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
+    )
+    lrs: tuple[str, ...] = option(
+        (),
+        "Learning rates to try, as OPTIMIZER=LR,LR,...; may be repeated.",
+        shown="; ".join(f"{name}={','.join(f'{lr:g}' for lr in recipe.grid)}" for name, recipe in OPTIMIZERS.items()),
+    )
+    epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
+    seeds: int = option(3, "Seeds of each cell: 0, 1, ...")
+    target: float | None = option(
+        None,
+        "Test accuracy to count the steps to.",
+        shown=", ".join(f"{name} {task.target:g}" for name, task in TASKS.items()),
+    )
+    precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
+    processes: int | None = option(None, "Runs at a time, each on one thread.", shown="one per processor")
+
+    def __post_init__(self) -> None:
+        for name, value in (("--seeds", self.seeds), ("--processes", self.processes)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}, but must be at least 1.")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise InputError(f"--target is {self.target}, but an accuracy lies above 0 and is at most 1.")
+
+
+@click.command
+@config_options(CompareConfig)
+@click.option("--report", type=FILE, help="Write an HTML report.")
+@click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
+@click.pass_context
+def compare(ctx: click.Context, report: Path | None, json_file: Path | None, **options: Any) -> None:
+    """Compare optimizers over batch sizes at a fixed number of epochs.
+
+    Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried on every seed
+    with a fifth of the training data held out, and the one with the highest mean accuracy on that fifth is taken.
+    Then each seed trains on all training data, and the test data are looked at for the first time.
+    """
+    config = CompareConfig(**options)
+    names = optimizers(config.optimizers)
+    grids = learning_rates(config.lrs, names)
+    task = TASKS[config.task]
+    batch_sizes = task.batch_sizes if config.batch_sizes is None else numbers("--batch-sizes", config.batch_sizes, int)
+    target = config.target or task.target
+    processes = config.processes or sweep.available_processors()
+    for flag, path in (("--report", report), ("--json", json_file)):
+        if path is not None:
+            files.check_writable(path, flag)
+
+    console = Console()
+    bases = [
+        RunConfig(
+            config.task, config.data, name, size, epochs=config.epochs, precision=config.precision, threads=1
+        ).resolved()
+        for name in names
+        for size in batch_sizes
+    ]
+    dataset = task.load(config.data)
+    for base in bases:  # what would fail in the last cell fails now
+        Run(base, dataset.held_out(sweep.HELD_OUT))
+    runs = sweep.count(bases, grids, config.seeds)
+    console.print(
+        f"{config.task}: {dataset.description}; {bases[0].epochs:g} epochs, {runs} runs, {processes} at a time",
+        soft_wrap=True,
+    )
+    for name in names:
+        console.print(f"{name}: learning rates {', '.join(f'{lr:g}' for lr in grids[name])}", soft_wrap=True)
+    with _bar(console) as bar:
+        task_id = bar.add_task("runs", total=runs)
+        cells, tried = sweep.compare(bases, grids, config.seeds, target, processes, lambda: bar.advance(task_id))
+
+    console.print(_table(cells, target))
+    notes = [*verdicts(cells), *warnings(cells)]
+    for note in notes:
+        console.print(note, soft_wrap=True, highlight=False)
+    if report is not None:
+        from bighorn.cli.report import compare_report
+
+        page = compare_report(cells, dataset.description, notes, target, command_line(ctx), asdict(config))
+        files.write_text(report, page)
+        console.print(f"Report: {report}", soft_wrap=True)
+    if json_file is not None:
+        content = {
+            "command": command_line(ctx),
+            "config": asdict(config),
+            "environment": environment(),
+            "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+            "target": target,
+            "tuning": [_as_json(trial) for trial in tried],
+            "final": [_as_json(trial) for cell in cells for trial in cell.trials],
+        }
+        files.write_text(json_file, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        console.print(f"JSON: {json_file}", soft_wrap=True)
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _as_json(trial: sweep.Trial) -> dict[str, Any]:
+    return asdict(trial) | {"loss": trial.loss if math.isfinite(trial.loss) else None}
+
+
+def _table(cells: Sequence[sweep.Cell], target: float) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        table.add_column(name.format(target=f"{target:.0%}"), justify="left" if name == COLUMNS[0] else "right")
+    previous = cells[0].optimizer
+    for cell in cells:
+        if cell.optimizer != previous:
+            table.add_section()
+        previous = cell.optimizer
+        table.add_row(*row(cell))
+    return table
+
+
+COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "steps to {target}", "state", "time")
+
+
+def row(cell: sweep.Cell) -> tuple[str, ...]:
+    """A cell of the comparison in words, by :data:`COLUMNS`; medians over the seeds."""
+    low, middle, high = cell.accuracy
+    reached = f"{cell.steps_to_target:.0f}" if math.isfinite(cell.steps_to_target) else "never"
+    return (
+        cell.optimizer,
+        str(cell.batch_size),
+        f"{cell.lr:g}" + ("*" if cell.on_edge else ""),
+        f"{middle:.1%} ({low:.1%}-{high:.1%})",
+        f"{reached} of {cell.trials[0].steps}",
+        f"{cell.trials[0].state_bytes / 1e6:.2f} MB",
+        f"{cell.seconds:.1f} s",
+    )
+
+
+def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
+    """What raising the batch did to each optimizer, and how they compare at the largest."""
+    lines = []
+    by_name = {cell.optimizer: [other for other in cells if other.optimizer == cell.optimizer] for cell in cells}
+    for name, mine in by_name.items():
+        small, large = mine[0], mine[-1]
+        if small is not large:
+            lines.append(
+                f"{name}: batch {small.batch_size} -> {large.batch_size}, median accuracy {small.accuracy[1]:.1%} -> "
+                f"{large.accuracy[1]:.1%} ({100 * (large.accuracy[1] - small.accuracy[1]):+.1f} points)."
+            )
+    largest = [mine[-1] for mine in by_name.values()]
+    if len(largest) > 1:
+        first, second = sorted(largest, key=lambda cell: -cell.accuracy[1])[:2]
+        apart = first.accuracy[0] > second.accuracy[2]
+        lines.append(
+            f"At batch {first.batch_size}: {first.optimizer} {first.accuracy[1]:.1%}, {second.optimizer} "
+            f"{second.accuracy[1]:.1%}; " + ("no seed overlaps." if apart else "the seeds' ranges overlap.")
+        )
+    return lines
+
+
+def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
+    """Cells whose best learning rate lies on the edge of the grid, so that a better one may lie beyond."""
+    return [
+        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the edge "
+        f"of its grid: give a wider one with --lrs {cell.optimizer}=..."
+        for cell in cells
+        if cell.on_edge
+    ]

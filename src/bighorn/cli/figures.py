@@ -1,0 +1,191 @@
+"""Figures for the reports, as SVG that takes its colours and its font from the page around it."""
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
+
+# Stand-ins that to_svg() turns into the page's CSS variables, so that a figure follows light and dark mode.
+INK, GRID = "#010203", "#040506"
+SERIES = tuple(f"#0708{number:02x}" for number in range(6))
+VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
+
+STYLE = {
+    "font.size": 11,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "figure.facecolor": "none",
+    "figure.constrained_layout.use": True,
+}
+
+WIDTH = 9.2
+"""Inches: what fills the page's text column at its natural size."""
+
+
+def curves(
+    steps: Sequence[int],
+    batches: Sequence[float],
+    test_steps: Sequence[int],
+    tests: Sequence[float],
+    label: str,
+    *,
+    percent: bool = False,
+    log: bool = False,
+) -> str:
+    """Draw the training curve, faint per batch and smoothed, with the test's points on top."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.2))
+        axes = figure.add_subplot()
+        if len(steps) > 60:
+            axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
+        axes.plot(steps, smoothed(batches), color=SERIES[0], label="training")
+        axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+        if percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.set_xlim(0, max(steps[-1], 1))
+        axes.legend()
+        return to_svg(figure, f"{label} by step")
+
+
+def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
+    """Draw one quantity over the steps."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.2))
+        axes = figure.add_subplot()
+        axes.plot(steps, values, color=SERIES[0])
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.set_xlim(0, max(steps[-1], 1))
+        axes.set_ylim(bottom=0)
+        return to_svg(figure, f"{label} by step")
+
+
+def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, label: str) -> str:
+    """Draw ``values[layer, column]`` as colours on a logarithmic scale; column i belongs to ``steps[i]``."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 1.4 + 0.2 * len(layers)))
+        axes = figure.add_subplot()
+        finite = values[np.isfinite(values) & (values > 0)]
+        low, high = np.quantile(finite, (0.01, 0.995)) if finite.size else (1e-3, 1.0)
+        half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
+        image = axes.imshow(
+            np.ma.masked_invalid(values),
+            norm=LogNorm(low, max(high, 1.01 * low), clip=True),
+            cmap="viridis",
+            aspect="auto",
+            interpolation="nearest",
+            extent=(steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5),
+        )
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_yticks(range(len(layers)), layers, fontsize=9)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("step")
+        bar = figure.colorbar(image, ax=axes, label=label, extend="both", pad=0.015, aspect=max(12, 1.1 * len(layers)))
+        bar.outline.set_visible(False)
+        return to_svg(figure, f"{label} by layer and step")
+
+
+def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]], xlabel: str) -> str:
+    """Draw accuracies, ``(low, middle, high)`` per x, one line with bars per named group, x on a log scale to base 2."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.6))
+        axes = figure.add_subplot()
+        for index, (name, xs, triples) in enumerate(groups):
+            low, middle, high = np.array(triples).T
+            shift = 2 ** (0.04 * index)  # or bars of equal batch sizes would hide one another
+            axes.errorbar(
+                np.array(xs) * shift,
+                middle,
+                yerr=(middle - low, high - middle),
+                fmt="o-",
+                color=SERIES[index],
+                markersize=5,
+                capsize=3,
+                label=name,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(xs), [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel("test accuracy")
+        axes.legend()
+        return to_svg(figure, f"test accuracy by {xlabel}")
+
+
+def tuning(panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]) -> str:
+    """Draw held-out accuracy over the learning rates tried: a panel per optimizer, a line per batch size."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.2))
+        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (name, lines) in zip(grid, panels, strict=True):
+            for index, (label, rates, accuracies) in enumerate(lines):
+                axes.plot(rates, accuracies, "o-", color=SERIES[index], markersize=4.5, label=label)
+            axes.set_xscale("log")
+            axes.set_title(name, fontsize=11, loc="left")
+            axes.set_xlabel("learning rate")
+        grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        grid[0].set_ylabel("held-out accuracy")
+        grid[0].legend(title="batch size", fontsize=9, title_fontsize=9)
+        return to_svg(figure, "held-out accuracy by learning rate")
+
+
+def smoothed(values: Sequence[float]) -> np.ndarray:
+    """A centred running mean over a fortieth of the curve, narrower towards its ends."""
+    series = np.asarray(values, dtype=float)
+    half = len(series) // 80
+    total = np.concatenate(([0.0], np.cumsum(series)))
+    index = np.arange(len(series))
+    reach = np.minimum(np.minimum(index, len(series) - 1 - index), half)
+    mean: np.ndarray = (total[index + reach + 1] - total[index - reach]) / (2 * reach + 1)
+    return mean
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an ``<svg>`` element for an HTML page: nothing but the element, colours and font left to the page.
+
+    ``name`` must differ between the figures of a page, since the ids inside are made from it.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<style.*?</style>", "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{name}"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend)_\d+"', "", svg)
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg

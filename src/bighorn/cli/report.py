@@ -1,0 +1,170 @@
+"""Reports: one self-contained HTML file that says what came out and how to get it again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from bighorn.cli import figures
+from bighorn.cli.compare import COLUMNS, row
+from bighorn.cli.environment import environment
+from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.sweep import Cell
+from bighorn.cli.training import Run
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a heading, some words, and a figure or a table.
+
+    Attributes:
+        heading: The heading.
+        text: A sentence or two below it.
+        figure: An ``<svg>`` element.
+        head: The table's column names; the first column is text, the others are numbers.
+        rows: The table's cells.
+    """
+
+    heading: str
+    text: str = ""
+    figure: str = ""
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def render(
+    title: str,
+    lead: str,
+    tiles: Mapping[str, str],
+    sections: Sequence[Section],
+    commands: Sequence[str],
+    settings: Mapping[str, object],
+) -> str:
+    """Lay out a report.
+
+    Args:
+        title: The heading.
+        lead: The sentence below it.
+        tiles: The few figures that matter most.
+        sections: The body.
+        commands: The commands that made it, in order.
+        settings: Every option's value, defaults included.
+    """
+    loader = jinja2.PackageLoader("bighorn.cli", ".")
+    template = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).get_template("report.html.j2")
+    return template.render(
+        title=title,
+        lead=lead,
+        tiles=tiles,
+        sections=[asdict(section) | {"figure": Markup(section.figure)} for section in sections],
+        commands=commands,
+        settings={name.replace("_", " "): f"{value:g}" if isinstance(value, float) else value for name, value in settings.items() if value is not None},
+        environment=environment(),
+    )
+
+
+def run_report(run: Run) -> str:
+    """The report of ``bighorn train``."""
+    config, history = run.config, run.history
+    steps = range(1, run.step + 1)
+    tests = history.tests
+    tiles = {"test accuracy": f"{tests[-1][2]:.2%}", "test loss": f"{tests[-1][1]:.4f}"} if tests else {}
+    tiles |= {
+        "steps": f"{run.step:,}" + ("" if run.done else f" of {run.total:,}"),
+        "training time": f"{history.seconds:.1f} s",
+        "optimizer state": f"{state_bytes(run.optimizer) / 1e6:.2f} MB",
+    }
+    sections = []
+    if steps:
+        test_steps = [test[0] for test in tests]
+        loss = figures.curves(steps, history.loss, test_steps, [test[1] for test in tests], "loss", log=True)
+        accuracy = figures.curves(
+            steps, history.accuracy, test_steps, [test[2] for test in tests], "accuracy", percent=True
+        )
+        sections += [
+            Section("Loss", "Cross-entropy in nats. Training: each batch, with dropout, and its running mean.", loss),
+            Section("Accuracy", "", accuracy),
+        ]
+        if history.ratios:
+            sections.append(_heat_map(run))
+        sections.append(Section("Learning rate", "As scheduled, before any trust ratio.", figures.line(steps, history.lr, "lr")))
+    sections.append(
+        Section(
+            "Evaluations",
+            head=("step", "epoch", "learning rate", "test loss", "test accuracy"),
+            rows=[
+                (f"{step:,}", f"{step * run.batch_size / len(run.dataset):.2f}", f"{history.lr[step - 1]:.3g}", f"{loss:.4f}", f"{accuracy:.2%}")
+                for step, loss, accuracy in tests
+            ],
+        )
+    )
+    lead = f"{config.optimizer} on {run.dataset.description}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}"
+    if not run.done:
+        lead += f". Stopped after step {run.step:,} of {run.total:,}"
+    return render(f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, asdict(config))
+
+
+def _heat_map(run: Run) -> Section:
+    history = run.history
+    position = {name: index for index, (name, _) in enumerate(run.model.named_parameters())}
+    order = sorted(range(len(history.layers)), key=lambda index: position.get(history.layers[index], len(position)))
+    ratios = np.array(history.ratios, dtype=float).T[order]
+    lr = np.array([history.lr[step - 1] for step in history.ratio_steps])
+    return Section(
+        "Effective learning rate by layer",
+        "Learning rate x trust ratio: how far a step moves each layer, relative to a plain Adam step. "
+        "Logarithmic colours; the outermost values share the last ones.",
+        figures.heat_map([history.layers[index] for index in order], history.ratio_steps, ratios * lr, "lr x trust ratio"),
+    )
+
+
+def compare_report(
+    cells: Sequence[Cell],
+    data: str,
+    notes: Sequence[str],
+    target: float,
+    command: str,
+    settings: Mapping[str, object],
+) -> str:
+    """The report of ``bighorn compare``."""
+    names = list(dict.fromkeys(cell.optimizer for cell in cells))
+    of = {name: [cell for cell in cells if cell.optimizer == name] for name in names}
+    accuracy = figures.ranges(
+        [(name, [cell.batch_size for cell in of[name]], [cell.accuracy for cell in of[name]]) for name in names],
+        "batch size",
+    )
+    rates = figures.tuning(
+        [
+            (name, [(str(cell.batch_size), *map(list, zip(*cell.tuned, strict=True))) for cell in of[name]])
+            for name in names
+        ]
+    )
+    seeds = len(cells[0].trials)
+    return render(
+        "Can the batch grow and the accuracy stay?",
+        f"{' against '.join(names)} on {data}; {cells[0].trials[0].config.epochs:g} epochs, {seeds} seeds.",
+        {f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}" for name in names for cell in (of[name][0], of[name][-1])},
+        [
+            Section("Accuracy by batch size", f"Median, lowest and highest of {seeds} seeds on the test data.", accuracy),
+            Section(
+                "Results",
+                "Medians over the seeds; * marks a learning rate on the edge of its grid. Time is of the training "
+                "steps, on one thread, while other runs used the other processors.",
+                head=[name.format(target=f"{target:.0%}") for name in COLUMNS],
+                rows=[row(cell) for cell in cells],
+            ),
+            Section("In words", " ".join(notes)),
+            Section(
+                "Learning rates",
+                "Each rate was tried on every seed with a fifth of the training data held out; the highest mean "
+                "accuracy on that fifth was taken, the lower loss deciding ties.",
+                rates,
+            ),
+        ],
+        [command],
+        settings,
+    )

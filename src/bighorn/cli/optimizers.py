@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bighorn import Lamb
 from bighorn.cli.errors import InputError
 
 Groups = list[dict[str, Any]]
@@ -30,8 +31,6 @@ class Recipe:
 
 
 def _lamb(groups: Groups, lr: float, backend: str | None) -> torch.optim.Optimizer:
-    from bighorn import Lamb
-
     return Lamb(groups, lr=lr, backend=backend or "auto")
 
 
@@ -48,21 +47,26 @@ def _sgd(groups: Groups, lr: float, _: str | None) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {
-    "lamb": Recipe(0.01, 0.01, (0.003, 0.01, 0.03, 0.1, 0.3), _lamb),
-    "adamw": Recipe(0.001, 0.01, (0.001, 0.003, 0.01, 0.03, 0.1), _adamw),
-    "adam": Recipe(0.001, 0.0, (0.001, 0.003, 0.01, 0.03, 0.1), _adam),
-    "sgd": Recipe(0.1, 0.0005, (0.01, 0.03, 0.1, 0.3, 1.0), _sgd),
+    "lamb": Recipe(0.03, 0.01, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2), _lamb),
+    "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), _adamw),
+    "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), _adam),
+    "sgd": Recipe(0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), _sgd),
 }
 
 
 def build_optimizer(
     name: str, model: nn.Module, lr: float, weight_decay: float, backend: str | None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer ``name`` over named parameters; vectors (biases, norms) go without weight decay."""
+    """Build the optimizer ``name`` over named parameters.
+
+    Vectors (biases and norms) take neither weight decay nor, in Lamb, a trust ratio: what LAMB's authors do for BERT.
+    """
     named = list(model.named_parameters())
     matrices = [(label, parameter) for label, parameter in named if parameter.ndim > 1]
     vectors = [(label, parameter) for label, parameter in named if parameter.ndim <= 1]
     groups: Groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if name == "lamb":
+        groups[1]["adapt"] = False
     try:
         return OPTIMIZERS[name].build([group for group in groups if group["params"]], lr, backend)
     except (ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one

@@ -52,6 +52,7 @@ class Run:
         self.model = TASKS[config.task].model(dataset).to(PRECISIONS[config.precision])
         self._forward = ranks.wrap(self.model)
         self.optimizer = build_optimizer(config.optimizer, self.model, self.peak_lr, config.weight_decay, config.backend)
+        self._adapted = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         randomness.seed(config.seed + 1_000_003 * ranks.rank)
         self.step = 0
         self.history = History()
@@ -108,11 +109,12 @@ class Run:
 
     def _record_trust_ratio(self) -> None:
         telemetry = self.optimizer.telemetry()  # type: ignore[attr-defined]
-        self.trust_ratio = telemetry.trust_ratio
-        self.history.layers = list(telemetry.names)
+        adapted = [index for index, name in enumerate(telemetry.names) if name in self._adapted]
+        self.trust_ratio = telemetry.trust_ratio[adapted]
+        self.history.layers = [telemetry.names[index] for index in adapted]
         if (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0:
             self.history.ratio_steps.append(self.step)
-            self.history.ratios.append(telemetry.trust_ratio.tolist())
+            self.history.ratios.append(self.trust_ratio.tolist())
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:

@@ -42,6 +42,8 @@ static inline uint16_t to_bfloat16(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
+static inline float nearest_bfloat16(float value) { return from_bits((uint32_t)to_bfloat16(value) << 16); }
+
 /* float16 without hardware help: scaling by powers of two lets the float unit do subnormals and rounding. */
 static inline float from_float16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7fffu) << 13;
@@ -160,51 +162,65 @@ static const float *load_grad(const Block *b, const Factors *f, int64_t start, i
 
 /* ---- LAMB ------------------------------------------------------------------------------------------------ */
 
-static void moments_loop(const Factors *f, int second_moment, int n, const float *restrict g, float *restrict m,
-                         float *restrict v, float *restrict v_max) {
-    const float beta1 = f->beta1, beta3 = f->beta3, beta2 = f->beta2, beta4 = f->beta4;
-#pragma omp simd
-    for (int i = 0; i < n; i++) {
-        m[i] = FMA(beta1, m[i], beta3 * g[i]);          /* LAMB-m */
-        v[i] = FMA(beta2, v[i], beta4 * (g[i] * g[i])); /* LAMB-v */
-    }
-    if (second_moment == AMSGRAD)
-#pragma omp simd
-        for (int i = 0; i < n; i++) v_max[i] = v[i] > v_max[i] || v[i] != v[i] ? v[i] : v_max[i];
+/* u, the same to the bit wherever it is computed. */
+static inline float update_of(const Factors f, float x, float m, float v) {
+    return FMA(f.weight_decay, x, f.correction * m / (sqrtf(v) + f.eps)); /* LAMB-u */
 }
 
-static Sums update_loop(const Factors *f, int n, const float *restrict x, const float *restrict m,
-                        const float *restrict v, float *restrict u) {
-    const float correction = f->correction, eps = f->eps, weight_decay = f->weight_decay;
-    double weight = 0, update = 0;
+static inline float moved(const Factors f, float step, float x, float u) {
+    return FMA(-step, u, f.decay * x); /* LAMB-x */
+}
+
+enum After { FORGET, KEEP, APPLY }; /* what becomes of u */
+
+/* The arguments after `f` are compile-time constants at every call. */
+static inline __attribute__((always_inline)) Sums step_loop(const Factors f, const int second_moment,
+                                                            const int half_state, const enum After after, float step,
+                                                            int n, const float *restrict g, float *restrict m,
+                                                            float *restrict v, float *restrict v_max,
+                                                            float *restrict x, float *restrict u) {
+    float weight = 0, update = 0;
 #pragma omp simd reduction(+ : weight, update)
     for (int i = 0; i < n; i++) {
-        u[i] = FMA(weight_decay, x[i], correction * m[i] / (sqrtf(v[i]) + eps)); /* LAMB-u */
-        weight += (double)x[i] * x[i];
-        update += (double)u[i] * u[i];
+        float new_m = FMA(f.beta1, m[i], f.beta3 * g[i]);          /* LAMB-m */
+        float new_v = FMA(f.beta2, v[i], f.beta4 * (g[i] * g[i])); /* LAMB-v */
+        if (half_state) new_m = nearest_bfloat16(new_m), new_v = nearest_bfloat16(new_v);
+        m[i] = new_m, v[i] = new_v;
+        if (second_moment == AMSGRAD) v_max[i] = new_v = new_v > v_max[i] || new_v != new_v ? new_v : v_max[i];
+        float new_u = update_of(f, x[i], new_m, new_v);
+        weight += x[i] * x[i];
+        update += new_u * new_u;
+        if (after == KEEP) u[i] = new_u;
+        if (after == APPLY) x[i] = moved(f, step, x[i], new_u);
     }
     return (Sums){weight, update};
 }
 
-static void apply_loop(float decay, float step, int n, const float *restrict u, float *restrict x) {
-#pragma omp simd
-    for (int i = 0; i < n; i++) x[i] = FMA(-step, u[i], decay * x[i]); /* LAMB-x */
+/* The sums of a piece whose squares leave the range of float32: formed again in double. */
+static Sums careful_sums(const Factors f, int n, const float *m, const float *v, const float *x) {
+    double weight = 0, update = 0;
+    for (int i = 0; i < n; i++) {
+        double u = update_of(f, x[i], m[i], v[i]);
+        weight += (double)x[i] * x[i];
+        update += u * u;
+    }
+    return (Sums){weight, update};
 }
 
-/* The pieces of a block, widened: one row's arrays at one offset. */
+static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
+
+/* A piece of a row, widened to float32. */
 typedef struct {
     float *x, *m, *v, *v_max;
     float buffer[4][PIECE];
 } Piece;
 
-static void load_param(Piece *p, const Row *row, int64_t start, int n) {
+static void load(Piece *p, const Row *row, int64_t start, int n, int with_moments) {
     p->x = widen(row->param, row->param_type, start, n, p->buffer[0]);
-}
-
-static void load_moments(Piece *p, const Row *row, int64_t start, int n) {
+    if (!with_moments) return;
     p->m = widen(row->exp_avg, row->state_type, start, n, p->buffer[1]);
     p->v = widen(row->exp_avg_sq, row->state_type, start, n, p->buffer[2]);
-    p->v_max = row->max_exp_avg_sq ? widen(row->max_exp_avg_sq, row->state_type, start, n, p->buffer[3]) : p->v;
+    p->v_max = row->max_exp_avg_sq ? widen(row->max_exp_avg_sq, row->state_type, start, n, p->buffer[3]) : NULL;
 }
 
 static void store_moments(const Piece *p, const Row *row, int64_t start, int n) {
@@ -213,66 +229,68 @@ static void store_moments(const Piece *p, const Row *row, int64_t start, int n) 
     if (row->max_exp_avg_sq) narrow(row->max_exp_avg_sq, row->state_type, start, n, p->v_max);
 }
 
-/* One piece up to its update u, which is computed from the moments as stored: so u computed again later is equal. */
-static Sums piece_moments(const Block *b, const Factors *f, int second_moment, int64_t start, int n, Piece *p,
-                          float *u) {
+#define STEP_LOOP(second_moment, half_state) \
+    step_loop(*f, second_moment, half_state, after, step, n, g, p->m, p->v, p->v_max, p->x, u)
+
+static inline __attribute__((always_inline)) Sums step_piece(const Block *b, const Factors *f, int second_moment,
+                                                             const enum After after, float step, int64_t start, int n,
+                                                             float *u) {
+    Piece piece, *p = &piece;
     float buffer[PIECE];
-    load_param(p, b->row, start, n);
+    Sums sums;
+    load(p, b->row, start, n, 1);
     const float *g = load_grad(b, f, start, n, p->x, buffer);
-    load_moments(p, b->row, start, n);
-    moments_loop(f, second_moment, n, g, p->m, p->v, p->v_max);
-    if (b->row->state_type != FLOAT32) {
-        store_moments(p, b->row, start, n);
-        load_moments(p, b->row, start, n);
-    }
-    return update_loop(f, n, p->x, p->m, p->v_max, u);
+    if (b->row->state_type == FLOAT32)
+        sums = second_moment == AMSGRAD ? STEP_LOOP(AMSGRAD, 0) : STEP_LOOP(ADAM, 0);
+    else
+        sums = second_moment == AMSGRAD ? STEP_LOOP(AMSGRAD, 1) : STEP_LOOP(ADAM, 1);
+    store_moments(p, b->row, start, n);
+    if (after == APPLY)
+        narrow(b->row->param, b->row->param_type, start, n, p->x);
+    else if (!in_range(sums.weight) || !in_range(sums.update))
+        sums = careful_sums(*f, n, p->m, second_moment == AMSGRAD ? p->v_max : p->v, p->x);
+    return sums;
 }
 
-static void piece_apply(const Row *row, const Factors *f, float step, int64_t start, int n, const Piece *p,
-                        const float *u) {
-    apply_loop(f->decay, step, n, u, p->x);
-    narrow(row->param, row->param_type, start, n, p->x);
+static inline __attribute__((always_inline)) Sums step_block(const Block *b, const Factors *f, int second_moment,
+                                                             const enum After after, float step, float *u) {
+    Sums sums = {0, 0};
+    for (int64_t done = 0; done < b->size; done += PIECE) {
+        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
+        Sums s = step_piece(b, f, second_moment, after, step, b->start + done, n, after == KEEP ? u + done : NULL);
+        sums.weight += s.weight;
+        sums.update += s.update;
+    }
+    return sums;
 }
 
 static Sums moments(const Block *b, const Factors *f, int second_moment, float *update) {
-    Piece piece;
-    float buffer[PIECE];
-    Sums sums = {0, 0};
-    for (int64_t done = 0; done < b->size; done += PIECE) {
-        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
-        Sums s = piece_moments(b, f, second_moment, b->start + done, n, &piece, update ? update + done : buffer);
-        sums.weight += s.weight;
-        sums.update += s.update;
-    }
-    return sums;
-}
-
-static void apply(const Block *b, const Factors *f, float step, const float *update) {
-    Piece piece;
-    float buffer[PIECE];
-    for (int64_t done = 0; done < b->size; done += PIECE) {
-        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
-        load_param(&piece, b->row, b->start + done, n);
-        if (!update) {
-            load_moments(&piece, b->row, b->start + done, n);
-            update_loop(f, n, piece.x, piece.m, piece.v_max, buffer);
-        }
-        piece_apply(b->row, f, step, b->start + done, n, &piece, update ? update + done : buffer);
-    }
+    return update ? step_block(b, f, second_moment, KEEP, 0, update) : step_block(b, f, second_moment, FORGET, 0, NULL);
 }
 
 static Sums moments_and_apply(const Block *b, const Factors *f, int second_moment, float step) {
-    Piece piece;
-    float buffer[PIECE];
-    Sums sums = {0, 0};
+    return step_block(b, f, second_moment, APPLY, step, NULL);
+}
+
+static void apply(const Block *b, const Factors *factors, float step, const float *update) {
+    const Factors f = *factors;
     for (int64_t done = 0; done < b->size; done += PIECE) {
         int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
-        Sums s = piece_moments(b, f, second_moment, b->start + done, n, &piece, buffer);
-        piece_apply(b->row, f, step, b->start + done, n, &piece, buffer);
-        sums.weight += s.weight;
-        sums.update += s.update;
+        int64_t start = b->start + done;
+        Piece p;
+        load(&p, b->row, start, n, !update);
+        float *restrict x = p.x;
+        if (update) {
+            const float *restrict u = update + done;
+#pragma omp simd
+            for (int i = 0; i < n; i++) x[i] = moved(f, step, x[i], u[i]);
+        } else {
+            const float *restrict m = p.m, *restrict v = p.v_max ? p.v_max : p.v;
+#pragma omp simd
+            for (int i = 0; i < n; i++) x[i] = moved(f, step, x[i], update_of(f, x[i], m[i], v[i]));
+        }
+        narrow(b->row->param, b->row->param_type, start, n, x);
     }
-    return sums;
 }
 
 const Loops CONCATENATE(loops_, ISA) = {moments, apply, moments_and_apply, square_sum};

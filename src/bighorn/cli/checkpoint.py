@@ -69,7 +69,7 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     """The configuration of a checkpoint; ``given`` are the options on the command line beside ``--resume``.
 
     Raises:
-        InputError: If an option contradicts the checkpoint. Where the data lie and how many threads there are may differ.
+        InputError: If an option contradicts the checkpoint; only the place of the data and the threads may differ.
     """
     saved = checkpoint["config"]
     for name, value in given.items():

@@ -22,14 +22,14 @@ class LazyGroup(click.Group):
         """Name the commands in the order of the table."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         """Import the command, or suggest the nearest name."""
-        if cmd_name in COMMANDS:
-            command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
-            return command
-        near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(COMMANDS)}."
-        ctx.fail(f"No such command {cmd_name!r}.{hint}")
+        if cmd_name not in COMMANDS:
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command {cmd_name!r}. {hint}")
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; wrong input and failing disks end in one message, without a traceback."""

@@ -66,7 +66,7 @@ class CompareConfig:
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
 @click.pass_context
-def compare(ctx: click.Context, report: Path | None, json_file: Path | None, **options: Any) -> None:
+def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
     """Compare optimizers over batch sizes at a fixed number of epochs.
 
     Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried on every seed
@@ -84,7 +84,7 @@ def compare(ctx: click.Context, report: Path | None, json_file: Path | None, **o
         if path is not None:
             files.check_writable(path, flag)
 
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     bases = [
         RunConfig(
             config.task, config.data, name, size, epochs=config.epochs, precision=config.precision, threads=1
@@ -101,7 +101,7 @@ def compare(ctx: click.Context, report: Path | None, json_file: Path | None, **o
         soft_wrap=True,
     )
     for name in names:
-        console.print(f"{name}: learning rates {', '.join(f'{lr:g}' for lr in grids[name])}", soft_wrap=True)
+        console.print(f"{name}: learning rates {', '.join(f'{lr:g}' for lr in grids[name])}")
     with _bar(console) as bar:
         task_id = bar.add_task("runs", total=runs)
         cells, tried = sweep.compare(bases, grids, config.seeds, target, processes, lambda: bar.advance(task_id))
@@ -109,13 +109,13 @@ def compare(ctx: click.Context, report: Path | None, json_file: Path | None, **o
     console.print(_table(cells, target))
     notes = [*verdicts(cells), *warnings(cells)]
     for note in notes:
-        console.print(note, soft_wrap=True, highlight=False)
+        console.print(note)
     if report is not None:
         from bighorn.cli.report import compare_report
 
         page = compare_report(cells, dataset.description, notes, target, command_line(ctx), asdict(config))
         files.write_text(report, page)
-        console.print(f"Report: {report}", soft_wrap=True)
+        console.print(f"Report: {report}")
     if json_file is not None:
         content = {
             "command": command_line(ctx),
@@ -127,7 +127,7 @@ def compare(ctx: click.Context, report: Path | None, json_file: Path | None, **o
             "final": [_as_json(trial) for cell in cells for trial in cell.trials],
         }
         files.write_text(json_file, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        console.print(f"JSON: {json_file}", soft_wrap=True)
+        console.print(f"JSON: {json_file}")
 
 
 def _bar(console: Console) -> Progress:
@@ -195,8 +195,8 @@ def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
 def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
     """Cells whose best learning rate lies on the edge of the grid, so that a better one may lie beyond."""
     return [
-        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the edge "
-        f"of its grid: give a wider one with --lrs {cell.optimizer}=..."
+        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the "
+        f"edge of its grid: give a wider one with --lrs {cell.optimizer}=..."
         for cell in cells
         if cell.on_edge
     ]

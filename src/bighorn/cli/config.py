@@ -41,7 +41,9 @@ class RunConfig:
 
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
     data: str | None = option(
-        None, "Data for the task: a text FILE for text, a DIR with the idx files for mnist.", shown="built in, but mnist"
+        None,
+        "Data for the task: a text FILE for text, a DIR with the idx files for mnist.",
+        shown="built in, but mnist",
     )
     optimizer: str = option("lamb", "Bighorn's lamb, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS))
     batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"))
@@ -61,9 +63,7 @@ class RunConfig:
     )
     seed: int = option(0, "Seed of weights, data order and dropout.")
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
-    backend: str | None = option(
-        None, "Lamb's kernels.", shown="auto", choices=("auto", "reference", "foreach", "cpu")
-    )
+    backend: str | None = option(None, "Lamb's kernels.", shown="auto", choices=("auto", "reference", "foreach", "cpu"))
     threads: int | None = option(
         None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
     )

@@ -15,14 +15,14 @@ HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'acc':>
 
 
 class Display:
-    """Shows how a run goes on; silent without a console."""
+    """Shows how a run goes on."""
 
-    def __init__(self, run: Run, console: Console | None) -> None:
+    def __init__(self, run: Run, console: Console) -> None:
         self.run, self.console = run, console
         self._line = run.step, run.history.seconds
         self._refreshed = 0.0
         self._live: Live | None = None
-        if console is not None and console.is_terminal:
+        if console.is_terminal and not console.quiet:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),
@@ -36,13 +36,14 @@ class Display:
             self._live = Live(self._bar, console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> "Display":
-        if self.console is not None:
-            self.console.print(HEADER if self.run.adaptive else HEADER.removesuffix(TRUST), style="dim")
+        self.console.print(HEADER if self.run.adaptive else HEADER.removesuffix(TRUST), style="dim")
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -61,8 +62,6 @@ class Display:
 
     def evaluated(self) -> None:
         """Print the line of the evaluation just made; training figures are means since the line before."""
-        if self.console is None:
-            return
         run, history = self.run, self.run.history
         count = run.step - self._line[0]
         _, test_loss, test_accuracy = history.tests[-1]
@@ -70,8 +69,6 @@ class Display:
         self.console.print(
             f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:7.1%}"
             f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._trust()}".rstrip(),
-            highlight=False,
-            soft_wrap=True,
         )
         self._line = run.step, history.seconds
 

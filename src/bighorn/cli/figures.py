@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -15,7 +16,7 @@ INK, GRID = "#010203", "#040506"
 SERIES = tuple(f"#0708{number:02x}" for number in range(6))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
 
-STYLE = {
+STYLE: Any = {
     "font.size": 11,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
@@ -116,7 +117,7 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
 
 
 def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]], xlabel: str) -> str:
-    """Draw accuracies, ``(low, middle, high)`` per x, one line with bars per named group, x on a log scale to base 2."""
+    """Draw accuracies, ``(low, middle, high)`` per x, one line per named group, x on a log scale to base 2."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.add_subplot()

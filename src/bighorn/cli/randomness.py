@@ -16,7 +16,8 @@ def seed(value: int) -> None:
 
 def state() -> dict[str, Any]:
     """The state of all three, in types that ``torch.load(weights_only=True)`` accepts."""
-    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    numpy_state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, keys, *rest = numpy_state
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

@@ -62,7 +62,11 @@ def render(
         tiles=tiles,
         sections=[asdict(section) | {"figure": Markup(section.figure)} for section in sections],
         commands=commands,
-        settings={name.replace("_", " "): f"{value:g}" if isinstance(value, float) else value for name, value in settings.items() if value is not None},
+        settings={
+            name.replace("_", " "): f"{value:g}" if isinstance(value, float) else value
+            for name, value in settings.items()
+            if value is not None
+        },
         environment=environment(),
     )
 
@@ -91,21 +95,33 @@ def run_report(run: Run) -> str:
         ]
         if history.ratios:
             sections.append(_heat_map(run))
-        sections.append(Section("Learning rate", "As scheduled, before any trust ratio.", figures.line(steps, history.lr, "lr")))
+        sections.append(
+            Section("Learning rate", "As scheduled, before any trust ratio.", figures.line(steps, history.lr, "lr"))
+        )
     sections.append(
         Section(
             "Evaluations",
             head=("step", "epoch", "learning rate", "test loss", "test accuracy"),
             rows=[
-                (f"{step:,}", f"{step * run.batch_size / len(run.dataset):.2f}", f"{history.lr[step - 1]:.3g}", f"{loss:.4f}", f"{accuracy:.2%}")
+                (
+                    f"{step:,}",
+                    f"{step * run.batch_size / len(run.dataset):.2f}",
+                    f"{history.lr[step - 1]:.3g}",
+                    f"{loss:.4f}",
+                    f"{accuracy:.2%}",
+                )
                 for step, loss, accuracy in tests
             ],
         )
     )
-    lead = f"{config.optimizer} on {run.dataset.description}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}"
+    lead = (
+        f"{config.optimizer} on {run.dataset.description}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}"
+    )
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
-    return render(f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, asdict(config))
+    return render(
+        f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, asdict(config)
+    )
 
 
 def _heat_map(run: Run) -> Section:
@@ -118,7 +134,9 @@ def _heat_map(run: Run) -> Section:
         "Effective learning rate by layer",
         "Learning rate x trust ratio: how far a step moves each layer, relative to a plain Adam step. "
         "Logarithmic colours; the outermost values share the last ones.",
-        figures.heat_map([history.layers[index] for index in order], history.ratio_steps, ratios * lr, "lr x trust ratio"),
+        figures.heat_map(
+            [history.layers[index] for index in order], history.ratio_steps, ratios * lr, "lr x trust ratio"
+        ),
     )
 
 
@@ -139,7 +157,13 @@ def compare_report(
     )
     rates = figures.tuning(
         [
-            (name, [(str(cell.batch_size), *map(list, zip(*cell.tuned, strict=True))) for cell in of[name]])
+            (
+                name,
+                [
+                    (str(cell.batch_size), [lr for lr, _ in cell.tuned], [reached for _, reached in cell.tuned])
+                    for cell in of[name]
+                ],
+            )
             for name in names
         ]
     )
@@ -147,9 +171,15 @@ def compare_report(
     return render(
         "Can the batch grow and the accuracy stay?",
         f"{' against '.join(names)} on {data}; {cells[0].trials[0].config.epochs:g} epochs, {seeds} seeds.",
-        {f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}" for name in names for cell in (of[name][0], of[name][-1])},
+        {
+            f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}"
+            for name in names
+            for cell in (of[name][0], of[name][-1])
+        },
         [
-            Section("Accuracy by batch size", f"Median, lowest and highest of {seeds} seeds on the test data.", accuracy),
+            Section(
+                "Accuracy by batch size", f"Median, lowest and highest of {seeds} seeds on the test data.", accuracy
+            ),
             Section(
                 "Results",
                 "Medians over the seeds; * marks a learning rate on the edge of its grid. Time is of the training "

@@ -34,7 +34,7 @@ FILE = click.Path(path_type=Path)
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
 @click.pass_context
 def train(
-    ctx: click.Context, save: Path | None, resume: Path | None, report: Path | None, json_file: Path | None, **_: Any
+    ctx: click.Context, /, save: Path | None, resume: Path | None, report: Path | None, json_file: Path | None, **_: Any
 ) -> None:
     """Train a model with LAMB or, for comparison, with one of torch's optimizers.
 
@@ -51,67 +51,73 @@ def train(
     for option, path in (("--save", save), ("--report", report), ("--json", json_file)):
         if path is not None:
             files.check_writable(path, option)
-    console = Console() if ranks.first else None
     run = Run(config, TASKS[config.task].load(config.data), ranks)
     differences = [] if saved is None else checkpoint.restore(run, saved)
     run.history.commands.append(command_line(ctx))
-    if console is not None:
-        _introduce(run, console)
-        for difference in differences:
-            console.print(f"Warning: not as when it was saved, so the last bits may differ: {difference}", style="yellow")
-    failure = _loop(run, console, save)
-    if console is not None:
-        console.print(_summary(run))
-        if report is not None:
-            from bighorn.cli.report import run_report
+    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
+    _introduce(run, console)
+    for difference in differences:
+        console.print(f"Warning: not as it was saved, the last bits may differ: {difference}", style="yellow")
 
-            files.write_text(report, run_report(run))
-            console.print(f"Report: {report}", soft_wrap=True)
-        if json_file is not None:
-            files.write_text(json_file, json.dumps(as_json(run), indent=1, allow_nan=False) + "\n")
-            console.print(f"JSON: {json_file}", soft_wrap=True)
-    if failure is not None:
-        raise InputError(failure)
-    if not run.done:
-        save = save or Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}.pt")
+    try:
+        _train(run, console, save)
+    except DivergedError as error:
+        if ranks.first:
+            _write(run, report, json_file)
+        raise InputError(f"{error}. Try a lower --lr than {config.lr:g} or a longer --warmup.") from error
+    if not run.done and save is None:
+        save = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}.pt")
         checkpoint.save(run, save)
-        if console is not None:
-            outputs = [word for pair in (("--report", report), ("--json", json_file)) if pair[1] for word in map(str, pair)]
-            again = shlex.join([*ctx.command_path.split(), "--resume", str(save), *outputs])
-            console.print(f"Interrupted after step {run.step} of {run.total}, saved. Resume with:\n  {again}", soft_wrap=True)
-    elif save is not None and console is not None:
-        console.print(f"Checkpoint: {save}", soft_wrap=True)
+    console.print(_summary(run))
+    if ranks.first:
+        _write(run, report, json_file)
+    for name, path in (("Report", report), ("JSON", json_file), ("Checkpoint", save)):
+        if path is not None:
+            console.print(f"{name}: {path}")
     ranks.leave()
     if not run.done:
+        again = [*ctx.command_path.split(), "--resume", str(save)]
+        again += [
+            word for flag, path in (("--report", report), ("--json", json_file)) if path for word in (flag, str(path))
+        ]
+        console.print(
+            f"Interrupted after step {run.step} of {run.total} and saved. Resume with:\n  {shlex.join(again)}"
+        )
         ctx.exit(130)
 
 
-def _loop(run: Run, console: Console | None, save: Path | None) -> str | None:
-    """Train to the end or to a Ctrl-C; returns why that failed, if it did."""
+def _train(run: Run, console: Console, save: Path | None) -> None:
+    """Train to the end or to a Ctrl-C, saving at every evaluation and at the end."""
     with Interrupt() as interrupt, Display(run, console) as display:
         while not run.done and not run.ranks.any(interrupt.requested):
-            try:
-                run.train_step()
-            except DivergedError as error:
-                return f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup."
+            run.train_step()
             display.stepped()
             if run.evaluation_due:
                 run.evaluate()
                 display.evaluated()
                 if save is not None:
                     checkpoint.save(run, save)
-    return None
+        if not run.done and save is not None:
+            checkpoint.save(run, save)
+
+
+def _write(run: Run, report: Path | None, json_file: Path | None) -> None:
+    if report is not None:
+        from bighorn.cli.report import run_report
+
+        files.write_text(report, run_report(run))
+    if json_file is not None:
+        files.write_text(json_file, json.dumps(as_json(run), indent=1, allow_nan=False) + "\n")
 
 
 def _introduce(run: Run, console: Console) -> None:
     config = run.config
     parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
     scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
-    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}", soft_wrap=True)
+    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}")
     console.print(
-        f"{config.optimizer}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, batch {run.batch_size}, "
-        f"{run.total} steps, {run.warmup} of them warm-up",
-        soft_wrap=True,
+        f"{config.optimizer}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
+        f"batch {run.batch_size}, {run.total} steps, {run.warmup} of them warm-up"
     )
     if run.step:
         console.print(f"resumed after step {run.step}")
@@ -136,7 +142,9 @@ def _summary(run: Run) -> Table:
     figures = results(run)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     if figures["test_accuracy"] is not None:
-        table.add_row("Test accuracy", f"[bold]{figures['test_accuracy']:.2%}[/] (best {figures['best_test_accuracy']:.2%})")
+        table.add_row(
+            "Test accuracy", f"[bold]{figures['test_accuracy']:.2%}[/] (best {figures['best_test_accuracy']:.2%})"
+        )
         table.add_row("Test loss", f"{figures['test_loss']:.4f}")
     table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")
     table.add_row("Training time", f"{figures['train_seconds']:.1f} s")

@@ -13,7 +13,7 @@ from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.errors import InputError
 from bighorn.cli.history import HEAT_COLUMNS, History
 from bighorn.cli.optimizers import build_optimizer
-from bighorn.cli.ranks import Ranks
+from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.sampling import batch_indices
 from bighorn.cli.schedule import learning_rate, warmup_steps
 from bighorn.cli.tasks import TASKS, Dataset
@@ -35,7 +35,7 @@ class Run:
         evaluations: How many times the whole run evaluates, evenly spread.
     """
 
-    def __init__(self, config: RunConfig, dataset: Dataset, ranks: Ranks = Ranks(), evaluations: int = 10) -> None:
+    def __init__(self, config: RunConfig, dataset: Dataset, ranks: Ranks = ALONE, evaluations: int = 10) -> None:
         assert config.batch_size is not None
         assert config.weight_decay is not None
         assert config.threads is not None
@@ -51,7 +51,9 @@ class Run:
         randomness.seed(config.seed)
         self.model = TASKS[config.task].model(dataset).to(PRECISIONS[config.precision])
         self._forward = ranks.wrap(self.model)
-        self.optimizer = build_optimizer(config.optimizer, self.model, self.peak_lr, config.weight_decay, config.backend)
+        self.optimizer = build_optimizer(
+            config.optimizer, self.model, self.peak_lr, config.weight_decay, config.backend
+        )
         self._adapted = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         randomness.seed(config.seed + 1_000_003 * ranks.rank)
         self.step = 0
@@ -97,7 +99,7 @@ class Run:
         if not math.isfinite(mean_loss):
             raise DivergedError(f"the loss became {mean_loss} in step {self.step + 1}")
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.step += 1
         self.history.loss.append(mean_loss)
@@ -120,13 +122,12 @@ class Run:
     def evaluate(self) -> tuple[float, float]:
         """Loss and accuracy on the whole test data, kept in the history."""
         self.model.eval()
-        scores, weights = [], []
-        for inputs, targets in zip(
-            self.dataset.test_inputs.split(TEST_BATCH), self.dataset.test_targets.split(TEST_BATCH), strict=True
-        ):
-            scores.append(torch.stack(_score(self.model(inputs), targets)).double())
-            weights.append(len(inputs) / len(self.dataset.test_inputs))
-        loss, accuracy = (torch.stack(scores).T @ torch.tensor(weights, dtype=torch.float64)).tolist()
+        inputs, targets = self.dataset.test_inputs, self.dataset.test_targets
+        totals = torch.zeros(2, dtype=torch.float64)
+        for start in range(0, len(inputs), TEST_BATCH):
+            batch = slice(start, start + TEST_BATCH)
+            totals += len(inputs[batch]) * torch.stack(_score(self.model(inputs[batch]), targets[batch])).double()
+        loss, accuracy = (totals / len(inputs)).tolist()
         self.history.tests.append((self.step, loss, accuracy))
         return loss, accuracy
 

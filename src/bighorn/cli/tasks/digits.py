@@ -12,7 +12,7 @@ class Digits:
 
     batch_size = 128
     epochs = 20.0
-    batch_sizes = (32, 256, 1024)
+    batch_sizes: tuple[int, ...] = (32, 256, 1024)
     target = 0.95
 
     def load(self, data: str | None) -> Dataset:

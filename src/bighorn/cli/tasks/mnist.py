@@ -21,7 +21,7 @@ class Mnist:
 
     batch_size = 256
     epochs = 3.0
-    batch_sizes = (256, 1024, 4096)
+    batch_sizes: tuple[int, ...] = (256, 1024, 4096)
     target = 0.97
 
     def load(self, data: str | None) -> Dataset:
@@ -36,14 +36,16 @@ class Mnist:
         missing = [name for name, path in zip(FILES, paths, strict=True) if path is None]
         if missing:
             raise InputError(f"--data {data} lacks {', '.join(missing)} (as they are or with .gz).")
-        arrays = [read_idx(path, 3 if "idx3" in path.name else 1) for path in paths if path is not None]
-        for name, images, labels in (("train", *arrays[:2]), ("t10k", *arrays[2:])):
+        inputs, targets, test_inputs, test_targets = (
+            read_idx(path, 3 if "idx3" in path.name else 1) for path in paths if path is not None
+        )
+        for name, images, labels in (("train", inputs, targets), ("t10k", test_inputs, test_targets)):
             if len(images) != len(labels) or not len(images):
                 raise InputError(f"--data {data}: {len(images)} {name} images, but {len(labels)} labels.")
             if images.shape[1:] != (28, 28):
                 raise InputError(f"--data {data}: {name} images of {tuple(images.shape[1:])} pixels, not (28, 28).")
-        classes = 1 + max(int(arrays[1].max()), int(arrays[3].max()))
-        return Dataset(f"idx files, {len(arrays[0]):,} images", *arrays, classes=classes)
+        classes = 1 + max(int(targets.max()), int(test_targets.max()))
+        return Dataset(f"idx files, {len(inputs):,} images", inputs, targets, test_inputs, test_targets, classes)
 
     def model(self, dataset: Dataset) -> nn.Module:
         """Build a small convolutional network with dropout."""

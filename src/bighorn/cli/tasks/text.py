@@ -21,7 +21,7 @@ class Text:
 
     batch_size = 64
     epochs = 1.0
-    batch_sizes = (16, 64, 256)
+    batch_sizes: tuple[int, ...] = (16, 64, 256)
     target = 0.5
 
     def load(self, data: str | None) -> Dataset:
@@ -89,8 +89,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, context, width]`` to the same shape."""
         normed = self.norm1(x)
-        split = (layer(normed).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(*split, is_causal=True).transpose(1, 2).flatten(2)
+        query, key, value = (
+            layer(normed).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))
         result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
         return result
@@ -112,4 +114,6 @@ def _read(data: str) -> str:
     except OSError as error:
         raise InputError(f"--data {data} cannot be read: {error.strerror}. --task text needs a text file.") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--data {data} is not UTF-8 text (byte {error.start}). --task text needs a text file.") from error
+        raise InputError(
+            f"--data {data} is not UTF-8 text (byte {error.start}). Convert it, or take another."
+        ) from error

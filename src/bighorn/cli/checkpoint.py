@@ -1,5 +1,6 @@
 """Checkpoints: everything that makes a resumed run bitwise the run that was never interrupted."""
 
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,13 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"--resume {path}: there is no such file.")
     try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # torch.load does not look at checksums
+        if broken is not None:
+            raise zipfile.BadZipFile(broken)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its zip, pickle and storage readers raise
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise InputError(f"--resume {path} is damaged or not a checkpoint ({reason}). Take another file.") from error
+        raise InputError(f"--resume {path} is damaged or not a checkpoint of bighorn train.") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise InputError(f"--resume {path} was not written by this version of `bighorn train --save`.")
     return checkpoint
@@ -60,7 +64,10 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
             f"the checkpoint is of {checkpoint['processes']} process(es), this is {run.ranks.size}: "
             f"resume with torchrun --nproc-per-node {checkpoint['processes']}."
         )
-    run.load_state_dict(checkpoint["run"])
+    try:
+        run.load_state_dict(checkpoint["run"])
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"the checkpoint does not fit the model: {error}") from error
     then, now = checkpoint["environment"], environment()
     return [f"{name}: {then[name]} then, {now[name]} now" for name in now if then.get(name) != now[name]]
 

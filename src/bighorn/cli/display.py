@@ -36,7 +36,8 @@ class Display:
             self._live = Live(self._bar, console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> "Display":
-        self.console.print(HEADER if self.run.adaptive else HEADER.removesuffix(TRUST), style="dim")
+        if not self.run.done:
+            self.console.print(HEADER if self.run.adaptive else HEADER.removesuffix(TRUST), style="dim")
         if self._live is not None:
             self._live.start()
         return self

@@ -11,7 +11,7 @@ def environment() -> dict[str, str | int]:
     """Describe this process, in words and numbers."""
     return {
         "bighorn": package_version("bighorn"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": package_version("numpy"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -43,7 +43,8 @@ def _adam(groups: Groups, lr: float, _: str | None) -> torch.optim.Optimizer:
 
 
 def _sgd(groups: Groups, lr: float, _: str | None) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True)
+    # Not fused: on the CPU that leaves bf16 parameters as they are (https://github.com/pytorch/pytorch/issues/191763).
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9, foreach=True)
 
 
 OPTIMIZERS = {

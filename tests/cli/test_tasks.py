@@ -1,0 +1,110 @@
+"""Reading data: files built here, byte by byte."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from bighorn.cli.errors import InputError
+from bighorn.cli.sampling import batch_indices
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.tasks.mnist import FILES, read_idx
+from bighorn.cli.tasks.text import CONTEXT, standard_library
+
+IMAGES = struct.pack(">2xBB3I", 8, 3, 2, 2, 3) + bytes(range(12))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_values_stand_where_the_format_says(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"images{suffix}"
+    path.write_bytes(gzip.compress(IMAGES) if suffix else IMAGES)
+    assert torch.equal(read_idx(path, 3), torch.arange(12, dtype=torch.uint8).view(2, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("magic", b"\0\0\x0d\x03" + IMAGES[4:], "starts with 00 00 0d 03, an idx file of this kind with 00 00 08 03"),
+        ("labels", b"\0\0\x08\x01" + IMAGES[4:], "starts with 00 00 08 01"),
+        ("empty", b"", "starts with"),
+        ("header", IMAGES[:9], "holds 9 bytes"),
+        ("truncated", IMAGES[:-1], "holds 27 bytes, but its header promises 2 x 2 x 3 values"),
+        ("longer", IMAGES + b"\0", "holds 29 bytes"),
+        ("plain.gz", IMAGES, "cannot be read"),
+        ("truncated.gz", gzip.compress(IMAGES)[:-9], "cannot be read"),
+        ("damaged.gz", gzip.compress(IMAGES)[:-6] + b"\0" * 6, "cannot be read"),
+    ],
+)
+def test_corrupt_idx_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_idx(path, 3)
+
+
+def test_missing_idx_files_are_named(idx_folder: Path) -> None:
+    for path in idx_folder.glob("t10k-*"):
+        path.unlink()
+    with pytest.raises(InputError, match=f"lacks {FILES[2]}, {FILES[3]} "):
+        TASKS["mnist"].load(str(idx_folder))
+
+
+def test_images_and_labels_must_agree(idx_folder: Path) -> None:
+    labels = idx_folder / FILES[1]
+    labels.write_bytes(struct.pack(">2xBBI", 8, 1, 3) + b"\1\2\3")
+    with pytest.raises(InputError, match="64 train images, but 3 labels"):
+        TASKS["mnist"].load(str(idx_folder))
+
+
+def test_images_must_have_the_size_of_the_network(idx_folder: Path) -> None:
+    (idx_folder / f"{FILES[2]}.gz").write_bytes(gzip.compress(struct.pack(">2xBB3I", 8, 3, 16, 2, 2) + bytes(64)))
+    with pytest.raises(InputError, match=r"t10k images of \(2, 2\) pixels, not \(28, 28\)"):
+        TASKS["mnist"].load(str(idx_folder))
+
+
+def test_text_targets_are_the_next_characters(text_file: Path) -> None:
+    data = TASKS["text"].load(str(text_file))
+    assert torch.equal(data.inputs[0, 1:], data.targets[0, :-1])
+    assert data.targets[0, -1] == data.inputs[1, 0]
+    letters = sorted(set(text_file.read_text()))
+    start = "".join(letters[code - 1] for code in data.inputs[0].tolist())
+    assert start == text_file.read_text()[:CONTEXT]
+    assert data.classes == len(letters) + 1
+
+
+def test_any_script_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "greek.txt"
+    path.write_text("Μῆνιν ἄειδε, θεά, Πηληϊάδεω Ἀχιλῆος\n" * 100, "utf-8")
+    data = TASKS["text"].load(str(path))
+    assert data.inputs.min() >= 1
+
+
+def test_the_standard_library_is_text_enough() -> None:
+    assert len(standard_library()) > 1_000_000
+
+
+def test_test_data_are_not_training_data() -> None:
+    data = TASKS["digits"].load(None)
+    assert len(data) + len(data.test_inputs) == 1797
+    held = data.held_out(0.2)
+    assert len(held) + len(held.test_inputs) == len(data)
+    rows = {row.numpy().tobytes() for row in data.inputs}
+    assert {row.numpy().tobytes() for row in held.test_inputs} <= rows
+    assert not {row.numpy().tobytes() for row in data.test_inputs} & rows
+
+
+def test_the_order_of_the_data_depends_on_seed_and_step_alone() -> None:
+    def stream(seed: int, batch_size: int, steps: int) -> list[int]:
+        batches = [batch_indices(seed, step, batch_size, samples=10) for step in range(steps)]
+        assert all(len(batch) == batch_size for batch in batches)
+        return torch.cat(batches).tolist()
+
+    whole = stream(seed=3, batch_size=1, steps=60)
+    assert stream(seed=3, batch_size=4, steps=15) == whole
+    assert stream(seed=3, batch_size=10, steps=6) == whole
+    assert stream(seed=4, batch_size=10, steps=6) != whole
+    epochs = [whole[start : start + 10] for start in range(0, 60, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6

@@ -1,0 +1,188 @@
+"""What ``bighorn train`` prints, writes and refuses."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import Result
+
+import bighorn.cli
+from bighorn.cli.commands import COMMANDS
+from bighorn.cli.commands import bighorn as group
+from bighorn.cli.compare import CompareConfig
+from bighorn.cli.config import RunConfig
+from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.tasks import TASKS
+
+Invoke = Callable[..., Result]
+
+
+def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
+    output = invoke("train", "--report", "out/run.html", "--json", "out/run.json").output
+    assert all(len(line) <= 80 for line in output.splitlines())
+    assert "trust ratio" in output
+    result = json.loads(Path("out/run.json").read_text())
+    assert result["result"]["test_accuracy"] > 0.95
+    assert f"{result['result']['test_accuracy']:.2%}" in output
+    assert result["result"]["steps"] == 224 == len(result["history"]["loss"])
+    assert result["config"]["batch_size"] == 128
+    assert result["config"]["lr"] == OPTIMIZERS["lamb"].lr
+    assert result["history"]["commands"] == ["bighorn train --report out/run.html --json out/run.json"]
+    assert len(result["history"]["ratios"][0]) == len(result["history"]["layers"]) == 3
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_every_optimizer_learns(invoke: Invoke, name: str) -> None:
+    output = invoke("train", "--optimizer", name, "--epochs", 6, "--json", "run.json").output
+    assert ("trust ratio" in output) == (name == "lamb")
+    assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_text_and_mnist_learn(invoke: Invoke, text_file: Path, idx_folder: Path, precision: str) -> None:
+    tail = ["--precision", precision, "--batch-size", 16, "--json", "run.json"]
+    invoke("train", "--task", "text", "--data", text_file, "--steps", 12, *tail)
+    losses = json.loads(Path("run.json").read_text())["history"]["loss"]
+    assert losses[-1] < losses[0] - 0.5
+    invoke("train", "--task", "mnist", "--data", idx_folder, "--epochs", 12, *tail)
+    assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.9
+
+
+def test_bf16_is_the_whole_model(invoke: Invoke) -> None:
+    invoke("train", "--precision", "bf16", "--epochs", 1, "--save", "run.pt")
+    run = torch.load("run.pt", weights_only=True)["run"]
+    assert {tensor.dtype for tensor in run["model"].values()} == {torch.bfloat16}
+    assert {state["exp_avg"].dtype for state in run["optimizer"]["state"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
+def test_lr_scaling_counts_from_batch_256(invoke: Invoke, scaling: str) -> None:
+    invoke("train", "--lr", 0.01, "--batch-size", 1024, "--lr-scaling", scaling, "--epochs", 1, "--json", "run.json")
+    expected = {"none": 0.01, "sqrt": 0.02, "linear": 0.04}[scaling]
+    assert json.loads(Path("run.json").read_text())["peak_lr"] == pytest.approx(expected)
+
+
+def test_the_schedule_is_what_was_asked_for(invoke: Invoke) -> None:
+    invoke("train", "--lr", 1e-2, "--steps", 10, "--warmup", 4, "--json", "run.json")
+    lr = json.loads(Path("run.json").read_text())["history"]["lr"]
+    assert lr == pytest.approx([0.0025, 0.005, 0.0075, 0.01, *(0.01 * left / 6 for left in range(6, 0, -1))])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "digit"], "'digit' is not one of 'digits', 'text', 'mnist'"),
+        (["--optimizr", "lamb"], "Did you mean '--optimizer'?"),
+        (["--lr", "-1"], "--lr is -1.0, but must be a number above 0"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--lr", "inf"], "--lr is inf"),
+        (["--weight-decay", "-0.1"], "--weight-decay is -0.1"),
+        (["--weight-decay", "nan"], "--weight-decay is nan"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--batch-size", "2000"], "more than the 1438 training samples of digits"),
+        (["--epochs", "0"], "--epochs is 0"),
+        (["--epochs", "0.01"], "less than one step"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--steps", "3", "--epochs", "2"], "--epochs and --steps both set the length"),
+        (["--steps", "3", "--warmup", "4"], "--warmup 4 is longer than the run of 3 steps"),
+        (["--warmup", "0.1"], "--warmup '0.1' is neither a number of steps (200) nor a share of the run"),
+        (["--warmup", "101%"], "--warmup '101%'"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--backend", "cpu", "--optimizer", "adamw"], "leave --backend out"),
+        (["--data", "x"], "the task digits has its data built in"),
+        (["--task", "mnist"], "--task mnist needs --data DIR"),
+        (["--task", "mnist", "--data", "nowhere"], "--data nowhere is not a folder"),
+        (["--task", "text", "--data", "nowhere"], "--data nowhere cannot be read: No such file"),
+        (["--report", "."], "--report . is a folder"),
+        (["--save", "/proc/x/run.pt"], "--save /proc/x/run.pt cannot be written"),
+        (["--lr", "1e30", "--warmup", "0"], "the loss became nan"),
+    ],
+)
+def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:
+    result = invoke("train", *options, code=2 if "'" in message and "warmup" not in message else 1)
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert len(result.output[result.output.index("Error") :].splitlines()) <= 3
+
+
+def test_bad_texts(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 5000)
+    assert "has 9 characters" in invoke("train", "--task", "text", "--data", "short.txt", code=1).output
+    assert "is not UTF-8 text" in invoke("train", "--task", "text", "--data", "binary.txt", code=1).output
+    assert "cannot be read: Is a directory" in invoke("train", "--task", "text", "--data", ".", code=1).output
+
+
+def test_an_unknown_command_names_the_nearest(invoke: Invoke) -> None:
+    assert "Did you mean 'train'?" in invoke("trian", code=2).output
+    assert "There are: train, compare" in invoke("xyz", code=2).output
+
+
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bighorn.cli, "find_spec", lambda name: None if name in {"rich", "sklearn"} else name)
+    with pytest.raises(SystemExit, match=r"needs rich, scikit-learn.*pip install 'bighorn\[cli\]'"):
+        bighorn.cli.main()
+
+
+@pytest.mark.parametrize(("name", "config"), [("train", RunConfig), ("compare", CompareConfig)])
+def test_options_agree_with_the_configuration(invoke: Invoke, name: str, config: type[Any]) -> None:
+    """Every field is an option with the field's default, and the help shows that default."""
+    command = group.get_command(click.Context(group), name)
+    options = {option.name: option for option in command.params}
+    text = " ".join(invoke(name, "--help").output.split())
+    for field in dataclasses.fields(config):
+        option = options[field.name]
+        assert isinstance(option, click.Option)
+        assert option.default == field.default
+        flag = "--" + field.name.replace("_", "-")
+        assert option.opts == [flag]
+        shown = field.metadata["shown"] or field.default
+        if shown is not None:
+            part = text[text.index(f" {flag} ") :]
+            assert str(shown) in part[: part.index("]", part.index("[default:"))], flag
+
+
+def test_defaults_name_every_task_and_optimizer(invoke: Invoke) -> None:
+    text = " ".join(invoke("train", "--help").output.split())
+    for name, task in TASKS.items():
+        assert f"{name} {task.batch_size}" in text
+        assert f"{name} {task.epochs:g}" in text
+    for name, recipe in OPTIMIZERS.items():
+        assert f"{name} {recipe.lr:g}" in text
+
+
+def test_the_group_lists_its_commands(invoke: Invoke) -> None:
+    output = invoke("--help").output
+    assert all(re.search(rf"^  {name}  ", output, re.MULTILINE) for name in COMMANDS)
+    assert "version" in invoke("--version").output
+
+
+def test_two_processes_share_the_batch(tmp_path: Path, invoke: Invoke) -> None:
+    """Under torchrun: one output, and the losses of a single process up to rounding, dropout aside."""
+    options = ["--epochs", "2", "--threads", "1", "--batch-size", "256"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "bighorn.cli", "train"]
+    subprocess.run(
+        [sys.executable, "-m", *torchrun, *options, "--json", "two.json", "--save", "two.pt"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    invoke("train", *options, "--json", "one.json")
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
+    assert two["result"]["steps"] == one["result"]["steps"]
+    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=0.1)
+    assert two["result"]["test_loss"] == pytest.approx(one["result"]["test_loss"], rel=0.1)
+    refused = invoke("train", "--resume", "two.pt", code=1)
+    assert "resume with torchrun --nproc-per-node 2" in refused.output

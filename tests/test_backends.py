@@ -1,0 +1,315 @@
+"""Every backend against the float64 reference, one step at a time from identical state, over the whole table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import scalar
+from bighorn import Lamb
+from bighorn.kernels import reference
+from cases import BACKENDS, CASES, LRS, ZOO, Case, Layout, arranged, double, set_gradients, set_lr
+
+LOW = {torch.bfloat16, torch.float16}
+BY_ID = {case.id: case for case in CASES}
+STEPS = 3
+
+# Relative to (the step, the parameter, a moment). The first two float32 figures are the specification's.
+TOLERANCE = {torch.float32: (2e-6, 2e-7, 5e-7), torch.float64: (1e-14, 5e-16, 1e-15)}
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A flat float view in row-major order; a complex number is two floats."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+
+
+def ordinal(tensor: Tensor) -> Tensor:
+    """The position of a 16-bit float among all floats of its dtype, so that differences count ulps."""
+    bits = tensor.view(torch.int16).int()
+    return torch.where(bits < 0, -32768 - bits, bits)
+
+
+def size(*tensors: Tensor) -> float:
+    """All their 2-norms. An error is relative to what was added up, since the sum of two numbers may be near zero."""
+    return sum(float(tensor.double().norm()) for tensor in tensors)
+
+
+def assert_rounded(ours: Tensor, exact: Tensor, before: Tensor, what: str) -> bool:
+    """`ours` is `exact` rounded once to a 16-bit dtype, but for rare ties; says whether there was one."""
+    away = (ordinal(ours) - ordinal(exact.to(ours.dtype))).abs()
+    apart = bool(away.any())
+    # Where a sum is almost zero, float32's rounding of what was added is many ulps of the result.
+    away[(ours.double() - exact).abs() <= 2e-7 * (exact.abs() + before.abs())] = 0
+    odd = int((away > 0).sum())
+    # Many elements share one mantissa, of which there are 128 in bfloat16, so a tie comes in company.
+    assert odd <= max(1, 0.05 * away.numel()), f"{what}: {odd} of {away.numel()} rounded wrongly"
+    assert odd == 0 or away.max() <= 1, f"{what}: {away.max()} ulps"
+    return apart
+
+
+def assert_norm(ours: Tensor, exact: Tensor, bound: float, what: str) -> None:
+    error = (ours.double() - exact.double()).norm().item()
+    assert error <= bound, f"{what}: error {error:.2e} above {bound:.2e}"
+
+
+State = Mapping[str, Tensor]
+
+
+def assert_same_state(ours: State, exact: State, before: State, what: str) -> bool:
+    """Says whether a rounding tie of a 16-bit moment left the two apart, which the parameter then shows too."""
+    assert ours.keys() == exact.keys(), what
+    assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
+    apart = False
+    for key in ours.keys() - {"step"}:
+        mine, true, old = real(ours[key]), real(exact[key]), real(before.get(key, torch.zeros_like(exact[key])))
+        if mine.dtype in LOW:
+            apart |= assert_rounded(mine, true, old, f"{what} {key}")
+        else:
+            assert_norm(mine, true, TOLERANCE[mine.dtype][2] * size(true, old), f"{what} {key}")
+    return apart
+
+
+def assert_same_parameter(ours: Tensor, exact: Tensor, before: Tensor, *, apart: bool, what: str) -> None:
+    mine, true, old = real(ours), real(exact), real(before)
+    moved, bulk = size(true - old), size(true, old)
+    stored = torch.finfo(mine.dtype).eps / 2 * bulk
+    if apart:
+        assert_norm(mine, true, 2**-6 * moved + stored, what)
+    elif mine.dtype in LOW:
+        assert_rounded(mine, true, old, what)
+    else:
+        step_bound, bound, _ = TOLERANCE[mine.dtype]
+        assert_norm(mine, true, bound * bulk, f"{what} against the parameter")
+        # Storing x rounds it by half an ulp, which is more than the bound where the step is tiny beside x.
+        assert_norm(mine, true, step_bound * moved + stored, f"{what} against the step")
+
+
+def copy_into(twin: Lamb, twins: Sequence[Parameter], optimizer: Lamb, parameters: Sequence[Parameter]) -> None:
+    """Give the float64 twin exactly the numbers the optimizer under test holds now."""
+    for exact, parameter in zip(twins, parameters, strict=True):
+        exact.data.copy_(parameter.data)
+        if parameter in optimizer.state:
+            for key, value in optimizer.state[parameter].items():
+                twin.state[exact][key].copy_(value)
+
+
+def copied(state: State) -> State:
+    return {key: value.clone() for key, value in state.items()}
+
+
+RUNS = [
+    pytest.param(backend, case, id=f"{backend}-{case.id}")
+    for backend in BACKENDS
+    for case in CASES
+    if case.runs_on(backend)
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), RUNS, indirect=["backend"])
+def test_a_step_equals_the_float64_reference(backend: str, case: Case) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    twins = [Parameter(torch.empty(p.shape, dtype=double(p.dtype)).copy_(p.detach())) for p in parameters]
+    twin = case.in_double().optimizer(twins, "reference")
+    for step, lr in enumerate(LRS[:STEPS]):
+        copy_into(twin, twins, optimizer, parameters)
+        before = [exact.detach().clone() for exact in twins]
+        states = [copied(twin.state[exact]) if exact in twin.state else {} for exact in twins]
+        gradients = case.gradients(step)
+        set_gradients(parameters, gradients)
+        set_gradients(twins, [None if g is None else g.to(double(g.dtype)) for g in case.gradients(step)])
+        set_lr(optimizer, lr)
+        set_lr(twin, lr)
+        optimizer.step()
+        twin.step()
+        for leaf, parameter, exact, old, state in zip(case.leaves, parameters, twins, before, states, strict=True):
+            what = f"{leaf.name}, step {step}"
+            assert (parameter in optimizer.state) == (exact in twin.state), what
+            apart = False
+            if parameter in optimizer.state:
+                apart = assert_same_state(optimizer.state[parameter], twin.state[exact], state, what)
+            assert_same_parameter(parameter, exact, old, apart=apart, what=what)
+        for gradient, untouched in zip(gradients, case.gradients(step), strict=True):
+            assert gradient is None or (untouched is not None and gradient.equal(untouched)), "a gradient was written"
+        ours, truth = optimizer.telemetry(), twin.telemetry()
+        assert ours.names == truth.names
+        for column in ("weight_norm", "update_norm", "trust_ratio"):
+            rtol = 2**-6 if "state_dtype" in case.options else 1e-5
+            torch.testing.assert_close(getattr(ours, column), getattr(truth, column), rtol=rtol, atol=0, msg=column)
+
+
+def test_the_comparison_sees_a_wrong_step() -> None:
+    """The bounds above are not vacuous: a step 1e-5 too long, and a moment 1e-5 too large, are caught."""
+    torch.manual_seed(1)
+    old = torch.randn(1000, dtype=torch.float64)
+    new = old - 0.1 * torch.randn(1000, dtype=torch.float64)
+    assert_same_parameter(new.float(), new, old, apart=False, what="right")
+    with pytest.raises(AssertionError, match="against"):
+        assert_same_parameter((new + 1e-5 * (new - old)).float(), new, old, apart=False, what="wrong")
+    state = {"step": torch.ones(()), "exp_avg": old}
+    assert not assert_same_state({**state, "exp_avg": old.float()}, state, {}, "right")
+    with pytest.raises(AssertionError, match="exp_avg"):
+        assert_same_state({**state, "exp_avg": (old * 1.00001).float()}, state, {}, "wrong")
+    assert not assert_rounded(new.bfloat16(), new, old, "right")
+    with pytest.raises(AssertionError, match="rounded wrongly"):
+        assert_rounded((new * 1.001).bfloat16(), new, old, "wrong")
+
+
+NORMS = (0.0, 0.25, 1.0, 3.0, math.nan)
+BOUNDS = (None, (0.5, 2.0), (0.0, 1.0), (0.01, 10.0))
+EDGES = list(itertools.product(NORMS, NORMS, BOUNDS, BOUNDS))
+
+
+def test_trust_ratio_table() -> None:
+    for weight_norm, update_norm, weight_bounds, ratio_bounds in [*EDGES, (math.inf, 1.0, (0.0, 10.0), None)]:
+        ratio = reference.trust_ratio(torch.tensor(weight_norm), torch.tensor(update_norm), weight_bounds, ratio_bounds)
+        expected = scalar.trust_ratio(weight_norm, update_norm, weight_bounds, ratio_bounds)
+        edge = (weight_norm, update_norm, weight_bounds, ratio_bounds)
+        assert ratio.item() == pytest.approx(expected, rel=1e-6, nan_ok=True), edge
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["whole", "stacked"])
+def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None:
+    """Tensors of 16 equal elements, made so that their norms and those of their updates are the table's."""
+    for weight_bounds, ratio_bounds in itertools.product(BOUNDS, BOUNDS):
+        # The update of a NaN weight is not 0: u = r + weight_decay * x.
+        pairs = [(w, u) for w, u in itertools.product(NORMS, NORMS) if not (math.isnan(w) and u == 0)]
+        x = torch.tensor([[w / 4] * 16 for w, _ in pairs])
+        # With these options u = g / (g + 1), so g = u / (1 - u) makes the update u.
+        g = torch.tensor([[(u / 4) / (1 - u / 4)] * 16 for _, u in pairs])
+        parameters = [Parameter(x.clone())] if stacked else [Parameter(row.clone()) for row in x]
+        set_gradients(parameters, [g] if stacked else list(g))
+        groups = [{"params": parameters, "stacked": stacked}]
+        optimizer = Lamb(
+            groups,
+            lr=0.5,
+            betas=(0, 0),
+            eps=1.0,
+            bias_correction=False,
+            weight_norm_bounds=weight_bounds,
+            trust_ratio_bounds=ratio_bounds,
+            backend=backend,
+        )
+        optimizer.step()
+        expected = [scalar.trust_ratio(w, u, weight_bounds, ratio_bounds) for w, u in pairs]
+        assert optimizer.telemetry().trust_ratio.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        after = torch.cat([p.detach().view(-1, 16) for p in parameters])[:, 0].tolist()
+        moved = [w / 4 - 0.5 * q * u / 4 for (w, u), q in zip(pairs, expected, strict=True)]
+        assert after == pytest.approx(moved, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
+def test_skip_nonfinite_changes_nothing_and_counts(backend: str, bad: float, first: bool) -> None:
+    case = BY_ID["skip"]
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    if not first:
+        set_gradients(parameters, case.gradients(0))
+        optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    states = [{k: v.clone() for k, v in optimizer.state[p].items()} if p in optimizer.state else {} for p in parameters]
+    gradients = case.gradients(1)
+    assert gradients[6] is not None
+    gradients[6].view(-1)[-1] = bad
+    set_gradients(parameters, gradients)
+    optimizer.step()
+    assert optimizer.telemetry().skipped == 1
+    for parameter, old, state in zip(parameters, before, states, strict=True):
+        assert parameter.equal(old)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            assert value.equal(state.get(key, torch.zeros_like(value))), key
+
+    # The step that follows is the one that would have been taken had the bad one never happened.
+    set_gradients(parameters, case.gradients(2))
+    optimizer.step()
+    assert optimizer.telemetry().skipped == 1
+    others = case.parameters()
+    other = case.optimizer(others, backend)
+    for step in (2,) if first else (0, 2):
+        set_gradients(others, case.gradients(step))
+        other.step()
+    assert all(a.equal(b) for a, b in zip(parameters, others, strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_without_skip_nonfinite_only_the_bad_parameter_suffers(backend: str, bad: float) -> None:
+    case = Case("nonfinite", {}, ZOO[:2])
+    parameters = case.parameters()
+    gradients = case.gradients(0)
+    assert gradients[0] is not None
+    gradients[0][0, 0] = bad
+    set_gradients(parameters, gradients)
+    case.optimizer(parameters, backend).step()
+    assert not parameters[0].isfinite().all()
+    assert parameters[1].isfinite().all()
+
+
+REFUSED = ["cautious", "cautious-l2", "stacked-cautious", "float64-paper-v5", "complex128-paper-v5"]
+
+
+@pytest.mark.parametrize("id_", REFUSED)
+def test_the_cpu_backend_says_what_it_does_not_do(id_: str) -> None:
+    case = BY_ID[id_]
+    parameters = case.parameters()
+    set_gradients(parameters, case.gradients(0))
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises((ValueError, RuntimeError), match=r"(?s)cpu.*(cautious|float64|complex128)"):
+        case.optimizer(parameters, "cpu").step()
+    assert all(a.equal(b) for a, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("id_", REFUSED)
+def test_auto_hands_to_foreach_what_cpu_does_not_do(id_: str) -> None:
+    case = BY_ID[id_]
+    results = []
+    for backend in ("auto", "foreach"):
+        parameters = case.parameters()
+        optimizer = case.optimizer(parameters, backend)
+        set_gradients(parameters, case.gradients(0))
+        optimizer.step()
+        text = optimizer.explain()
+        assert "foreach" in text
+        if backend == "auto":
+            assert any(word in text for word in ("cautious", "float64", "complex128")), text
+        results.append(parameters)
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
+def test_an_explicit_backend_is_the_one_that_runs(backend: str) -> None:
+    case = BY_ID["mixed-paper-v5"]
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    set_gradients(parameters, case.gradients(0))
+    optimizer.step()
+    text = optimizer.explain()
+    assert backend in text
+    assert not any(f"{other}:" in text for other in BACKENDS if other != backend), text
+
+
+LAYOUTS: tuple[Layout, ...] = ("plain", "transposed", "strided", "channels_last", "misaligned")
+
+
+def test_the_layout_in_memory_changes_nothing_but_rounding(backend: str) -> None:
+    """The same numbers in any layout of parameter and gradient take the same step, to float32 rounding of the sums."""
+    torch.manual_seed(3)
+    x, g = torch.randn(6, 4, 5, 3), torch.randn(6, 4, 5, 3)
+    results = []
+    for layout, grad_layout in itertools.product(LAYOUTS, (*LAYOUTS, "plain")):
+        parameter = Parameter(arranged(x, layout))
+        stride = parameter.stride()
+        optimizer = Lamb([parameter], lr=0.1, weight_decay=0.1, backend=backend)
+        for scale in (1.0, 0.5):
+            set_gradients([parameter], [arranged(g * scale, grad_layout)])
+            optimizer.step()
+        assert parameter.stride() == stride
+        results.append(parameter.detach())
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=1e-7)

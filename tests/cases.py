@@ -1,7 +1,7 @@
 """THE table of cases: every option, shape, layout and dtype that Lamb is tested on, for every backend.
 
 A new option is one line in `OPTIONS`, a new trap one line in `ZOO`, a new dtype one line in `DTYPES`; each inherits
-every test. Weight decay is 0 only where that is the point: the trust ratio then hides any constant factor of the update.
+every test. Weight decay is 0 only where that is the point: the trust ratio then hides a constant factor of the update.
 """
 
 from __future__ import annotations

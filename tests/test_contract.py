@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -405,6 +405,76 @@ def test_a_grad_scaler_skips_an_overflow(max_grad_norm: float | None, backend: s
     assert_same_everything(parameters, one, others, two)
     assert not hasattr(one, "grad_scale")
     assert not hasattr(one, "found_inf")
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_a_scale_that_a_scaler_hands_over(max_grad_norm: float | None, backend: str) -> None:
+    """Gradients are unscaled inside the step, before the clip, and stay as they are; an overflow changes nothing."""
+    case = Case("scaled", {}, FEW)
+    parameters, others = case.parameters(), case.parameters()
+    one = case.optimizer(parameters, backend, max_grad_norm=max_grad_norm)
+    two = case.optimizer(others, backend, max_grad_norm=max_grad_norm)
+    one._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    for step, bad in enumerate((False, True, False)):
+        scaled = [None if g is None else g * scaler.get_scale() for g in case.gradients(step)]
+        scaler.scale(torch.ones(()))
+        if bad:
+            assert scaled[0] is not None
+            scaled[0][3, 3] = torch.nan
+        else:
+            set_gradients(others, case.gradients(step))
+            two.step()
+        given = [None if g is None else g.clone() for g in scaled]
+        set_gradients(parameters, scaled)
+        scaler.step(one)
+        scaler.update()
+        for a, b in zip(parameters, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(dict(one.state[a]), dict(two.state[b]), rtol=1e-6, atol=1e-9)
+        for ours, before in zip(scaled, given, strict=True):
+            assert ours is None or torch.allclose(ours, before, 0, 0, equal_nan=True)  # type: ignore[arg-type]
+    assert one.telemetry().skipped == 1
+
+
+def test_a_refused_step_forgets_the_scale(backend: str) -> None:
+    """Or the next step, for which the scaler hands over nothing, would unscale once more."""
+    parameters = CASE.parameters()
+    optimizer = CASE.optimizer(parameters, backend)
+    set_gradients(parameters, CASE.gradients(0))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.fixture(params=[torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
+@pytest.mark.parametrize("case_id", ["clip-skip", "stacked"])
+def test_torchs_default_dtype_changes_nothing(case_id: str, backend: str) -> None:
+    case = BY_ID[case_id]
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    ours = optimizer.telemetry()
+    torch.set_default_dtype(torch.float32)
+    others = case.parameters()
+    other = case.optimizer(others, backend)
+    advance(case, others, other, range(2))
+    assert_same_everything(parameters, optimizer, others, other)
+    theirs = other.telemetry()
+    for column in ("weight_norm", "update_norm", "trust_ratio"):
+        assert getattr(ours, column).dtype is torch.float32
+        assert getattr(ours, column).equal(getattr(theirs, column)), column
 
 
 # ---- telemetry --------------------------------------------------------------------------------------------------

@@ -341,6 +341,13 @@ def test_a_failed_add_param_group_can_be_repeated_rightly(backend: str) -> None:
     assert len(parameters) == 3
 
 
+def test_a_parameter_whose_elements_share_memory(backend: str) -> None:
+    parameters, optimizer = stepped(backend)
+    parameters[1].data = torch.ones(1).expand(5)
+    with refused(parameters, optimizer, (ValueError, RuntimeError), "memory|overlap|expand"):
+        optimizer.step()
+
+
 def test_fsdp1_flattened_parameters() -> None:
     flat = Parameter(torch.ones(30))
     flat._fsdp_flattened = True  # type: ignore[attr-defined]

@@ -24,7 +24,9 @@ def check_exclusion(name: str, value: object) -> Exclusion | None:
     if value is None or callable(value):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise TypeError(f"{name} must be a list of regular expressions or a callable (name, param) -> bool, not {value!r}")
+        raise TypeError(
+            f"{name} must be regular expressions in a list or a callable (name, param) -> bool, not {value!r}"
+        )
     for pattern in value:
         try:
             re.compile(pattern)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,10 +76,10 @@ def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> 
 
 def _count(step: object, param: Tensor, what: str) -> Tensor:
     value = step if isinstance(step, Tensor) else torch.tensor(step) if isinstance(step, (int, float)) else None
-    if value is None or value.numel() != 1 or value.is_complex():
-        raise ValueError(f"state 'step' of {what} is {step!r}, expected a number or a tensor with one element")
-    if value.dtype == torch.float32 and value.device == param.device and value.dim() == 0:
-        return value
+    valid = value is not None and value.numel() == 1 and not value.is_complex()
+    if value is None or not valid or (value.device.type == "cpu" and not 0 <= float(value) < math.inf):
+        # Elsewhere than on the CPU the host would have to wait for the value.
+        raise ValueError(f"state 'step' of {what} is {step!r}, expected how many steps it took, 0 or more")
     return value.reshape(()).to(device=param.device, dtype=torch.float32)
 
 

@@ -6,6 +6,7 @@ and then steps them; `bucket.py` says what it is handed, `reference.py` what it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,8 +21,6 @@ __all__ = ["BACKENDS", "Backend", "Bucket", "Kernel", "LambOptions", "Status", "
 class Kernel(Protocol):
     """An algorithm on one backend, made for some buckets on one device."""
 
-    def __init__(self, buckets: list[Bucket]) -> None: ...
-
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, 0-dim, in float64 where the device has it."""
 
@@ -29,19 +28,21 @@ class Kernel(Protocol):
         """One step, in place; nothing is written where `commit` is False."""
 
 
-class Backend(Protocol):
-    """What a backend module offers."""
+@dataclass(frozen=True)
+class Backend:
+    """Where an algorithm runs. A new algorithm is a new field."""
 
-    @property
-    def Lamb(self) -> type[Kernel]:  # noqa: N802 - a class
-        """The algorithm."""
+    why_not: Callable[[Tensor, LambOptions], str | None]
+    """Why it cannot serve such a tensor, or None."""
 
-    @staticmethod
-    def why_not(param: Tensor, options: LambOptions, /) -> str | None:
-        """Why it cannot serve such a tensor, or None."""
+    lamb: Callable[[list[Bucket]], Kernel]
 
 
-BACKENDS: dict[str, Backend] = {"cpu": cpu, "foreach": foreach, "reference": reference}
+BACKENDS = {
+    "cpu": Backend(cpu.why_not, cpu.Lamb),
+    "foreach": Backend(foreach.why_not, foreach.Lamb),
+    "reference": Backend(reference.why_not, reference.Lamb),
+}
 """By name, in the order in which `auto` prefers them."""
 
 
@@ -83,9 +84,9 @@ def pick(backend: str, param: Tensor, options: LambOptions) -> tuple[str, str]:
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
-    refusals = []
-    for name, module in BACKENDS.items():
-        reason = module.why_not(param, options)
+    refusals: list[str] = []
+    for name, candidate in BACKENDS.items():
+        reason = candidate.why_not(param, options)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         refusals.append(f"not {name}: {reason}")

@@ -33,7 +33,7 @@ DECAY_MODES = {"ratio": 0, "decoupled": 1, "l2": 2}
 class Options(ctypes.Structure):
     """`Options` of csrc/lamb.h."""
 
-    _fields_ = [  # noqa: RUF012 - the form that ctypes asks for
+    _fields_ = [
         *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
         ("weight_norm_bounds", ctypes.c_double * 2),
         ("trust_ratio_bounds", ctypes.c_double * 2),
@@ -45,7 +45,7 @@ class Options(ctypes.Structure):
 class Row(ctypes.Structure):
     """`Row` of csrc/lamb.h."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "norms")),
         *((name, ctypes.c_int64) for name in ("size", "fan")),
         *((name, ctypes.c_int32) for name in ("param_type", "grad_type", "state_type", "options")),
@@ -55,7 +55,7 @@ class Row(ctypes.Structure):
 class Run(ctypes.Structure):
     """`Run` of csrc/lamb.h."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("parallel", "thread_num", "num_threads")),
         *((name, ctypes.c_int32) for name in ("threads", "isa")),
     ]

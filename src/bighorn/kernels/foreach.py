@@ -24,7 +24,7 @@ class Lamb(reference.Lamb):
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in flat(grad).split(CHUNK)]
+        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in torch.split(flat(grad), CHUNK)]
         return square_sums(pieces).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -57,7 +57,7 @@ class Batch:
             yield self.arrays
             return
         size = max(CHUNK // self.fan, 1) * self.fan
-        splits = {name: flat(tensors[0]).split(size) for name, tensors in self.arrays.items()}
+        splits = {name: torch.split(flat(tensors[0]), size) for name, tensors in self.arrays.items()}
         for i in range(len(splits["x"])):
             yield {name: [split[i].view(-1, self.fan)] for name, split in splits.items()}
 
@@ -90,13 +90,13 @@ def lamb_batch(batch: Batch, grad_scale: Tensor | float, commit: Tensor | None) 
         sums += torch.stack([square_sums(piece["x"]), square_sums(u)], dim=1)
 
     weight_norm, update_norm = sums.sqrt().unbind(dim=1)
-    weight_norm = weight_norm * abs(decay)
+    weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
     q = torch.ones_like(weight_norm)
     if o.adapt:
         q = reference.trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
     reference.write(batch.norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
 
-    step = per_row(o.lr * corrections[2] * q, batch.arrays["x"][0])
+    step = per_row(corrections[2] * q * o.lr, batch.arrays["x"][0])
     for piece in batch.pieces():
         if batch.cut:
             u = update(piece, o, corrections)

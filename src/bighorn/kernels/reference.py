@@ -12,9 +12,9 @@ from torch import Tensor
 from .bucket import Bounds, Bucket, LambOptions
 
 
-def why_not(params: Tensor, options: LambOptions) -> str | None:
+def why_not(param: Tensor, options: LambOptions) -> str | None:
     """The reason why this backend cannot serve such a tensor: there is none."""
-    del params, options
+    del param, options
     return None
 
 

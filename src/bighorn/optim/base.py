@@ -67,7 +67,7 @@ class KernelOptimizer(Optimizer):
     """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
 
     ALGORITHM: ClassVar[str]
-    """The name of its class in each backend."""
+    """The name of its kernels in `kernels.Backend`."""
 
     OPTIONS: ClassVar[dict[str, Check]]
     """Every option that a group can have, and what it may be."""
@@ -109,8 +109,10 @@ class KernelOptimizer(Optimizer):
         checks.refuse_unknown(param_group, [*LABELS, *self.OPTIONS], "a parameter group")
         group = {**param_group, **self._checked(param_group)}
         group["params"] = self._named(group)
+        stacked = group.get("stacked", self.defaults["stacked"])
         for param in group["params"]:
-            self._check_param(*param) if isinstance(param, tuple) else self._check_param(None, param)
+            name, tensor = param if isinstance(param, tuple) else (None, param)
+            self._check_param(name, tensor, stacked)
         tensors = [param[1] if isinstance(param, tuple) else param for param in group["params"]]
         if len({id(tensor) for tensor in tensors}) < len(tensors):
             raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
@@ -141,7 +143,7 @@ class KernelOptimizer(Optimizer):
             raise ValueError(f"{used[0]} needs names: pass model.named_parameters() as params, or names=model")
         return params
 
-    def _check_param(self, name: str | None, param: object) -> None:
+    def _check_param(self, name: str | None, param: object, stacked: bool) -> None:
         what = f"parameter {name!r}" if name is not None else "a parameter"
         if not isinstance(param, Tensor):
             raise TypeError(f"params must be tensors, but {what} is {param!r} ({type(param).__name__})")
@@ -149,6 +151,10 @@ class KernelOptimizer(Optimizer):
             raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
         if param.layout != torch.strided:
             raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
+        if stacked and param.dim() < 2:
+            raise ValueError(
+                f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers"
+            )
         reason = sharding.why_refused(param)
         if reason:
             raise ValueError(f"{what} cannot be optimized by {type(self).__name__}: {reason}")
@@ -180,9 +186,9 @@ class KernelOptimizer(Optimizer):
 
     # ---- the step -----------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step for every parameter that has a gradient. `.grad` is only read.
 
         Args:
@@ -202,11 +208,13 @@ class KernelOptimizer(Optimizer):
                 loss = closure()
         try:
             self._refresh_options()
+            fresh = not self.state
             plan = self._current_plan()
-            if plan is not None:
+            if plan is not None and not (fresh and self._only_initialises()):
                 scale, commit = self._scale_and_commit(plan)
                 for device, kernel in plan.kernels:
                     kernel.step(_on(scale, device), _on(commit, device))
+            if plan is not None:
                 plan.finish()
         except BaseException:
             # GradScaler removes what it handed over only after a step that returns.
@@ -214,6 +222,16 @@ class KernelOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         return loss
+
+    def _only_initialises(self) -> bool:
+        """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
+
+        It sets lr to 0 and all gradients to zero. Counting it would make the first real step the second. The host
+        waits for the gradients at most once in an optimizer's life, in a first step at lr 0.
+        """
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        return not any(bool(p.grad.any()) for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     def _current_plan(self) -> Plan | None:
         """The plan, fed with this step's gradients: the cached one where nothing has moved."""
@@ -252,8 +270,6 @@ class KernelOptimizer(Optimizer):
                         f"the gradient of {part.label} is on {param.grad.device}, the parameter on {param.device}: "
                         "compute it anew, after zero_grad()"
                     )
-                if part.stacked and param.dim() < 2:
-                    raise ValueError(f"stacked=True needs at least 2 dims, but {part.label} has {param.dim()}")
                 parts.append(part)
         return parts
 
@@ -270,7 +286,7 @@ class KernelOptimizer(Optimizer):
             centres=centres,
         )
         label = name if name is not None else f"param_groups[{index}].params[{position}]"
-        return Part(param, param.grad if param.grad is not None else param, label, variant, stacked, stacked or centres)
+        return Part(param, param.grad if param.grad is not None else param, label, variant, stacked)
 
     def _options_of(self, variants: Iterable[Variant]) -> dict[Variant, LambOptions]:
         return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in set(variants)}
@@ -306,7 +322,9 @@ class KernelOptimizer(Optimizer):
         """Norms and trust ratios of the last step, as tensors on the parameters' device; empty before the first."""
         norms = torch.zeros(0, 3) if self._plan is None else self._plan.norms()
         skipped = torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
-        return Telemetry(tuple(self._plan.labels) if self._plan else (), *norms.clone().unbind(dim=1), skipped)
+        weight_norm, update_norm, trust_ratio = norms.unbind(dim=1)
+        labels = tuple(self._plan.labels) if self._plan else ()
+        return Telemetry(labels, weight_norm, update_norm, trust_ratio, skipped)
 
     def explain(self) -> str:
         """Which backend serves which tensors, and why: one line for each kind of tensor.
@@ -314,7 +332,7 @@ class KernelOptimizer(Optimizer):
         Raises:
             ValueError: As `step` would, where the backend that is asked for does not serve a tensor.
         """
-        kinds: dict[tuple[object, ...], list[Tensor]] = {}
+        kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]):
                 part = self._part(index, position, param)
@@ -353,10 +371,10 @@ class KernelOptimizer(Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Reached from load_state_dict, deepcopy and unpickling: check everything, then take it, then forget the plan."""
-        defaults = state.get("defaults", self.__dict__.get("defaults"))
+        """Reached from load_state_dict, deepcopy and unpickling: check everything, take it, forget the plan."""
+        defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - not there while unpickling
         groups = [self._loaded_group(index, group, defaults) for index, group in enumerate(state["param_groups"])]
-        loaded = {param: release(value) for param, value in state["state"].items()}
+        loaded: dict[Any, Any] = {param: release(value) for param, value in state["state"].items()}
         for index, group in enumerate(groups):
             for position, param in enumerate(group["params"]):
                 if isinstance(loaded.get(param), dict) and loaded[param]:
@@ -381,8 +399,8 @@ def _refuse_sparse(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for _, grad in pairs:
         if grad.layout != torch.strided:
             raise RuntimeError(
-                f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the embedding with "
-                "sparse=False, or give its parameters to torch.optim.SparseAdam"
+                f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the embedding "
+                "with sparse=False, or give its parameters to torch.optim.SparseAdam"
             )
 
 

@@ -22,9 +22,10 @@ def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Ch
     def check(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-        if not (low <= value <= high) or (exclusive and value == high) or math.isinf(value):
+        exact = float(value)
+        if not (low <= exact <= high) or (exclusive and exact == high) or math.isinf(exact):
             raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {span}")
-        return float(value)
+        return exact
 
     return check
 
@@ -102,7 +103,7 @@ TORCH_ONLY = {
     "foreach": 'use backend="foreach"',
     "fused": 'every backend is fused; choose one with backend="auto", "cpu" or "foreach"',
     "capturable": "nothing has to be asked for; backend=... chooses the kernels",
-    "differentiable": 'steps are not differentiable on any backend=...; use torch.optim for that',
+    "differentiable": "steps are not differentiable on any backend=...; use torch.optim for that",
     "amsgrad": 'use second_moment="amsgrad"',
 }
 
@@ -114,7 +115,7 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
         if name in known:
             continue
         if isinstance(name, str) and name in TORCH_ONLY:
-            raise TypeError(f"{where} got {name!r}, an option of torch.optim that does not exist here: {TORCH_ONLY[name]}")
+            raise TypeError(f"{where} got {name!r}, an option of torch.optim but not of ours: {TORCH_ONLY[name]}")
         raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
 
 

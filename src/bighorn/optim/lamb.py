@@ -78,7 +78,7 @@ class Lamb(KernelOptimizer):
         ('weight', 'bias')
     """
 
-    ALGORITHM = "Lamb"
+    ALGORITHM = "lamb"
     OPTIONS: ClassVar[dict[str, Check]] = {
         "lr": checks.learning_rate,
         "betas": checks.betas,
@@ -132,12 +132,12 @@ class Lamb(KernelOptimizer):
         checks.refuse_unknown(unknown, arguments, "Lamb")
         if names is not None:
             names_of(names)
+        exclusions = {name: check_exclusion(name, arguments[name]) for name in arguments if name.startswith("exclude_")}
         settings = Settings(
             backend=str(checks.choice("auto", *BACKENDS)("backend", backend)),
             max_grad_norm=checks.max_norm("max_grad_norm", max_grad_norm),
             skip_nonfinite=checks.flag("skip_nonfinite", skip_nonfinite),
-            exclude_from_weight_decay=check_exclusion("exclude_from_weight_decay", exclude_from_weight_decay),
-            exclude_from_layer_adaptation=check_exclusion("exclude_from_layer_adaptation", exclude_from_layer_adaptation),
+            **exclusions,
             process_group=process_group,
             names=names,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,8 +36,11 @@ class Part:
     label: str
     variant: Variant
     stacked: bool
-    rows_first: bool
-    """Whether its kernel needs dim 0 to be the outermost in memory."""
+
+    @property
+    def leading(self) -> int:
+        """How many leading dims must be the outermost in memory, since kernels take them apart."""
+        return self.stacked + self.variant.centres
 
 
 @dataclass
@@ -104,11 +109,11 @@ class Plan:
 def fingerprint(parts: list[tuple[Tensor, Tensor]], state: dict[Tensor, State]) -> list[object]:
     """What must be as it was for a plan to hold: which tensors, where they lie, and how."""
     tensors = [
-        (id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), p.device, g.dtype, g.shape, g.stride(), g.device)
-        for p, g in parts
+        (id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), g.dtype, g.shape, g.stride(), g.device) for p, g in parts
     ]
     states = list(state.values())
-    return [tensors, [id(s) for s in states], [t.data_ptr() for s in states for t in s.values() if type(t) is Tensor]]
+    values = itertools.chain.from_iterable(map(dict.values, states))
+    return [tensors, list(map(id, states)), [*map(Tensor.data_ptr, values)]]
 
 
 def build(
@@ -125,7 +130,7 @@ def build(
         options: The options of each variant.
         complete: Gives the state of a part whose parameter kernels will see as the tensor that is handed over.
         backend: The one that is asked for, or "auto".
-        algorithm: The name of the kernels' class.
+        algorithm: The name of its kernels in `kernels.Backend`.
 
     Raises:
         ValueError: The backend that is asked for does not serve a part.
@@ -135,12 +140,13 @@ def build(
     backends: dict[tuple[str, torch.device], list[Bucket]] = {}
     for index, part in enumerate(parts):
         view = real_view(part.param)
-        if part.grad.is_complex() != part.param.is_complex() or real_view(part.grad).shape != view.shape:
+        kind = (part.param.is_complex(), part.param.is_floating_point())
+        if (part.grad.is_complex(), part.grad.is_floating_point()) != kind or real_view(part.grad).shape != view.shape:
             raise ValueError(
                 f"the gradient of {part.label} has shape {tuple(part.grad.shape)} and dtype {part.grad.dtype}, the "
                 f"parameter {tuple(part.param.shape)} and {part.param.dtype}: compute it anew, after zero_grad()"
             )
-        dense = view if _is_dense(view, part.rows_first) else view.clone(memory_format=torch.contiguous_format)
+        dense = view if _is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
         state = complete(part, dense)
         states.append(state)
         name, _ = kernels.pick(backend, dense, options[part.variant])
@@ -194,8 +200,9 @@ def _grad_dtype(part: Part) -> torch.dtype:
     return torch.float32 if part.grad.dtype == torch.float64 and narrow else real_view(part.grad).dtype
 
 
-def _is_dense(tensor: Tensor, rows_first: bool) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, slices along dim 0 one after the other."""
+def _is_dense(tensor: Tensor, leading: int) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, the first `leading` dims in order."""
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return False
-    return not rows_first or tensor.numel() == 0 or tensor.shape[0] * tensor.stride(0) == tensor.numel()
+    inner = [math.prod(tensor.shape[i + 1 :]) for i in range(leading)]
+    return tensor.numel() == 0 or list(tensor.stride()[:leading]) == inner

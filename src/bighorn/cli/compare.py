@@ -95,10 +95,16 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     dataset = task.load(config.data)
     for base in bases:  # what would fail in the last cell fails now
         Run(base, dataset.held_out(sweep.HELD_OUT))
+    settings = asdict(config) | {
+        "batch_sizes": ", ".join(map(str, batch_sizes)),
+        "lrs": "; ".join(f"{name} {', '.join(f'{lr:g}' for lr in grids[name])}" for name in names),
+        "epochs": bases[0].epochs,
+        "target": target,
+        "processes": processes,
+    }
     runs = sweep.count(bases, grids, config.seeds)
     console.print(
-        f"{config.task}: {dataset.description}; {bases[0].epochs:g} epochs, {runs} runs, {processes} at a time",
-        soft_wrap=True,
+        f"{config.task}: {dataset.description}; {bases[0].epochs:g} epochs, {runs} runs, {processes} at a time"
     )
     for name in names:
         console.print(f"{name}: learning rates {', '.join(f'{lr:g}' for lr in grids[name])}")
@@ -113,16 +119,15 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     if report is not None:
         from bighorn.cli.report import compare_report
 
-        page = compare_report(cells, dataset.description, notes, target, command_line(ctx), asdict(config))
+        page = compare_report(cells, dataset.description, notes, target, command_line(ctx), settings)
         files.write_text(report, page)
         console.print(f"Report: {report}")
     if json_file is not None:
         content = {
             "command": command_line(ctx),
-            "config": asdict(config),
+            "config": settings,
             "environment": environment(),
             "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
-            "target": target,
             "tuning": [_as_json(trial) for trial in tried],
             "final": [_as_json(trial) for cell in cells for trial in cell.trials],
         }

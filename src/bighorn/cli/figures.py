@@ -129,7 +129,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
                 middle,
                 yerr=(middle - low, high - middle),
                 fmt="o-",
-                color=SERIES[index],
+                color=SERIES[index % len(SERIES)],
                 markersize=5,
                 capsize=3,
                 label=name,
@@ -151,7 +151,7 @@ def tuning(panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequ
         grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (name, lines) in zip(grid, panels, strict=True):
             for index, (label, rates, accuracies) in enumerate(lines):
-                axes.plot(rates, accuracies, "o-", color=SERIES[index], markersize=4.5, label=label)
+                axes.plot(rates, accuracies, "o-", color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
             axes.set_xscale("log")
             axes.set_title(name, fontsize=11, loc="left")
             axes.set_xlabel("learning rate")

@@ -187,7 +187,7 @@ def compare_report(
                 head=[name.format(target=f"{target:.0%}") for name in COLUMNS],
                 rows=[row(cell) for cell in cells],
             ),
-            Section("In words", " ".join(notes)),
+            Section("In words", "\n".join(notes)),
             Section(
                 "Learning rates",
                 "Each rate was tried on every seed with a fifth of the training data held out; the highest mean "

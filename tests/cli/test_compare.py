@@ -1,0 +1,130 @@
+"""``bighorn compare``, on grids small enough to check by hand."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from test_report import assert_self_contained
+
+from bighorn.cli import sweep
+from bighorn.cli.compare import row, verdicts, warnings
+from bighorn.cli.config import RunConfig
+from bighorn.cli.tasks import Dataset
+from bighorn.cli.training import Run
+
+Invoke = Callable[..., Result]
+
+
+def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:
+    config = RunConfig(lr=lr, seed=seed)
+    return sweep.Trial(config, accuracy, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000)
+
+
+def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> sweep.Cell:
+    trials = tuple(trial(lr, seed, accuracy) for seed, accuracy in enumerate(accuracies))
+    return sweep.Cell(optimizer, batch_size, ((0.1, 0.5), (0.2, 0.9), (0.3, 0.6)), lr, trials)
+
+
+def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
+    """In two processes, so that what is sent between them is what arrives."""
+    options = ["--lrs", "lamb=0.02,0.05", "--lrs", "sgd=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]
+    output = invoke(
+        "compare", "--optimizers", "lamb,sgd", *options, "--processes", 2, "--report", "c.html", "--json", "c.json"
+    ).output
+    assert all(len(line) <= 80 for line in output.splitlines() if "Warning" not in line)
+    result = json.loads(Path("c.json").read_text())
+    assert len(result["tuning"]) == (2 + 1) * 2 * 2
+    assert len(result["final"]) == 2 * 2 * 2
+    assert {run["config"]["seed"] for run in result["final"]} == {0, 1}
+    assert "the best learning rate of sgd at batch 128, 0.1, lies on the edge" in output
+    page = assert_self_contained(Path("c.html"))
+    for part in ("Accuracy by batch size", "steps to 95%", "lamb 0.02, 0.05; sgd 0.1", "held out", "--seeds 2"):
+        assert part in page.text
+    for run in result["final"]:
+        assert f"{run['config']['lr']:g}" in output
+    again = sweep.make(sweep.Job(RunConfig(**result["final"][0]["config"]), 0.95, tuning=False))
+    assert again.accuracy == result["final"][0]["accuracy"]
+    assert again.loss == result["final"][0]["loss"]
+
+
+def test_the_rate_of_the_best_held_out_accuracy_is_chosen() -> None:
+    trials = [trial(0.1, 0, 0.8), trial(0.1, 1, 0.9), trial(0.3, 0, 0.7), trial(0.3, 1, 0.99), trial(1.0, 0, 0.0)]
+    lr, tuned = sweep.choose(trials)
+    assert lr == 0.1
+    assert dict(tuned) == pytest.approx({0.1: 0.85, 0.3: 0.845, 1.0: 0.0})
+    assert sweep.choose([trial(0.1, 0, 0.9, loss=0.5), trial(0.2, 0, 0.9, loss=0.4)])[0] == 0.2
+
+
+def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Dataset] = []
+    evaluate = Run.evaluate
+
+    def watched(run: Run) -> tuple[float, float]:
+        seen.append(run.dataset)
+        return evaluate(run)
+
+    monkeypatch.setattr(Run, "evaluate", watched)
+    config = RunConfig(epochs=1, threads=1).resolved()
+    sweep.make(sweep.Job(config, 0.9, tuning=True))
+    sweep.make(sweep.Job(config, 0.9, tuning=False))
+    tuning, final = ({row.numpy().tobytes() for row in data.test_inputs} for data in (seen[0], seen[-1]))
+    assert not tuning & final
+    assert len(seen[0]) + len(seen[0].test_inputs) == len(seen[-1])
+
+
+def test_a_diverged_run_is_the_worst_one() -> None:
+    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved()
+    outcome = sweep.make(sweep.Job(config, 0.9, tuning=False))
+    assert (outcome.accuracy, outcome.loss, outcome.steps_to_target) == (0.0, float("inf"), None)
+
+
+def test_what_a_cell_comes_to() -> None:
+    few = cell("lamb", 32, 0.3, 0.9, 0.7, 0.8)
+    assert row(few) == ("lamb", "32", "0.3*", "80.0% (70.0%-90.0%)", "5 of 10", "2.00 MB", "1.0 s")
+    never = dataclasses.replace(few, trials=tuple(trial(0.2, seed, 0.5, steps_to_target=None) for seed in range(3)))
+    assert row(never)[4] == "never of 10"
+
+
+def test_the_words_say_what_the_figures_say() -> None:
+    cells = [
+        cell("lamb", 32, 0.2, 0.9),
+        cell("lamb", 64, 0.2, 0.8),
+        cell("sgd", 32, 0.2, 0.9),
+        cell("sgd", 64, 0.1, 0.85),
+    ]
+    assert verdicts(cells) == [
+        "lamb: batch 32 -> 64, median accuracy 90.0% -> 80.0% (-10.0 points).",
+        "sgd: batch 32 -> 64, median accuracy 90.0% -> 85.0% (-5.0 points).",
+        "At batch 64: sgd 85.0%, lamb 80.0%; no seed overlaps.",
+    ]
+    [warning] = warnings(cells)
+    assert "sgd at batch 64, 0.1, lies on the edge of its grid" in warning
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--optimizers", "lam"], "no optimizer 'lam' here; did you mean lamb?"),
+        (["--optimizers", "lamb,lamb"], "names an optimizer twice"),
+        (["--lrs", "sgd=0.1"], "no optimizer 'sgd' here"),
+        (["--lrs", "lamb:0.1"], "is not of the form OPTIMIZER=LR,LR"),
+        (["--lrs", "lamb=0.1,x"], "is not a list of numbers"),
+        (["--lrs", "lamb=0.1,-1"], "must hold positive numbers, each once"),
+        (["--lrs", "lamb=nan"], "must hold positive numbers"),
+        (["--batch-sizes", "1.5"], "is not a list of numbers"),
+        (["--batch-sizes", "32,32"], "each once"),
+        (["--batch-sizes", "32,1400"], "--batch-size 1400 is more than the 1151 training samples"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--processes", "0"], "--processes is 0"),
+        (["--target", "95"], "--target is 95.0, but an accuracy"),
+        (["--epochs", "-1"], "--epochs is -1.0"),
+        (["--task", "mnist"], "--task mnist needs --data DIR"),
+    ],
+)
+def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:
+    result = invoke("compare", *options, code=1)
+    assert message in result.output
+    assert len(result.output.splitlines()) <= 3

@@ -1,0 +1,121 @@
+"""Reports hold what they must, and load nothing."""
+
+import html.parser
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+from bighorn.cli import figures
+from bighorn.cli.training import Run
+
+Invoke = Callable[..., Result]
+
+
+class Page(html.parser.HTMLParser):
+    """Collects what a page says and what it would load."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href", "srcset", "data"}]
+
+    def handle_data(self, data: str) -> None:
+        self.text += f" {data.strip()}"
+
+
+def assert_self_contained(path: Path) -> Page:
+    page = Page(path)
+    assert all(load.startswith(("data:", "#")) for load in page.loads)
+    assert not {"script", "link", "iframe", "base"} & set(page.tags)
+    assert not re.search(r"@import|url\((?!#)", path.read_text())
+    assert "prefers-color-scheme: dark" in path.read_text()
+    return page
+
+
+def test_report_of_a_run(invoke: Invoke) -> None:
+    invoke("train", "--epochs", 3, "--seed", 7, "--report", "run.html", "--json", "run.json")
+    page = assert_self_contained(Path("run.html"))
+    assert page.tags.count("svg") == 4
+    for word in (
+        "Loss",
+        "Accuracy",
+        "Effective learning rate by layer",
+        "hidden1.weight",
+        "head.weight",
+        "Evaluations",
+    ):
+        assert word in page.text
+    assert "bighorn train --epochs 3 --seed 7 --report run.html --json run.json" in page.text
+    assert re.search(r"torch\s+\d", page.text)
+    assert re.search(r"seed\s+7", page.text)
+    # What nobody typed stands there as well.
+    assert re.search(r"batch size\s+128", page.text)
+    assert re.search(r"weight decay\s+0\.01", page.text)
+
+
+def test_no_heat_map_without_trust_ratios(invoke: Invoke) -> None:
+    invoke("train", "--optimizer", "adamw", "--epochs", 1, "--report", "run.html")
+    page = assert_self_contained(Path("run.html"))
+    assert page.tags.count("svg") == 3
+    assert "trust ratio" not in page.text.replace("before any trust ratio", "")
+
+
+def test_report_of_a_resumed_run_shows_the_whole_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Run.train_step
+
+    def interrupted(run: Run) -> None:
+        step(run)
+        if run.step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", interrupted)
+        invoke("train", "--steps", 10, "--save", "run.pt", "--report", "run.html", code=130)
+    assert "Stopped after step 5 of 10" in Page(Path("run.html")).text
+    invoke("train", "--resume", "run.pt", "--report", "run.html")
+    page = assert_self_contained(Path("run.html"))
+    assert "bighorn train --steps 10 --save run.pt --report run.html\nbighorn train --resume run.pt" in page.text
+    invoke("train", "--steps", 10, "--report", "whole.html")
+    drawn, whole = (re.findall("(?s)<svg.*?</svg>", Path(name).read_text()) for name in ("run.html", "whole.html"))
+    assert drawn == whole
+
+
+def test_what_users_name_is_escaped(invoke: Invoke, text_file: Path) -> None:
+    strange = text_file.rename(text_file.with_name("<b>&.txt"))
+    invoke("train", "--task", "text", "--data", strange.name, "--steps", 1, "--report", "run.html")
+    assert "<b>&.txt" in Page(Path("run.html")).text
+    assert "<b>&" not in Path("run.html").read_text()
+
+
+def test_a_diverged_run_still_leaves_its_report(invoke: Invoke) -> None:
+    output = invoke("train", "--lr", "1e30", "--warmup", 0, "--report", "run.html", code=1).output
+    assert "the loss became nan" in output
+    assert "Stopped after step" in assert_self_contained(Path("run.html")).text
+
+
+def test_heat_map_of_many_layers_gives_each_its_line() -> None:
+    layers = [f"blocks.{number}.attention.query.weight" for number in range(60)]
+    values = np.geomspace(1e-5, 1, 60 * 50).reshape(60, 50)
+    values[3, 4], values[5, 6] = 0, np.nan
+    svg = figures.heat_map(layers, range(1, 51), values, "lr x trust ratio")
+    rows = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>blocks', svg)]
+    assert len(rows) == 60
+    assert min(np.diff(rows)) > 9  # the size of the type
+
+
+def test_smoothing_keeps_a_constant_and_the_ends() -> None:
+    np.testing.assert_allclose(figures.smoothed([2.0] * 500), 2.0)
+    line = np.arange(500.0)
+    np.testing.assert_allclose(figures.smoothed(line.tolist()), line)

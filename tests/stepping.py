@@ -1,0 +1,66 @@
+"""What the process tests run in their subprocesses: a training of large, small and misaligned tensors."""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Lamb
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lamb": {},
+    "adam": {"adam": True, "decay_mode": "decoupled"},
+    "clipped": {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "amsgrad"},
+}
+# Shared by all threads beyond 2**20 elements; beyond 2 million the scratch for u is too small for all of it.
+SIZES = (6_000_000, 1_500_001, (1 << 20) + 1, 1 << 20, 300_000, 8193, 8192, 8191, *range(1, 40))
+
+
+@functools.cache
+def noise(seed: int) -> Tensor:
+    return torch.randn(1 + max(SIZES), generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(seed: int = 0, largest: int = SIZES[0]) -> list[Parameter]:
+    plain = [noise(seed)[:size].clone() for size in SIZES if size <= largest]
+    misaligned = [noise(seed + 1)[: size + 1].clone().narrow(0, 1, size) for size in (2_000_000, 70_001, 13)]
+    low = [noise(seed + 2)[:1_200_000].bfloat16()]
+    return [Parameter(values) for values in (*plain, *misaligned, *low)]
+
+
+def set_gradients(params: list[Parameter], seed: int) -> None:
+    for p in params:
+        p.grad = noise(seed)[: p.numel()].to(p.dtype).clone()
+
+
+def train(params: list[Parameter], steps: int = 2, **options: Any) -> Lamb:
+    optimizer = Lamb(params, lr=0.1, weight_decay=0.1, backend="cpu", **options)
+    for step in range(steps):
+        set_gradients(params, 100 + step)
+        optimizer.step()
+    return optimizer
+
+
+def digest(params: list[Parameter], optimizer: Lamb) -> int:
+    """Every bit of the parameters, the state and the telemetry."""
+    states = [value for p in params for _, value in sorted(optimizer.state[p].items())]
+    summary = 0
+    for tensor in (*params, *states, optimizer.telemetry().trust_ratio):
+        summary = zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy().data, summary)
+    return summary
+
+
+def digests(threads: int) -> list[int]:
+    """One digest for each set of options."""
+    os.environ["BIGHORN_NUM_THREADS"] = str(threads)
+    out = []
+    for options in OPTIONS.values():
+        params = parameters()
+        out.append(digest(params, train(params, **options)))
+    return out

@@ -1,0 +1,182 @@
+"""The house rules of the package: who imports whom, what is documented, and that the documentation is true."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import bighorn
+from bighorn import kernels
+
+ROOT = Path(bighorn.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
+MAY_IMPORT: dict[str, set[str]] = {
+    "bighorn": {"optim"},
+    "optim": {"optim", "kernels", "sharding", "state", "gradients", "groups", "schedules"},
+    "kernels": {"kernels"},
+    "sharding": set(),
+    "state": set(),
+    "gradients": {"sharding"},
+    "groups": set(),
+    "schedules": set(),
+    "scaling": {"sharding"},
+    "parallel": {"sharding"},
+    "compat": {"bighorn", "compat"},
+    "cli": {"bighorn", "kernels", "cli"},
+}
+TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy", "optax", "jax", "pytorch_optimizer", "timm"}
+
+
+def room(parts: tuple[str, ...]) -> str:
+    """The first part below the package: a folder or a file's name."""
+    return "bighorn" if len(parts) < 2 or parts[1] == "__init__" else parts[1]
+
+
+def imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Everything a file imports, anywhere in it, as absolute dotted names in parts."""
+    here = ("bighorn", *path.relative_to(ROOT).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            for alias in node.names:
+                submodule = ROOT.joinpath(*module[1:], alias.name)
+                is_module = module[:1] == ("bighorn",) and (submodule.is_dir() or submodule.with_suffix(".py").exists())
+                yield (*module, alias.name) if is_module else module
+
+
+def crossings(path: Path, allowed: dict[str, set[str]]) -> list[str]:
+    own = room(("bighorn", *path.relative_to(ROOT).with_suffix("").parts))
+    ours = {room(name) for name in imports(path) if name[0] == "bighorn"}
+    return sorted(ours - allowed[own] - ({own} if (ROOT / own).is_dir() else set()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_imports_only_what_it_may(path: Path) -> None:
+    assert crossings(path, MAY_IMPORT) == []
+
+
+def test_the_import_rule_sees_a_crossing() -> None:
+    base = ROOT / "optim" / "base.py"
+    assert crossings(base, {**MAY_IMPORT, "optim": {"optim"}}) != []
+    assert ("bighorn", "kernels") in set(imports(base))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_command_line_needs_more_than_torch(path: Path) -> None:
+    foreign = {name[0] for name in imports(path)} & TERMINAL
+    assert path.is_relative_to(ROOT / "cli") or foreign == set()
+
+
+def test_only_the_sharding_room_names_distributed_tensors() -> None:
+    naming = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names |= {part for name in imports(path) for part in name}
+        if names & {"DTensor", "to_local", "placements"}:
+            naming.add(path.relative_to(ROOT).name)
+    assert naming <= {"sharding.py"}
+
+
+def test_only_one_place_probes_for_backends() -> None:
+    """Nobody asks a backend's module whether it works; they ask `kernels.status()` or `kernels.pick()`."""
+    for path in FILES:
+        if ROOT / "kernels" not in path.parents:
+            inner = {name[2] for name in imports(path) if name[:2] == ("bighorn", "kernels") and len(name) > 2}
+            assert inner <= {"bucket", "reference"}, path
+
+
+# ---- what is documented -----------------------------------------------------------------------------------------
+
+
+def public() -> list[tuple[str, object]]:
+    """Every public name of the package and of its kernels, and the public methods of the classes among them."""
+    found: list[tuple[str, object]] = []
+    for module in (bighorn, kernels):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+                continue
+            found.append((f"{module.__name__}.{name}", thing))
+            if inspect.isclass(thing):
+                methods = inspect.getmembers(thing, inspect.isfunction)
+                found += [
+                    (f"{module.__name__}.{name}.{method}", function)
+                    for method, function in methods
+                    if not method.startswith("_") and function.__module__.startswith("bighorn")
+                ]
+    return found
+
+
+@pytest.mark.parametrize(("name", "thing"), public(), ids=[name for name, _ in public()])
+def test_every_public_name_is_documented(name: str, thing: object) -> None:
+    assert (inspect.getdoc(thing) or "").strip(), name
+
+
+def documented_defaults(doc: str) -> dict[str, str]:
+    """The arguments of a google-style docstring, each with what it says after its last "Default: "."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)+)", doc, re.MULTILINE)
+    if not section:
+        return {}
+    defaults = {}
+    for entry in re.split(r"\n(?=    \w)", section.group(1).rstrip()):
+        name, _, text = entry.strip().partition(":")
+        said = re.findall(r"Default: (.+?)\.?$", " ".join(text.split()))
+        defaults[name] = said[-1].split(", which")[0] if said else ""
+    return defaults
+
+
+@pytest.mark.parametrize(("name", "thing"), public(), ids=[name for name, _ in public()])
+def test_documented_defaults_are_those_of_the_signature(name: str, thing: object) -> None:
+    assert callable(thing)
+    documented = documented_defaults(inspect.getdoc(thing) or "")
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for argument in inspect.signature(thing).parameters.values():
+        if argument.name not in documented:
+            continue
+        assert argument.kind not in kinds
+        if argument.default is inspect.Parameter.empty:
+            assert documented[argument.name] == "", f"{name}: {argument.name} has no default"
+        else:
+            said = documented[argument.name]
+            assert said, f"{name}: the default of {argument.name} is not documented"
+            assert ast.literal_eval(said) == argument.default, f"{name}: {argument.name}"
+
+
+def test_every_argument_of_lamb_is_documented() -> None:
+    documented = documented_defaults(inspect.getdoc(bighorn.Lamb) or "")
+    signature = inspect.signature(bighorn.Lamb).parameters.values()
+    assert set(documented) == {a.name for a in signature if a.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert documented["betas"] == "(0.9, 0.999)"
+
+
+def modules() -> list[str]:
+    """By their files: the folder of an installed package holds the C library too, which looks importable."""
+    files = [path for path in FILES if path.stem != "__main__"]
+    parts = [path.relative_to(ROOT.parent).with_suffix("").parts for path in files]
+    return [".".join(part for part in module if part != "__init__") for module in parts]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_in_docstrings_run(name: str) -> None:
+    module: ModuleType = importlib.import_module(name)
+    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder()
+    assert sum(len(test.examples) for test in finder.find(bighorn.Lamb, "Lamb")) > 0

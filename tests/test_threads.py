@@ -1,0 +1,237 @@
+"""The cpu backend and its threads, mostly in processes of their own under a time limit: what goes wrong here hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import test_backends
+from bighorn import Lamb, kernels
+from cases import CASES, OPTIONS, Case
+
+HERE = Path(__file__).parent
+STATUS = kernels.status()["cpu"]
+pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
+
+
+def run(code: str, **environment: str) -> str:
+    """Run code in a fresh Python; its standard output. It fails the test when it fails or takes too long."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "BIGHORN_"))}
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**clean, "PYTHONPATH": str(HERE), **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "free": {},
+    "thread-limit-1": {"OMP_THREAD_LIMIT": "1"},
+    "thread-limit-2": {"OMP_THREAD_LIMIT": "2"},
+    "dynamic": {"OMP_DYNAMIC": "true"},
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
+    """1, 2, 5 and 8 threads asked for; the runtime may give fewer, and says so only inside the region."""
+    code = """
+        import os, stepping
+        one, *others = map(stepping.digests, (1, 2, 5, 8))
+        assert others == [one] * 3, (one, others)
+        print(len(set(one)), len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 5)
+    """
+    different, tasks = map(int, run(code, **ENVIRONMENTS[environment]).split())
+    assert different == 3, "the options made no difference, so neither would a mistake"
+    if environment == "free":
+        assert tasks >= 5, "5 threads were asked for, but there are no 5"
+
+
+def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(1)
+    assert "1 thread" in kernels.status()["cpu"].detail
+    torch.set_num_threads(2)
+    assert cores == 1 or "2 threads" in kernels.status()["cpu"].detail
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", "5")
+    assert "5 threads" in kernels.status()["cpu"].detail
+
+
+@pytest.mark.parametrize("name", ["BIGHORN_NUM_THREADS", "BIGHORN_ISA"])
+@pytest.mark.parametrize("value", ["0", "-2", "many", "v9"])
+def test_a_bad_environment_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = Lamb([parameter], backend="cpu")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+        optimizer.step()
+    assert parameter.equal(torch.ones(3))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_between_steps() -> None:
+    """The child has no OpenMP workers; both go on and get the same."""
+    code = """
+        import os, stepping
+        params = stepping.parameters(largest=1_100_000)
+        optimizer = stepping.train(params)
+        stepping.set_gradients(params, 7)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                for _ in range(2):
+                    optimizer.step()
+                os.write(write, str(stepping.digest(params, optimizer)).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        theirs = int(os.read(read, 1000))
+        assert os.waitpid(child, 0)[1] == 0
+        for _ in range(2):
+            optimizer.step()
+        assert stepping.digest(params, optimizer) == theirs, theirs
+    """
+    run(code, BIGHORN_NUM_THREADS="5")
+
+
+def test_four_python_threads_at_once() -> None:
+    code = """
+        import stepping, threading
+
+        def work(index, results):
+            params = stepping.parameters(seed=index, largest=1_100_000)
+            results[index] = stepping.digest(params, stepping.train(params, steps=3))
+
+        alone, together = {}, {}
+        for index in range(4):
+            work(index, alone)
+        threads = [threading.Thread(target=work, args=(index, together)) for index in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert alone == together and len(set(alone.values())) == 4
+    """
+    run(code, BIGHORN_NUM_THREADS="3")
+
+
+def test_denormals_are_flushed_in_workers_as_in_the_caller() -> None:
+    code = """
+        import stepping, torch
+        from torch.nn import Parameter
+        from bighorn import Lamb
+
+        def denormals(flush):
+            torch.set_flush_denormal(flush)
+            params = [Parameter(torch.ones(size)) for size in (3_000_000, *[20_000] * 40)]
+            optimizer = Lamb(params, backend="cpu")
+            for p in params:
+                p.grad = torch.full_like(p, 2e-38)  # a normal number, but a tenth of it is none
+            optimizer.step()
+            torch.set_flush_denormal(False)
+            moments = torch.cat([optimizer.state[p]["exp_avg"] for p in params])
+            return int((moments != 0).sum()), moments.numel()
+
+        count, total = denormals(False)
+        assert count == total, (count, total)
+        count, total = denormals(True)
+        assert count == 0, (count, total)
+        count, total = denormals(False)
+        assert count == total, (count, total)
+    """
+    run(code, BIGHORN_NUM_THREADS="5")
+
+
+def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
+    """Buffers that the library fills with float32 must be float32 whatever torch makes by default."""
+    code = """
+        import stepping, torch
+        plain = stepping.parameters(largest=5000)
+        expected = stepping.digest(plain, stepping.train(plain, steps=3))
+        torch.set_default_dtype(torch.bfloat16)
+        torch.randn = lambda *a, _made=torch.randn, **k: _made(*a, dtype=torch.float32, **k)
+        params = stepping.parameters(largest=5000)
+        assert stepping.digest(params, stepping.train(params, steps=3)) == expected
+    """
+    run(code)
+
+
+LEVELS = ("v2", "v3", "v4")
+LOOPS = [c for c in CASES if c.runs_on("cpu") and (c.id in OPTIONS or c.id.endswith("-paper-v5") or "stacked" in c.id)]
+
+
+@pytest.mark.parametrize("case", LOOPS, ids=lambda case: case.id)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set_equals_the_reference(level: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if f"x86-64-{level}" in STATUS.detail:
+        pytest.skip(f"x86-64-{level} is what this machine runs anyway: test_backends.py")
+    monkeypatch.setenv("BIGHORN_ISA", level)
+    if f"x86-64-{level}" not in kernels.status()["cpu"].detail:
+        pytest.skip(f"this machine has no x86-64-{level}")
+    test_backends.test_a_step_equals_the_float64_reference("cpu", case)
+
+
+MEMORY = """
+    import torch
+    from torch.nn import Parameter
+    from bighorn import Lamb
+
+    def megabytes(key):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
+
+    def make(count, shape):
+        params = [Parameter(torch.ones(shape).to(DTYPE)) for _ in range(count)]
+        for p in params:
+            p.grad_dtype = GRAD
+            p.grad = torch.ones(shape, dtype=GRAD).to(memory_format=FORMAT)
+        return params, Lamb(params, weight_decay=0.1, max_grad_norm=1.0, backend=BACKEND)
+
+    _, first = make(2, (4, 4, 2, 2))
+    first.step()  # loads code
+    params, optimizer = make(8, (512, 512, 4, 2))
+    before = megabytes("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts anew
+    optimizer.step()
+    optimizer.step()
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values()) / 2**20
+    assert state >= 2 * 8 * 8
+    print(megabytes("VmHWM") - before - state)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc/self/clear_refs")
+@pytest.mark.parametrize(
+    ("backend", "dtype", "gradient", "layout", "limit"),
+    [
+        ("cpu", "float32", "float32", "contiguous_format", 16),
+        ("cpu", "bfloat16", "float32", "contiguous_format", 16),
+        ("cpu", "float32", "float32", "channels_last", 16),
+        ("cpu", "float32", "float64", "contiguous_format", 16),
+        ("foreach", "float32", "float32", "contiguous_format", 32),
+    ],
+)
+def test_temporaries_stay_small_whatever_the_model(
+    backend: str, dtype: str, gradient: str, layout: str, limit: int
+) -> None:
+    """8 tensors of 2 million elements: a copy of the model would be 64 MB."""
+    code = textwrap.dedent(MEMORY)
+    values = {"DTYPE": f"torch.{dtype}", "GRAD": f"torch.{gradient}", "FORMAT": f"torch.{layout}"}
+    for key, value in {**values, "BACKEND": repr(backend)}.items():
+        code = code.replace(key, value)
+    # What is freed goes back at once; by default the C library keeps some, which would hide it.
+    peak = float(run(code, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0"))
+    assert 0 < peak <= limit

@@ -22,6 +22,7 @@ def git(*arguments: str) -> str:
 
 def main() -> None:
     [data] = sys.argv[1:]
+    commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "src")
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS:
@@ -31,8 +32,8 @@ def main() -> None:
             runs.append(json.loads(output.read_text()))
     result = {
         "command": f"bighorn train {OPTIONS} --data DIR --seed SEED",
-        "commit": git("rev-parse", "HEAD"),
-        "clean": not git("status", "--porcelain", "--untracked-files=no", "src"),
+        "commit": commit,
+        "clean": not changed,
         "environment": runs[0]["environment"],
         "data": runs[0]["data"],
         "peak_lr": runs[0]["peak_lr"],

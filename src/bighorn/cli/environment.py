@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from bighorn import kernels
+
 
 def environment() -> dict[str, str | int]:
     """Describe this process, in words and numbers."""
@@ -18,6 +20,7 @@ def environment() -> dict[str, str | int]:
         "processor": _processor(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "cpu backend": kernels.status()["cpu"].detail,
     }
 
 

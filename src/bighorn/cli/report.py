@@ -7,6 +7,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from bighorn import Lamb
 from bighorn.cli import figures
 from bighorn.cli.compare import COLUMNS, row
 from bighorn.cli.environment import environment
@@ -119,9 +120,8 @@ def run_report(run: Run) -> str:
     )
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
-    return render(
-        f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, asdict(config)
-    )
+    settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, Lamb) else {})
+    return render(f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings)
 
 
 def _heat_map(run: Run) -> Section:

@@ -12,6 +12,8 @@ from bighorn.cli.errors import InputError
 COMMANDS = {
     "train": "bighorn.cli.train",
     "compare": "bighorn.cli.compare",
+    "bench": "bighorn.cli.bench",
+    "doctor": "bighorn.cli.doctor",
 }
 
 

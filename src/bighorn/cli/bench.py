@@ -1,0 +1,191 @@
+"""``bighorn bench``: what a step costs here, beside its peers."""
+
+import difflib
+import json
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bighorn import Lamb
+from bighorn.cli import files
+from bighorn.cli.config import PRECISIONS, option
+from bighorn.cli.display import quantity
+from bighorn.cli.environment import environment, package_version
+from bighorn.cli.errors import InputError
+from bighorn.cli.machine import commit, machine
+from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
+from bighorn.cli.options import command_line, config_options
+from bighorn.cli.peers import BASELINE, PEERS, Build
+from bighorn.cli.shapes import SHAPES, Shape
+
+FILE = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """The options of a benchmark."""
+
+    shapes: str = option(
+        "tiny,efficientnet_b0,vit_small,resnet50",
+        f"Parameter sets, of {', '.join(SHAPES)}; the largest takes 12 GB.",
+    )
+    optimizers: str | None = option(
+        None, f"What to time against {BASELINE}, of {', '.join(PEERS)}.", shown="all that are installed"
+    )
+    precision: str = option("fp32", "Type of weights and gradients; bf16 has bf16 states.", choices=tuple(PRECISIONS))
+    clip: float | None = option(None, "Clip gradients to this norm.", shown="no clipping")
+    threads: int | None = option(None, "CPU threads.", shown="torch's choice")
+    seconds: float = option(3.0, "Time for each pair of optimizers; at least 5 rounds.")
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--clip", self.clip), ("--threads", self.threads)):
+            if value is not None and not value > 0:
+                raise InputError(f"{flag} is {value}, but must be above 0.")
+        if not self.seconds >= 0:
+            raise InputError(f"--seconds is {self.seconds}, but must be at least 0.")
+
+
+@click.command
+@config_options(BenchConfig)
+@click.option("--json", "json_file", type=FILE, help="Write the figures, and what they depend on, as JSON.")
+@click.pass_context
+def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None:
+    """Time optimizer steps on the CPU: this package's, torch's, and those of other packages that are installed.
+
+    Each optimizer takes turns with torch's fused AdamW on parameters of real models' shapes, with random gradients
+    and its state in place. Times are medians; ratios are of each round, as median and 10th to 90th percentile.
+    Temporaries are what resident memory rises by during a step. The error is the weights', relative to float64,
+    after two steps.
+    """
+    config = BenchConfig(**options)
+    sets = _names("--shapes", config.shapes, SHAPES)
+    builds, absent = _load(config.optimizers)
+    if json_file is not None:
+        files.check_writable(json_file, "--json")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+    content: dict[str, Any] = {
+        "command": command_line(ctx),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **commit(),
+        "environment": environment(),
+        "machine": machine(),
+        "packages": {PEERS[name].package: package_version(PEERS[name].package) for name in builds},
+        "absent": absent,
+        "config": asdict(config),
+        "baseline": BASELINE,
+        "results": [],
+    }
+    console = Console(highlight=False)
+    about, here = content["environment"], content["machine"]
+    console.print(
+        f"{about['processor']}, {here['cores allowed']} cores, {about['threads']} threads, {config.precision}"
+    )
+    for name in sets:
+        shapes = list(SHAPES[name]())
+        rows = _measure(shapes, builds, config, console)
+        parameters = sum(torch.Size(shape).numel() for shape in shapes)
+        content["results"].append(
+            {"shapes": name, "tensors": len(shapes), "parameters": parameters, "optimizers": rows}
+        )
+        console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(parameters)} parameters")
+        console.print(_table(rows))
+        noise = rows[0]["ratio"]
+        if noise["p90"] > 1.2 * noise["p10"]:
+            console.print("The baseline against itself varies this much: close other programs for steadier figures.")
+    for name, reason in absent.items():
+        console.print(f"Absent: {PEERS[name].label} ({reason})")
+    if json_file is not None:
+        files.write_text(json_file, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        console.print(f"JSON: {json_file}")
+
+
+def _names(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Read a comma-separated list of names, each once."""
+    names = [word.strip() for word in text.split(",")]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            raise InputError(f"{flag}: no {name!r} here; {hint}")
+    if len(set(names)) < len(names):
+        raise InputError(f"{flag} {text!r} names something twice.")
+    return names
+
+
+def _load(asked: str | None) -> tuple[dict[str, Build], dict[str, str]]:
+    """The baseline and the others by name, and why some are absent, which is an error for one that was asked for."""
+    names = list(PEERS) if asked is None else [BASELINE, *_names("--optimizers", asked, PEERS)]
+    builds, absent = {}, {}
+    for name in dict.fromkeys(names):
+        try:
+            builds[name] = PEERS[name].load()
+        except ImportError as reason:
+            if asked is not None:
+                raise InputError(f"--optimizers {name}: {reason}") from reason
+            absent[name] = str(reason)
+    return builds, absent
+
+
+def _measure(
+    shapes: Sequence[Shape], builds: dict[str, Build], config: BenchConfig, console: Console
+) -> list[dict[str, Any]]:
+    """One row per optimizer. The baseline's compares it with itself: what it shows beside 1.00 is the noise."""
+    dtype = PRECISIONS[config.precision]
+    weights, grads = draw(shapes, 0.02, dtype, seed=0), draw(shapes, 1e-3, dtype, seed=1)
+    with console.status("errors"):
+        errors = {name: error(build, weights, grads) for name, build in builds.items()}
+    baseline = prepared(builds[BASELINE], weights, grads, config.clip)
+    rows = []
+    for name, build in builds.items():
+        with console.status(PEERS[name].label):
+            optimizer = prepared(build, weights, grads, config.clip)
+            extra = temporaries(optimizer.step)
+            first, second = rounds(baseline, optimizer, config.seconds)
+        row = {
+            "name": name,
+            "label": PEERS[name].label,
+            "rounds": len(second),
+            "ms": _spread([1e3 * seconds for seconds in second]),
+            "baseline_ms": _spread([1e3 * seconds for seconds in first]),
+            "ratio": _spread([mine / theirs for mine, theirs in zip(second, first, strict=True)]),
+            "temporaries_bytes": extra,
+            "error": errors[name],
+        }
+        if isinstance(optimizer, Lamb):
+            row["explain"] = optimizer.explain()
+        rows.append(row)
+    return rows
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return {"p10": deciles[0], "median": deciles[4], "p90": deciles[8]}
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("optimizer")
+    for name in ("ms", "ratio", "p10-p90", "temporaries", "error"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        ratio, extra = row["ratio"], row["temporaries_bytes"]
+        table.add_row(
+            row["label"],
+            f"{row['ms']['median']:.2f}",
+            f"{ratio['median']:.2f}",
+            f"{ratio['p10']:.2f}-{ratio['p90']:.2f}",
+            "unknown" if extra is None else f"{extra / 1e6:.1f} MB",
+            f"{row['error']:.1e}",
+        )
+    return table

@@ -1,0 +1,91 @@
+"""``bighorn doctor``: what works here, and what to do about what does not."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bighorn import Lamb
+from bighorn.cli import files
+from bighorn.cli.environment import environment
+from bighorn.cli.errors import InputError
+from bighorn.cli.machine import machine
+from bighorn.kernels import BACKENDS, cpu, status
+
+VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
+
+
+@click.command
+@click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the findings as JSON.")
+def doctor(require: tuple[str, ...], json_file: Path | None) -> None:
+    """Say which backends work here and why others do not, and what bighorn finds on this machine."""
+    if json_file is not None:
+        files.check_writable(json_file, "--json")
+    content = findings()
+    console = Console(highlight=False)
+    console.print(_table(content))
+    if json_file is not None:
+        files.write_text(json_file, json.dumps(content, indent=1) + "\n")
+        console.print(f"JSON: {json_file}")
+    for name in require:
+        if not content["backends"][name]["works"]:
+            raise InputError(
+                f"--require {name}: this backend does not work here ({content['backends'][name]['detail']})."
+            )
+
+
+def findings() -> dict[str, Any]:
+    """Everything that doctor reports."""
+    backends = {}
+    for name, found in status().items():
+        failure = step_failure(name) if found.available else None
+        backends[name] = {"works": found.available and not failure, "detail": failure or found.detail}
+    return {
+        "backends": backends,
+        "environment": environment(),
+        "machine": machine() | {"C library": cpu.LIBRARY_DETAIL},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    }
+
+
+def step_failure(backend: str) -> str | None:
+    """What goes wrong when a backend makes a step, or None: whether it works shows only when it does."""
+    try:
+        ours, exact = _step(backend, torch.float32), _step("reference", torch.float64)
+    except Exception as error:
+        return f"a step fails: {error}"
+    if not torch.allclose(ours.double(), exact, rtol=1e-5):
+        return "a step gives wrong results; please report it with the output of bighorn doctor --json FILE"
+    return None
+
+
+def _step(backend: str, dtype: torch.dtype) -> torch.Tensor:
+    param, grad = torch.linspace(1, 2, 1000), torch.linspace(1, -2, 1000)
+    param = param.to(dtype)
+    param.grad = grad.to(dtype)
+    Lamb([param], lr=0.1, weight_decay=0.01, backend=backend).step()
+    return param
+
+
+def _table(content: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("[bold]Backends")
+    for name, found in content["backends"].items():
+        verdict = Text("works", "green") if found["works"] else Text("does not work", "red")
+        table.add_row(name, verdict.append(f"  {found['detail']}", "default"))
+    for heading in ("environment", "machine", "variables"):
+        if content[heading]:
+            table.add_row()
+            table.add_row(f"[bold]{heading.capitalize()}")
+        for name, value in content[heading].items():
+            table.add_row(name, Text(str(value)))
+    return table

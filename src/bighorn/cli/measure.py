@@ -1,0 +1,113 @@
+"""What ``bighorn bench`` measures of an optimizer: times, temporaries, error."""
+
+import ctypes
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bighorn.cli.peers import Build
+from bighorn.cli.shapes import Shape
+
+LEAST_ROUNDS = 5
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+RESET_PEAK = Path("/proc/self/clear_refs")
+LR = 1e-4  # hundreds of steps along one gradient must leave the weights' size as it is
+ERROR_LR = 0.1  # a step that changes weights by their own size, or their rounding would hide the step's error
+
+
+def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Normal random tensors, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).mul_(scale).to(dtype) for shape in shapes]
+
+
+def prepared(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None) -> Optimizer:
+    """An optimizer over copies of ``weights``, with gradients, after its first step: the state exists."""
+    params = [weight.clone() for weight in weights]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer = build(params, LR, clip)
+    optimizer.step()
+    return optimizer
+
+
+def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
+
+    Both meet the same disturbances, and neither finds its tensors in cache unless both fit.
+    """
+    times: tuple[list[float], list[float]] = [], []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < LEAST_ROUNDS:
+        for optimizer, mine in zip((first, second), times, strict=True):
+            start = time.perf_counter()
+            optimizer.step()
+            mine.append(time.perf_counter() - start)
+    return times
+
+
+def error(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
+    """The weights' relative error after two steps of a large learning rate: ||ours - exact|| / ||exact||.
+
+    Exact is the same optimizer on float64 tensors, Bighorn's with its reference backend, one tensor at a time.
+    The second step's gradients are the first's, shifted by one element. Gradients are not clipped.
+    """
+    params = [weight.clone() for weight in weights]
+    _two_steps(build, params, grads)
+    difference = total = 0.0
+    for param, weight, grad in zip(params, weights, grads, strict=True):
+        exact = weight.double()
+        _two_steps(build, [exact], [grad.double()])
+        difference += float((param - exact).square().sum())
+        total += float(exact.square().sum())
+    return math.sqrt(difference / total)
+
+
+def _two_steps(build: Build, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    optimizer = build(params, ERROR_LR, None)
+    for shift in (0, 1):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.roll(shift)
+        optimizer.step()
+
+
+def temporaries(step: Callable[[], object]) -> int | None:
+    """Bytes by which the process's resident memory rises while ``step`` runs; None where there is no Linux and glibc.
+
+    The kernel keeps the peak and resets it on demand. Memory that malloc holds back would be used again without a
+    trace, so all is given back first, and what ``step`` allocates comes straight from the kernel. It runs in a thread
+    of its own, so that the scratch which Bighorn keeps per thread counts too. Exact to about a megabyte.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "malloc_trim") or not os.access(RESET_PEAK, os.W_OK):
+        return None
+    _hold_back(libc, 64 << 10)
+    libc.malloc_trim(0)
+    RESET_PEAK.write_text("5")
+    before = _resident("VmRSS")
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    peak = _resident("VmHWM")
+    _hold_back(libc, 32 << 20)  # what a process comes to that has freed large tensors, as any training has
+    return max(peak - before, 0)
+
+
+def _hold_back(libc: ctypes.CDLL, size: int) -> None:
+    """Let malloc keep what is smaller than ``size`` bytes when it is freed."""
+    libc.mallopt(M_MMAP_THRESHOLD, size)
+    libc.mallopt(M_TRIM_THRESHOLD, 2 * size)
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [kilobytes] = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return 1024 * int(kilobytes)

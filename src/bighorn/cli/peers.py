@@ -1,0 +1,102 @@
+"""What ``bighorn bench`` times: this package's backends, torch's AdamW as the baseline, and other packages' LAMBs."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bighorn import Lamb
+
+WEIGHT_DECAY = 0.01
+BASELINE = "adamw"
+
+Build = Callable[[Sequence[Tensor], float, float | None], Optimizer]
+"""From parameters, learning rate and the norm to clip gradients to (None: no clipping) to an optimizer."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A contestant.
+
+    Attributes:
+        label: What the table calls it.
+        load: Imports what it needs and gives the function that builds it; ImportError says why it is absent.
+        package: The distribution that it comes from.
+    """
+
+    label: str
+    load: Callable[[], Build]
+    package: str
+
+
+def _ours(backend: str = "auto", **options: Any) -> Callable[[], Build]:
+    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+        dtype = params[0].dtype
+        return Lamb(
+            params,
+            lr=lr,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=clip,
+            state_dtype=torch.bfloat16 if dtype == torch.bfloat16 else None,
+            backend="reference" if dtype == torch.float64 else backend,
+            **options,
+        )
+
+    return lambda: build
+
+
+def _torch_adamw() -> Build:
+    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+        optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
+        if clip is not None:
+            optimizer.register_step_pre_hook(lambda *_: _discard(torch.nn.utils.clip_grad_norm_(params, clip)))
+        return optimizer
+
+    return build
+
+
+def _discard(_: object) -> None:
+    """A hook's value would replace the step's arguments."""
+
+
+def _timm() -> Build:
+    spec = find_spec("timm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("not installed; for its optimizers alone: pip install --no-deps timm")
+    # `import timm` imports all its models, and with them torchvision. Its optimizers need neither, so they are
+    # imported from their folder under a name that does not have timm as its parent.
+    package = sys.modules.setdefault("timm_optim", ModuleType("timm_optim"))
+    package.__path__ = [f"{folder}/optim" for folder in spec.submodule_search_locations]
+    lamb = import_module("timm_optim.lamb").Lamb
+    return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip)
+
+
+def _pytorch_optimizer() -> Build:
+    if find_spec("pytorch_optimizer") is None:
+        raise ImportError("not installed: pip install pytorch_optimizer")
+    lamb = import_module("pytorch_optimizer").Lamb
+    return lambda params, lr, clip: lamb(
+        params,
+        lr=lr,
+        weight_decay=WEIGHT_DECAY,
+        weight_decouple=False,
+        pre_norm=clip is not None,
+        max_grad_norm=clip or 0.0,
+    )
+
+
+PEERS = {
+    BASELINE: Peer("torch AdamW, fused", _torch_adamw, "torch"),
+    "lamb": Peer("Lamb", _ours(), "bighorn"),
+    "lamb-adam": Peer("Lamb, adam=True", _ours(adam=True, decay_mode="decoupled"), "bighorn"),
+    "lamb-foreach": Peer("Lamb, foreach", _ours("foreach"), "bighorn"),
+    "timm": Peer("timm Lamb", _timm, "timm"),
+    "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
+}

@@ -1,0 +1,136 @@
+"""Parameter shapes of well-known models, in the order in which the models hold them, from their architecture."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+Shape = tuple[int, ...]
+
+
+def resnet50() -> Iterator[Shape]:
+    """ResNet-50, as in torchvision and timm."""
+    yield from convolution(64, 3, 7)
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            yield from convolution(width, channels, 1)
+            yield from convolution(width, width, 3)
+            yield from convolution(4 * width, width, 1)
+            if block == 0:
+                yield from convolution(4 * width, channels, 1)
+            channels = 4 * width
+    yield from linear(1000, channels)
+
+
+def efficientnet_b0() -> Iterator[Shape]:
+    """EfficientNet-B0, as in timm."""
+    yield from convolution(32, 3, 3)
+    channels = 32
+    stages = ((3, 16, 1), (3, 24, 2), (5, 40, 2), (3, 80, 3), (5, 112, 3), (5, 192, 4), (3, 320, 1))
+    for kernel, out, blocks in stages:
+        for _ in range(blocks):
+            expanded = channels if out == 16 else 6 * channels
+            yield from inverted_bottleneck(kernel, channels, expanded, out, squeezed=channels // 4)
+            channels = out
+    yield from convolution(1280, channels, 1)
+    yield from linear(1000, 1280)
+
+
+def mobilenetv3_large() -> Iterator[Shape]:
+    """MobileNetV3-Large, as in timm (mobilenetv3_large_100)."""
+    yield from convolution(16, 3, 3)
+    channels = 16
+    for kernel, expanded, out, squeezed in (
+        (3, 16, 16, 0),
+        (3, 64, 24, 0),
+        (3, 72, 24, 0),
+        (5, 72, 40, 24),
+        (5, 120, 40, 32),
+        (5, 120, 40, 32),
+        (3, 240, 80, 0),
+        (3, 200, 80, 0),
+        (3, 184, 80, 0),
+        (3, 184, 80, 0),
+        (3, 480, 112, 120),
+        (3, 672, 112, 168),
+        (5, 672, 160, 168),
+        (5, 960, 160, 240),
+        (5, 960, 160, 240),
+    ):
+        yield from inverted_bottleneck(kernel, channels, expanded, out, squeezed)
+        channels = out
+    yield from convolution(960, channels, 1)
+    yield (1280, 960, 1, 1)
+    yield (1280,)
+    yield from linear(1000, 1280)
+
+
+def vit_small() -> Iterator[Shape]:
+    """ViT-S/16 at 224 pixels, as in timm (vit_small_patch16_224)."""
+    width = 384
+    yield (1, 1, width)
+    yield (1, 197, width)
+    yield (width, 3, 16, 16)
+    yield (width,)
+    for _ in range(12):
+        yield from norm(width)
+        yield from linear(3 * width, width)
+        yield from linear(width, width)
+        yield from norm(width)
+        yield from linear(4 * width, width)
+        yield from linear(width, 4 * width)
+    yield from norm(width)
+    yield from linear(1000, width)
+
+
+def bert(layers: int, width: int) -> Iterator[Shape]:
+    """BERT without a task's head, as transformers' BertModel."""
+    yield from ((30522, width), (512, width), (2, width))
+    yield from norm(width)
+    for _ in range(layers):
+        for _ in range(4):
+            yield from linear(width, width)
+        yield from norm(width)
+        yield from linear(4 * width, width)
+        yield from linear(width, 4 * width)
+        yield from norm(width)
+    yield from linear(width, width)
+
+
+def norm(width: int) -> Iterator[Shape]:
+    """A normalisation's scale and shift."""
+    yield (width,)
+    yield (width,)
+
+
+def linear(out: int, channels: int) -> Iterator[Shape]:
+    """A linear layer with its bias."""
+    yield (out, channels)
+    yield (out,)
+
+
+def convolution(out: int, channels: int, kernel: int) -> Iterator[Shape]:
+    """A convolution and its normalisation; ``channels`` counts those of one group."""
+    yield (out, channels, kernel, kernel)
+    yield from norm(out)
+
+
+def inverted_bottleneck(kernel: int, channels: int, expanded: int, out: int, squeezed: int) -> Iterator[Shape]:
+    """Expansion where there is any, depthwise convolution, squeeze and excitation (unless 0), projection."""
+    if expanded != channels:
+        yield from convolution(expanded, channels, 1)
+    yield from convolution(expanded, 1, kernel)
+    if squeezed:
+        yield from ((squeezed, expanded, 1, 1), (squeezed,), (expanded, squeezed, 1, 1), (expanded,))
+    yield from convolution(out, expanded, 1)
+
+
+SHAPES: dict[str, Callable[[], Iterable[Shape]]] = {
+    "tiny": lambda: [(8, 8)] * 200,
+    "efficientnet_b0": efficientnet_b0,
+    "mobilenetv3_large": mobilenetv3_large,
+    "vit_small": vit_small,
+    "resnet50": resnet50,
+    "bert_base": lambda: bert(12, 768),
+    "bert_large": lambda: bert(24, 1024),
+    "one": lambda: [(30522, 1024)],
+}
+"""By name: `tiny` shows the overhead of a step, `one` a single tensor larger than any cache."""

@@ -129,6 +129,7 @@ def test_a_second_ctrl_c_aborts() -> None:
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.requested
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

@@ -5,7 +5,9 @@ from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """Within its ``with`` block, a first Ctrl-C (or SIGTERM) only sets :attr:`requested`; a second one aborts.
+    """Within its ``with`` block, a first Ctrl-C only sets :attr:`requested`; a second one aborts.
+
+    SIGTERM counts as a first one, however often it comes: torchrun sends it after passing a Ctrl-C on.
 
     An interrupt inside an optimizer's step would leave half of the parameters updated.
     """
@@ -24,6 +26,6 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's signature
-        if self.requested:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True

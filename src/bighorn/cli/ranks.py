@@ -36,6 +36,11 @@ class Ranks:
         """Whether this is the process that prints and writes files."""
         return self.rank == 0
 
+    @property
+    def launcher(self) -> list[str]:
+        """What starts as many processes, on one machine: the words before ``bighorn``."""
+        return ["torchrun", "--nproc-per-node", str(self.size), "--no-python"] if self.size > 1 else []
+
     def check(self, batch_size: int) -> None:
         """Refuse a batch that cannot be split evenly."""
         if batch_size % self.size:

@@ -53,7 +53,7 @@ def train(
             files.check_writable(path, option)
     run = Run(config, TASKS[config.task].load(config.data), ranks)
     differences = [] if saved is None else checkpoint.restore(run, saved)
-    run.history.commands.append(command_line(ctx))
+    run.history.commands.append(" ".join([*ranks.launcher, command_line(ctx)]))
     console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
     _introduce(run, console)
     for difference in differences:
@@ -76,7 +76,7 @@ def train(
             console.print(f"{name}: {path}")
     ranks.leave()
     if not run.done:
-        again = [*ctx.command_path.split(), "--resume", str(save)]
+        again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
         again += [
             word for flag, path in (("--report", report), ("--json", json_file)) if path for word in (flag, str(path))
         ]

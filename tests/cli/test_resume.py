@@ -110,7 +110,7 @@ def test_ctrl_c_saves_and_prints_the_command_that_resumes(tmp_path: Path) -> Non
     command = [sys.executable, "-u", "-m", "bighorn.cli", "train", *options]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while not process.stdout.readline().startswith("lamb"):
+    while not process.stdout.readline().startswith(" epoch"):  # from here on, Ctrl-C is waited for
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)

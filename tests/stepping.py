@@ -52,7 +52,7 @@ def digest(params: list[Parameter], optimizer: Lamb) -> int:
     states = [value for p in params for _, value in sorted(optimizer.state[p].items())]
     summary = 0
     for tensor in (*params, *states, optimizer.telemetry().trust_ratio):
-        summary = zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy().data, summary)
+        summary = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data, summary)
     return summary
 
 

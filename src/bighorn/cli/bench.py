@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -48,10 +49,10 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         for flag, value in (("--clip", self.clip), ("--threads", self.threads)):
-            if value is not None and not value > 0:
-                raise InputError(f"{flag} is {value}, but must be above 0.")
-        if not self.seconds >= 0:
-            raise InputError(f"--seconds is {self.seconds}, but must be at least 0.")
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{flag} is {value}, but must be a number above 0.")
+        if not 0 <= self.seconds < math.inf:
+            raise InputError(f"--seconds is {self.seconds}, but must be a number of at least 0.")
 
 
 @click.command
@@ -86,10 +87,10 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         "baseline": BASELINE,
         "results": [],
     }
-    console = Console(highlight=False)
+    console = Console(soft_wrap=True, highlight=False)
     about, here = content["environment"], content["machine"]
     console.print(
-        f"{about['processor']}, {here['cores allowed']} cores, {about['threads']} threads, {config.precision}"
+        f"{about['processor']}, cores: {here['cores allowed']}, threads: {about['threads']}, {config.precision}"
     )
     for name in sets:
         shapes = list(SHAPES[name]())

@@ -47,10 +47,11 @@ def findings() -> dict[str, Any]:
     for name, found in status().items():
         failure = step_failure(name) if found.available else None
         backends[name] = {"works": found.available and not failure, "detail": failure or found.detail}
+    library = {"C library": cpu.LIBRARY_DETAIL} if cpu.LIBRARY else {}
     return {
         "backends": backends,
-        "environment": environment(),
-        "machine": machine() | {"C library": cpu.LIBRARY_DETAIL},
+        "environment": {name: value for name, value in environment().items() if name != "cpu backend"},
+        "machine": machine() | library,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
 

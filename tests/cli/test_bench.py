@@ -1,0 +1,247 @@
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from torch import Tensor
+
+import bighorn
+from bighorn import Lamb, kernels
+from bighorn.cli import bench, machine, measure, peers
+from bighorn.cli.shapes import SHAPES
+
+Invoke = Callable[..., Result]
+
+SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, shapes in SMALL.items():
+        monkeypatch.setitem(SHAPES, name, shapes)
+
+
+def absent() -> peers.Build:
+    raise ImportError("not installed: pip install other")
+
+
+@pytest.fixture
+def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other packages' optimizers, as if none were installed."""
+    for name in ("timm", "pytorch_optimizer"):
+        monkeypatch.setitem(peers.PEERS, name, peers.Peer(f"{name}'s", absent, name))
+
+
+def bench_json(invoke: Invoke, *arguments: object) -> tuple[dict[str, Any], str]:
+    result = invoke("bench", "--seconds", 0, "--json", "bench.json", *arguments)
+    return json.loads(Path("bench.json").read_text()), result.output
+
+
+# Tensors and parameters as published with the models (torchvision's, timm's and transformers' model cards).
+@pytest.mark.parametrize(
+    ("name", "tensors", "parameters"),
+    [
+        ("tiny", 200, 12_800),
+        ("efficientnet_b0", 213, 5_288_548),
+        ("mobilenetv3_large", 174, 5_483_032),
+        ("vit_small", 152, 22_050_664),
+        ("resnet50", 161, 25_557_032),
+        ("bert_base", 199, 109_482_240),
+        ("bert_large", 391, 335_141_888),
+        ("one", 1, 31_254_528),
+    ],
+)
+def test_shapes_add_up_to_the_models_they_are_named_after(name: str, tensors: int, parameters: int) -> None:
+    shapes = list(SHAPES[name]())
+    assert len(shapes) == tensors
+    assert sum(math.prod(shape) for shape in shapes) == parameters
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_every_figure_is_written(invoke: Invoke) -> None:
+    content, output = bench_json(invoke, "--shapes", "small,vector", "--threads", 1)
+    assert content["command"] == "bighorn bench --shapes small,vector --threads 1 --seconds 0 --json bench.json"
+    assert content["environment"]["threads"] == 1
+    assert content["config"]["clip"] is None
+    assert content["machine"]["cores allowed"] >= 1
+    assert content["packages"]["torch"] == version("torch")
+    assert [(r["shapes"], r["tensors"], r["parameters"]) for r in content["results"]] == [
+        ("small", 3, 142),
+        ("vector", 1, 70),
+    ]
+    for result in content["results"]:
+        rows = {row["name"]: row for row in result["optimizers"]}
+        assert list(rows) == [name for name in peers.PEERS if name not in content["absent"]]
+        for row in rows.values():
+            assert row["rounds"] == measure.LEAST_ROUNDS
+            for figure in ("ms", "baseline_ms", "ratio"):
+                assert 0 < row[figure]["p10"] <= row[figure]["median"] <= row[figure]["p90"]
+            assert 0 < row["error"] < 1e-5
+            assert row["label"] in output
+        assert "foreach" in rows["lamb-foreach"]["explain"]
+        assert all(rows[name]["error"] < 2e-7 for name in ("adamw", "lamb", "lamb-adam", "lamb-foreach"))
+
+
+@pytest.mark.usefixtures("small_shapes", "only_ours")
+def test_absent_peers_are_listed_with_the_remedy(invoke: Invoke) -> None:
+    content, output = bench_json(invoke, "--shapes", "vector")
+    assert content["absent"] == dict.fromkeys(("timm", "pytorch_optimizer"), "not installed: pip install other")
+    assert "Absent: timm's (not installed: pip install other)" in output
+    assert [row["name"] for row in content["results"][0]["optimizers"]] == [
+        "adamw",
+        "lamb",
+        "lamb-adam",
+        "lamb-foreach",
+    ]
+
+
+@pytest.mark.usefixtures("small_shapes", "only_ours")
+def test_an_absent_peer_that_was_asked_for_is_an_error(invoke: Invoke) -> None:
+    output = invoke("bench", "--shapes", "vector", "--optimizers", "timm", code=1).output
+    assert "--optimizers timm: not installed: pip install other" in output
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_the_optimizers_asked_for_run_beside_the_baseline(invoke: Invoke) -> None:
+    content, _ = bench_json(invoke, "--shapes", "vector", "--optimizers", "lamb-adam")
+    assert [row["name"] for row in content["results"][0]["optimizers"]] == ["adamw", "lamb-adam"]
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def prepared(*arguments: Any) -> torch.optim.Optimizer:
+        made.append(measure.prepared(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(bench, "prepared", prepared)
+    content, _ = bench_json(
+        invoke, "--shapes", "small", "--optimizers", "lamb", "--precision", "bf16", "--clip", "1e-4"
+    )
+    assert 1e-5 < content["results"][0]["optimizers"][1]["error"] < 1e-2
+    assert [type(optimizer) for optimizer in made] == [torch.optim.AdamW, torch.optim.AdamW, Lamb]
+    for optimizer in made:
+        tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+        assert {tensor.dtype for tensor in (*optimizer.param_groups[0]["params"], *tensors)} == {torch.bfloat16}
+        averages = torch.cat([state["exp_avg"].flatten().float() for state in optimizer.state.values()])
+        # Gradients alike in each step make the average approach them, and so their norm, from below.
+        assert 0 < averages.norm() <= 1.01e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shapes", "bert_bse"], ["--shapes", "'bert_bse'", "did you mean bert_base?"]),
+        (["--shapes", "zzz"], ["--shapes", "'zzz'", "there are tiny, efficientnet_b0"]),
+        (["--shapes", "tiny,tiny"], ["--shapes", "twice"]),
+        (["--optimizers", "lamp"], ["--optimizers", "'lamp'", "did you mean lamb?"]),
+        (["--clip", "nan"], ["--clip is nan", "above 0"]),
+        (["--threads", "0"], ["--threads is 0", "above 0"]),
+        (["--seconds", "-1"], ["--seconds is -1.0", "at least 0"]),
+        (["--json", "."], ["--json", "is a folder"]),
+    ],
+    ids=lambda value: " ".join(value[:2]) if value[0].startswith("--") and len(value) == 2 else None,
+)
+def test_wrong_input_is_refused(invoke: Invoke, arguments: list[str], words: list[str]) -> None:
+    output = invoke("bench", *arguments, code=1).output
+    assert all(word in output for word in words), output
+
+
+def test_the_error_is_that_of_the_arithmetic() -> None:
+    weights = [torch.ones(50), torch.full((3, 4), 2.0)]
+    grads = [torch.linspace(1, 2, 50), torch.linspace(-2, -1, 12).view(3, 4)]
+
+    def build(params: Any, lr: float, clip: float | None) -> torch.optim.Optimizer:
+        """Wrong by 1% of its step, but for tensors of double precision."""
+        assert clip is None
+        return torch.optim.SGD(params, lr=lr if params[0].dtype == torch.float64 else 1.01 * lr)
+
+    def flat(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([tensor.flatten() for tensor in tensors]).double()
+
+    moved = measure.ERROR_LR * (flat(grads) + flat([grad.roll(1) for grad in grads]))
+    expected = 0.01 * moved.norm() / (flat(weights) - moved).norm()
+    assert measure.error(build, weights, grads) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.skipif(measure.temporaries(lambda: None) is None, reason="needs Linux and glibc")
+@pytest.mark.parametrize("megabytes", [4, 40])
+def test_temporaries_are_those_of_the_step(megabytes: int) -> None:
+    def step() -> None:
+        torch.ones(megabytes << 18)
+
+    for _ in range(4):  # also when malloc has had such memory before
+        step()
+        assert measure.temporaries(step) == pytest.approx(megabytes << 20, abs=2 << 20)
+        kept = torch.ones(megabytes << 18)
+        assert measure.temporaries(lambda kept=kept: kept.add_(1)) == pytest.approx(0, abs=2 << 20)
+
+
+@pytest.mark.skipif(measure.temporaries(lambda: None) is None, reason="needs Linux and glibc")
+@pytest.mark.skipif(not kernels.status()["cpu"].available, reason="needs the cpu backend")
+def test_temporaries_of_the_cpu_backend_are_bounded() -> None:
+    weights, grads = measure.draw([(4000, 4000)], 0.02, torch.float32, 0), [torch.full((4000, 4000), 1e-3)]
+    step = measure.prepared(peers.PEERS["lamb"].load(), weights, grads, None).step
+    found = measure.temporaries(step)
+    assert found is not None
+    assert 1 << 20 < found <= 16 << 20  # above: it keeps a part of the update
+
+
+def test_two_optimizers_take_turns() -> None:
+    turns: list[str] = []
+
+    first, second = torch.optim.SGD([torch.ones(1)]), torch.optim.SGD([torch.ones(1)])
+    first.register_step_pre_hook(lambda *_: turns.append("first"))
+    second.register_step_pre_hook(lambda *_: turns.append("second"))
+    times = measure.rounds(first, second, seconds=0)
+    assert turns == ["first", "second"] * measure.LEAST_ROUNDS
+    assert [len(mine) for mine in times] == [measure.LEAST_ROUNDS] * 2
+
+
+def test_timm_is_loaded_without_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "timm" / "optim"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("import torchvision_that_nobody_has")
+    (folder / "_types.py").write_text("from torch.optim import SGD as Base")
+    (folder / "lamb.py").write_text(
+        "from ._types import Base\n"
+        "class Lamb(Base):\n"
+        "    def __init__(self, params, lr, weight_decay, max_grad_norm):\n"
+        "        super().__init__(params, lr=lr)\n"
+        "        self.max_grad_norm = max_grad_norm\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("timm_optim", "timm_optim.lamb", "timm_optim._types"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    optimizer = peers.PEERS["timm"].load()([torch.ones(1)], 0.1, 2.0)
+    assert vars(optimizer)["max_grad_norm"] == 2.0
+
+
+def test_the_commit_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that lies untracked inside somebody else's checkout has no commit."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    package = tmp_path / "bighorn" / "__init__.py"
+    package.parent.mkdir()
+    package.touch()
+    monkeypatch.setattr(bighorn, "__file__", str(package))
+    assert machine.commit() == {}
+    git("init")
+    assert machine.commit() == {}
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    found = machine.commit()
+    assert len(str(found["commit"])) == 40
+    assert found["clean"] is True
+    package.write_text("changed")
+    assert machine.commit() == {**found, "clean": False}

@@ -1,0 +1,84 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+
+from bighorn import kernels
+from bighorn.cli import doctor
+from bighorn.kernels import Status
+
+Invoke = Callable[..., Result]
+
+MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of somebody who installed without a compiler."""
+    monkeypatch.setattr(kernels.cpu, "LIBRARY", None)
+    monkeypatch.setattr(kernels.cpu, "LIBRARY_DETAIL", MISSING)
+
+
+def words(text: str) -> str:
+    """The text without the table's line breaks."""
+    return " ".join(text.split())
+
+
+def test_every_backend_and_what_results_depend_on_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_DYNAMIC", "false")
+    output = invoke("doctor", "--json", "doctor.json").output
+    content = json.loads(Path("doctor.json").read_text())
+    assert list(content["backends"]) == list(kernels.BACKENDS)
+    for name, found in content["backends"].items():
+        assert found["works"] is kernels.status()[name].available
+        assert words(f"{name} {'works' if found['works'] else 'does not work'} {found['detail']}") in words(output)
+    assert content["environment"]["torch"] == torch.__version__
+    assert content["environment"]["threads"] == torch.get_num_threads()
+    assert content["machine"]["cores allowed"] == kernels.cpu.cores()
+    assert content["variables"]["OMP_DYNAMIC"] == "false"
+    assert words("OMP_DYNAMIC false") in words(output)
+
+
+@pytest.mark.usefixtures("no_library")
+def test_a_missing_library_is_explained(invoke: Invoke) -> None:
+    assert f"cpu does not work {MISSING}" in words(invoke("doctor").output)
+
+
+@pytest.mark.usefixtures("no_library")
+def test_require_fails_where_the_backend_does_not_work(invoke: Invoke) -> None:
+    output = invoke("doctor", "--require", "foreach", "--require", "cpu", "--json", "doctor.json", code=1).output
+    assert f"Error: --require cpu: this backend does not work here ({MISSING})." in output
+    assert json.loads(Path("doctor.json").read_text())["backends"]["cpu"] == {"works": False, "detail": MISSING}
+
+
+def test_require_passes_where_the_backend_works(invoke: Invoke) -> None:
+    invoke("doctor", "--require", "foreach", "--require", "reference")
+
+
+def test_require_knows_its_backends(invoke: Invoke) -> None:
+    assert "'gpu' is not one of" in invoke("doctor", "--require", "gpu", code=2).output
+
+
+def test_a_backend_that_computes_nonsense_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = doctor._step
+
+    def broken(backend: str, dtype: torch.dtype) -> torch.Tensor:
+        return step(backend, dtype) * (1.001 if backend == "foreach" else 1)
+
+    monkeypatch.setattr(doctor, "_step", broken)
+    assert "foreach does not work a step gives wrong results" in words(invoke("doctor").output)
+    assert "a step gives wrong results" in invoke("doctor", "--require", "foreach", code=1).output
+
+
+def test_a_backend_whose_step_raises_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def status() -> dict[str, Any]:
+        return {"foreach": Status(True, "plain torch, any device"), "imaginary": Status(True, "just imagine")}
+
+    monkeypatch.setattr(doctor, "status", status)
+    output = words(invoke("doctor").output)
+    assert "foreach works plain torch, any device" in output
+    assert "imaginary does not work a step fails:" in output

@@ -27,6 +27,7 @@ LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
+ISAS = {"v2": 2, "v3": 3, "v4": 4}
 DECAY_MODES = {"ratio": 0, "decoupled": 1, "l2": 2}
 
 
@@ -104,14 +105,22 @@ def threads() -> int:
     if OPENMP is None or _forked:
         return 1
     asked = os.environ.get("BIGHORN_NUM_THREADS")
-    return int(asked) if asked else min(torch.get_num_threads(), CORES)
+    if not asked:
+        return min(torch.get_num_threads(), CORES)
+    if not asked.isdecimal() or int(asked) == 0:
+        raise ValueError(f"BIGHORN_NUM_THREADS={asked!r} in the environment must be a number of threads, 1 or more")
+    return int(asked)
 
 
 def isa() -> int:
     """The x86-64 level to run (2 to 4; 0 elsewhere): the machine's, or a lower one from `BIGHORN_ISA` (v2, v3)."""
     level = int(LIBRARY.bighorn_isa()) if LIBRARY else 0
     asked = os.environ.get("BIGHORN_ISA")
-    return min(level, int(asked.removeprefix("v"))) if asked else level
+    if not asked:
+        return level
+    if asked not in ISAS:
+        raise ValueError(f"BIGHORN_ISA={asked!r} in the environment must be one of {', '.join(ISAS)}")
+    return min(level, ISAS[asked])
 
 
 def describe() -> str:

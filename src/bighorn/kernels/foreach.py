@@ -32,7 +32,7 @@ class Lamb(reference.Lamb):
         for bucket in self.buckets:
             for batch in batches(bucket):
                 lamb_batch(batch, grad_scale, commit)
-            counted = torch.ones(()) if commit is None else commit.to(torch.float32)
+            counted = torch.ones((), dtype=torch.float32) if commit is None else commit.to(torch.float32)
             torch._foreach_add_(bucket.counts, counted.to(bucket.norms.device))
 
 

@@ -320,7 +320,7 @@ class KernelOptimizer(Optimizer):
 
     def telemetry(self) -> Telemetry:
         """Norms and trust ratios of the last step, as tensors on the parameters' device; empty before the first."""
-        norms = torch.zeros(0, 3) if self._plan is None else self._plan.norms()
+        norms = torch.zeros(0, 3, dtype=torch.float32) if self._plan is None else self._plan.norms()
         skipped = torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
         weight_norm, update_norm, trust_ratio = norms.unbind(dim=1)
         labels = tuple(self._plan.labels) if self._plan else ()

@@ -101,7 +101,7 @@ class Plan:
         """Weight norm, update norm and trust ratio of the last step, `[labels, 3]`."""
         buckets = list(self.buckets.values())
         if not self.positions:
-            return torch.zeros(0, 3)
+            return torch.zeros(0, 3, dtype=torch.float32)
         first = buckets[0].norms.device
         return torch.stack([buckets[bucket].norms[row].to(first) for bucket, row in self.positions])
 
@@ -146,6 +146,8 @@ def build(
                 f"the gradient of {part.label} has shape {tuple(part.grad.shape)} and dtype {part.grad.dtype}, the "
                 f"parameter {tuple(part.param.shape)} and {part.param.dtype}: compute it anew, after zero_grad()"
             )
+        if overlaps(view):
+            raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
         dense = view if _is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
         state = complete(part, dense)
         states.append(state)
@@ -162,7 +164,7 @@ def build(
         _add(plan, list(plan.buckets).index(key), feed, moments, state["step"], part.label)
 
     for bucket in plan.buckets.values():
-        bucket.norms = torch.zeros(len(bucket.params), 3, device=bucket.params[0].device)
+        bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=bucket.params[0].device)
     plan.direct = [
         all(
             not feed.stacked
@@ -198,6 +200,13 @@ def _grad_dtype(part: Part) -> torch.dtype:
     """The gradient's own dtype, unless it is wider than the arithmetic."""
     narrow = part.param.dtype not in (torch.float64, torch.complex128)
     return torch.float32 if part.grad.dtype == torch.float64 and narrow else real_view(part.grad).dtype
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do, so that writing one writes others."""
+    return tensor.numel() > 0 and any(
+        step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _is_dense(tensor: Tensor, leading: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import scalar
-from cases import CASES, LRS, Case, set_gradients, set_lr
+from cases import CASES, LRS, Case, Leaf, set_gradients, set_lr
 
 EXACT = {torch.float32, torch.float64, torch.complex128}
 PLAIN = [c for c in CASES if c.size < 10_000 and c.dtypes() <= EXACT and "state_dtype" not in c.options]
@@ -142,3 +142,21 @@ def test_reference_in_float32_stays_within_rounding_after_ten_steps(case: Case) 
         scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
         error = (torch.tensor(flat(parameter), dtype=torch.float64) - want).abs().amax() if want.numel() else 0.0
         assert error <= 7e-7 * scale, leaf.name
+
+
+@pytest.mark.parametrize("agreeing", [0, 2, 8], ids=lambda count: f"{count}-of-4097")
+@pytest.mark.parametrize("name", ["reference", "foreach"])
+def test_the_cautious_share_has_a_floor(agreeing: int, name: str) -> None:
+    """The mask's mean counts as 1e-3 at least: 2 of 4097 is below that, 8 is above."""
+    leaf = Leaf("weight", (4097,))
+    case = Case("floor", {"cautious": True}, (leaf,), dtype=torch.float64)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, name)
+    expected = witness(parameters)
+    against = torch.full((4097,), -0.1, dtype=torch.float64)
+    against[:agreeing] = 0.1
+    for gradient in (torch.ones(4097, dtype=torch.float64), against):
+        set_gradients(parameters, [gradient])
+        optimizer.step()
+        witness_step(case, expected, parameters, [gradient], LRS[0])
+    assert_equal_to(expected[0].x, parameters[0], 1e-14, name)

@@ -15,6 +15,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch.optim import Optimizer
 
 from bighorn import Lamb
 from bighorn.cli import files
@@ -150,23 +151,22 @@ def _measure(
     rows = []
     for name, build in builds.items():
         with console.status(PEERS[name].label):
-            optimizer = prepared(build, weights, grads, config.clip)
-            extra = temporaries(optimizer.step)
-            first, second = rounds(baseline, optimizer, config.seconds)
-        row = {
-            "name": name,
-            "label": PEERS[name].label,
-            "rounds": len(second),
-            "ms": _spread([1e3 * seconds for seconds in second]),
-            "baseline_ms": _spread([1e3 * seconds for seconds in first]),
-            "ratio": _spread([mine / theirs for mine, theirs in zip(second, first, strict=True)]),
-            "temporaries_bytes": extra,
-            "error": errors[name],
-        }
-        if isinstance(optimizer, Lamb):
-            row["explain"] = optimizer.explain()
-        rows.append(row)
+            measured = _beside(baseline, prepared(build, weights, grads, config.clip), config.seconds)
+        rows.append({"name": name, "label": PEERS[name].label, "error": errors[name], **measured})
     return rows
+
+
+def _beside(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
+    extra = temporaries(optimizer.step)
+    theirs, mine = rounds(baseline, optimizer, seconds)
+    return {
+        "rounds": len(mine),
+        "ms": _spread([1e3 * second for second in mine]),
+        "baseline_ms": _spread([1e3 * second for second in theirs]),
+        "ratio": _spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
+        "temporaries_bytes": extra,
+        "explain": optimizer.explain() if isinstance(optimizer, Lamb) else None,
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -35,7 +35,7 @@ class LambOptions:
 
 @dataclass
 class Bucket:
-    """One row per tensor (or per slice of a stacked one); every row is dense and its arrays lie in the same order.
+    """One row per tensor (or per slice of a stacked one); parameters are dense, and their state lies in their order.
 
     Attributes:
         options: What the rows share.
@@ -44,7 +44,7 @@ class Bucket:
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
         counts: `steps` without repetition; kernels advance each by 1.
         norms: Float32, `[rows, 3]`; kernels write weight norm, update norm and trust ratio.
-        grads: One gradient per row, new for each step; kernels only read them.
+        grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
     """
 
     options: LambOptions

@@ -25,6 +25,7 @@ SCRATCH_BYTES = 8 << 20  # u is kept for the last blocks of a tensor up to this 
 LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+GRAD_TYPES = {**TYPES, torch.float64: 3}
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
 ISAS = {"v2": 2, "v3": 3, "v4": 4}
@@ -47,7 +48,8 @@ class Row(ctypes.Structure):
     """`Row` of csrc/lamb.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "norms")),
+        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("step", "norms", "grad_layout")),
         *((name, ctypes.c_int64) for name in ("size", "fan")),
         *((name, ctypes.c_int32) for name in ("param_type", "grad_type", "state_type", "options")),
     ]
@@ -176,9 +178,14 @@ class Lamb:
     """LAMB on the library. The table of addresses is made once; gradients and options are read at each step."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
-        rows = [row(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
+        rows = [make_row(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
         self.buckets = buckets
         self.rows = (Row * len(rows))(*rows)
+        self.layouts = [
+            grad_layout(x, g) for bucket in buckets for x, g in zip(bucket.params, bucket.grads, strict=True)
+        ]
+        for row, layout in zip(self.rows, self.layouts, strict=True):
+            row.grad_layout = layout.buffer_info()[0] if layout else None
         self.order = array("q", sorted(range(len(rows)), key=lambda i: -rows[i].size))
         self.counts = array("Q", [step.data_ptr() for bucket in buckets for step in bucket.counts])
 
@@ -214,7 +221,7 @@ class Lamb:
         return array("Q", [grad.data_ptr() for bucket in self.buckets for grad in bucket.grads])
 
 
-def row(bucket: Bucket, i: int, index: int) -> Row:
+def make_row(bucket: Bucket, i: int, index: int) -> Row:
     """Row `i` of a bucket, which is the `index`-th."""
     x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
     return Row(
@@ -227,10 +234,19 @@ def row(bucket: Bucket, i: int, index: int) -> Row:
         size=x.numel(),
         fan=x[0].numel() if bucket.options.centre and x.numel() else 0,
         param_type=TYPES[x.dtype],
-        grad_type=TYPES[bucket.grads[i].dtype],
+        grad_type=GRAD_TYPES[bucket.grads[i].dtype],
         state_type=TYPES[state["exp_avg"].dtype],
         options=index,
     )
+
+
+def grad_layout(x: Tensor, g: Tensor) -> array[int] | None:
+    """Where a gradient's elements lie, in the order of the parameter's; None where they lie in that order."""
+    order, strides = x.stride(), g.stride()
+    dims = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -order[d])
+    if all(order[d] == strides[d] for d in dims):
+        return None
+    return array("q", [len(dims), *(x.shape[d] for d in dims), *(strides[d] for d in dims)])
 
 
 def _options(o: LambOptions) -> Options:

@@ -24,7 +24,7 @@ class Lamb(reference.Lamb):
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in torch.split(flat(grad), CHUNK)]
+        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
         return square_sums(pieces).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -57,7 +57,8 @@ class Batch:
             yield self.arrays
             return
         size = max(CHUNK // self.fan, 1) * self.fan
-        splits = {name: torch.split(flat(tensors[0]), size) for name, tensors in self.arrays.items()}
+        ordered = {name: in_order_of(self.arrays["x"][0], tensors[0]) for name, tensors in self.arrays.items()}
+        splits = {name: torch.split(flat(tensor), size) for name, tensor in ordered.items()}
         for i in range(len(splits["x"])):
             yield {name: [split[i].view(-1, self.fan)] for name, split in splits.items()}
 
@@ -174,6 +175,25 @@ def give_back(tensors: list[Tensor], work: list[Tensor], commit: Tensor | None) 
         if value is not tensor:
             reference.write(tensor, value, commit)
     return tensors if commit is None else [w.to(t.dtype) for t, w in zip(tensors, work, strict=True)]
+
+
+def chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor of any layout in pieces of about CHUNK elements, in no order that matters."""
+    if tensor.numel() <= CHUNK or tensor.dim() == 0:
+        yield tensor
+        return
+    for part in torch.split(tensor, max(1, CHUNK * tensor.shape[0] // tensor.numel())):
+        if part.shape[0] == 1:
+            yield from chunks(part[0])
+        else:
+            yield part
+
+
+def in_order_of(x: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor in the memory order of `x`: a copy only where a gradient lies otherwise than its parameter."""
+    if tensor.stride() == x.stride():
+        return tensor
+    return torch.empty_strided(x.shape, x.stride(), dtype=tensor.dtype, device=x.device).copy_(tensor)
 
 
 def flat(tensor: Tensor) -> Tensor:

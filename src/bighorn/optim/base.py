@@ -210,8 +210,8 @@ class KernelOptimizer(Optimizer):
             self._refresh_options()
             fresh = not self.state
             plan = self._current_plan()
+            scale, commit = self._scale_and_commit(plan)
             if plan is not None and not (fresh and self._only_initialises()):
-                scale, commit = self._scale_and_commit(plan)
                 for device, kernel in plan.kernels:
                     kernel.step(_on(scale, device), _on(commit, device))
             if plan is not None:
@@ -295,16 +295,14 @@ class KernelOptimizer(Optimizer):
         spec = self._state_spec(self.param_groups[part.variant.group], dense)
         return complete(dense, spec, self.state.get(part.param, {}), part.label)
 
-    def _scale_and_commit(self, plan: Plan) -> tuple[Tensor | float, Tensor | None]:
+    def _scale_and_commit(self, plan: Plan | None) -> tuple[Tensor | float, Tensor | None]:
         """What gradients are multiplied with, and whether the step is written (None: it is), without a host wait."""
         settings, grad_scale = self._settings, getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
         commit = None if found_inf is None else (found_inf == 0).reshape(())
         if settings.max_grad_norm is not None or settings.skip_nonfinite:
-            total = torch.stack([kernel.square_sum().to(plan.kernels[0][0]) for _, kernel in plan.kernels]).sum()
-            if settings.process_group is not None:
-                torch.distributed.all_reduce(total, group=settings.process_group)
+            total = self._square_sum(plan)
             norm = total.sqrt() * scale
             if settings.skip_nonfinite:
                 commit = norm.isfinite() if commit is None else commit & norm.isfinite()
@@ -315,6 +313,18 @@ class KernelOptimizer(Optimizer):
             skipped = (~commit).long()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         return scale, commit
+
+    def _square_sum(self, plan: Plan | None) -> Tensor:
+        """The sum of all gradients' squares; with a process group, over all its ranks, those without gradients too."""
+        if plan is not None:
+            sums = [kernel.square_sum().to(plan.kernels[0][0]) for _, kernel in plan.kernels]
+        else:
+            devices = [param.device for group in self.param_groups for param in group["params"]]
+            sums = [torch.zeros((), dtype=torch.float64, device=device) for device in devices[:1]]
+        total = torch.stack(sums).sum()
+        if self._settings.process_group is not None:
+            torch.distributed.all_reduce(total, group=self._settings.process_group)
+        return total
 
     # ---- what it says of itself -----------------------------------------------------------------------------
 

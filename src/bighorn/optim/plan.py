@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket, Kernel, LambOptions
-from bighorn.state import in_layout_of, real_view, same_layout
+from bighorn.state import real_view
 
 State = dict[str, Any]
 
@@ -50,13 +50,11 @@ class Feed:
     index: int  # among the parts
     view: Tensor  # the parameter, real, in its own memory
     dense: Tensor  # what kernels work on: `view`, or a dense copy of it
-    grad_dtype: torch.dtype
     stacked: bool
 
     def rows(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """The rows of a gradient, in the memory order of the parameter; `.grad` itself is never written."""
-        dense = in_layout_of(self.dense, real_view(grad), self.grad_dtype)
-        return dense.unbind() if self.stacked else (dense,)
+        """The rows of a gradient."""
+        return real_view(grad).unbind() if self.stacked else (real_view(grad),)
 
 
 @dataclass
@@ -152,9 +150,9 @@ def build(
         state = complete(part, dense)
         states.append(state)
         name, _ = kernels.pick(backend, dense, options[part.variant])
-        feed = Feed(index, view, dense, _grad_dtype(part), part.stacked)
+        feed = Feed(index, view, dense, part.stacked)
         moments = {key: value for key, value in state.items() if key != "step"}
-        key = (part.variant, name, dense.device, dense.dtype, feed.grad_dtype, state["exp_avg"].dtype)
+        key = (part.variant, name, dense.device, dense.dtype, state["exp_avg"].dtype)
         if key not in plan.buckets:
             bucket = Bucket(options[part.variant], [], {key: [] for key in moments}, [], [], torch.empty(0))
             plan.buckets[key] = bucket
@@ -166,14 +164,7 @@ def build(
     for bucket in plan.buckets.values():
         bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=bucket.params[0].device)
     plan.direct = [
-        all(
-            not feed.stacked
-            and feed.dense is parts[feed.index].param
-            and parts[feed.index].grad.dtype == feed.grad_dtype
-            and same_layout(parts[feed.index].grad, feed.dense)
-            for feed in feeds
-        )
-        for feeds in plan.feeds
+        all(not feed.stacked and feed.dense is parts[feed.index].param for feed in feeds) for feeds in plan.feeds
     ]
     plan.feed([part.grad for part in parts], options)
     plan.kernels = [
@@ -194,12 +185,6 @@ def _add(plan: Plan, index: int, feed: Feed, moments: State, step: Tensor, label
         bucket.state[name].extend(value.unbind() if feed.stacked else (value,))
     bucket.counts.append(step)
     plan.feeds[index].append(feed)
-
-
-def _grad_dtype(part: Part) -> torch.dtype:
-    """The gradient's own dtype, unless it is wider than the arithmetic."""
-    narrow = part.param.dtype not in (torch.float64, torch.complex128)
-    return torch.float32 if part.grad.dtype == torch.float64 and narrow else real_view(part.grad).dtype
 
 
 def overlaps(tensor: Tensor) -> bool:

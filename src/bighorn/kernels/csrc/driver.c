@@ -291,8 +291,7 @@ static void square_sum_body(int thread, int team, void *data) {
         int64_t count = blocks_in(s->rows[row].size);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
             Block block = block_at(s, row, b);
-            job->partial[before + b] =
-                s->loops->square_sum(block.grad, block.row->grad_type, block.start, block.size);
+            job->partial[before + b] = s->loops->square_sum(&block);
         }
         before += count;
     }

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3 }; /* float64: gradients only */
 enum SecondMoment { ADAM = 0, AMSGRAD = 1, ADAGRAD = 2 };
 enum BiasCorrection { NONE = 0, MOMENTS = 1, LEARNING_RATE = 2 };
 enum DecayMode { RATIO = 0, DECOUPLED = 1, L2 = 2 };
@@ -20,11 +20,13 @@ typedef struct {
     int32_t adapt, bias_correction, grad_averaging, decay_mode, second_moment, maximize;
 } Options;
 
-/* One tensor (or one slice of a stacked one), dense in memory, all of its arrays in the same order. */
+/* One tensor (or one slice of a stacked one), dense in memory, its state in the same order. */
 typedef struct {
     void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
-    const float *step; /* steps taken so far */
-    float *norms;      /* out: weight norm, update norm, trust ratio */
+    const float *step;          /* steps taken so far */
+    float *norms;               /* out: weight norm, update norm, trust ratio */
+    const int64_t *grad_layout; /* NULL: the parameter's. Else: dims, sizes, strides; in the parameter's order, */
+                                /* outermost dimension first */
     int64_t size;
     int64_t fan; /* consecutive gradient elements that are centred on their mean; 0: none are */
     int32_t param_type, grad_type, state_type, options;
@@ -64,7 +66,7 @@ typedef struct {
     void (*apply)(const Block *block, const Factors *factors, float step, const float *update);
     /* Both in one pass, for a step that is known beforehand. */
     Sums (*moments_and_apply)(const Block *block, const Factors *factors, int second_moment, float step);
-    double (*square_sum)(const void *grad, int type, int64_t start, int64_t size);
+    double (*square_sum)(const Block *block); /* of the gradient */
 } Loops;
 
 #endif

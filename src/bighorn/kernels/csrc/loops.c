@@ -83,6 +83,8 @@ static float *widen(const void *data, int type, int64_t start, int n, float *res
     if (type == FLOAT32) return (float *)data + start;
     if (type == FLOAT16) {
         widen_float16(half, n, buffer);
+    } else if (type == FLOAT64) {
+        for (int i = 0; i < n; i++) buffer[i] = (float)((const double *)data + start)[i];
     } else {
 #pragma omp simd
         for (int i = 0; i < n; i++) buffer[i] = from_bits((uint32_t)half[i] << 16);
@@ -103,20 +105,37 @@ static void narrow(void *data, int type, int64_t start, int n, const float *rest
 
 /* ---- gradients ------------------------------------------------------------------------------------------- */
 
-/* Sums are in double: no overflow or underflow of squares, and no error worth a word. */
-static double sum(const float *restrict x, int n) {
-    double total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < n; i++) total += x[i];
-    return total;
+static float element(const void *data, int type, int64_t at) {
+    switch (type) {
+        case FLOAT32: return ((const float *)data)[at];
+        case FLOAT64: return (float)((const double *)data)[at];
+        case FLOAT16: return from_float16(((const uint16_t *)data)[at]);
+        default: return from_bits((uint32_t)((const uint16_t *)data)[at] << 16);
+    }
 }
 
-static double square_sum(const void *grad, int type, int64_t start, int64_t size) {
+/* Gradient elements [start, start + n) in the parameter's order, whatever order they lie in. */
+static const float *read_grad(const Block *b, int64_t start, int n, float *restrict buffer) {
+    const int64_t *layout = b->row->grad_layout;
+    const int type = b->row->grad_type;
+    if (!layout) return widen(b->grad, type, start, n, buffer);
+    const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
+    for (int i = 0; i < n;) {
+        int64_t inner = (start + i) % sizes[last], rest = (start + i) / sizes[last];
+        int64_t offset = inner * strides[last];
+        for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) offset += rest % sizes[d] * strides[d];
+        for (; i < n && inner < sizes[last]; i++, inner++, offset += strides[last])
+            buffer[i] = element(b->grad, type, offset);
+    }
+    return buffer;
+}
+
+static double square_sum(const Block *b) {
     float buffer[PIECE];
     double total = 0;
-    for (int64_t done = 0; done < size; done += PIECE) {
-        int n = (int)(size - done < PIECE ? size - done : PIECE);
-        const float *restrict g = widen(grad, type, start + done, n, buffer);
+    for (int64_t done = 0; done < b->size; done += PIECE) {
+        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
+        const float *restrict g = read_grad(b, b->start + done, n, buffer);
         double piece = 0;
 #pragma omp simd reduction(+ : piece)
         for (int i = 0; i < n; i++) piece += (double)g[i] * g[i];
@@ -126,12 +145,16 @@ static double square_sum(const void *grad, int type, int64_t start, int64_t size
 }
 
 /* The mean of gradient elements [start, start + size). */
-static float mean(const void *grad, int type, int64_t start, int64_t size) {
+static float mean(const Block *b, int64_t start, int64_t size) {
     float buffer[PIECE];
     double total = 0;
     for (int64_t done = 0; done < size; done += PIECE) {
         int n = (int)(size - done < PIECE ? size - done : PIECE);
-        total += sum(widen(grad, type, start + done, n, buffer), n);
+        const float *restrict g = read_grad(b, start + done, n, buffer);
+        double piece = 0;
+#pragma omp simd reduction(+ : piece)
+        for (int i = 0; i < n; i++) piece += g[i];
+        total += piece;
     }
     return (float)(total / (double)size);
 }
@@ -142,7 +165,7 @@ static void centre(const Block *b, int64_t start, int n, const float *g, float *
     for (int i = 0; i < n;) {
         int64_t first = (start + i) / fan * fan;
         int end = (int)(first + fan - start < n ? first + fan - start : n);
-        float centre = mean(b->grad, b->row->grad_type, first, fan);
+        float centre = mean(b, first, fan);
         for (; i < end; i++) out[i] = g[i] - centre;
     }
 }
@@ -150,7 +173,7 @@ static void centre(const Block *b, int64_t start, int n, const float *g, float *
 /* The gradient as it enters the moments: read in place where nothing has to be done to it. */
 static const float *load_grad(const Block *b, const Factors *f, int64_t start, int n, const float *restrict x,
                               float *buffer) {
-    const float *g = widen(b->grad, b->row->grad_type, start, n, buffer);
+    const float *g = read_grad(b, start, n, buffer);
     const float scale = f->grad_scale, l2 = f->l2;
     if (b->row->fan) centre(b, start, n, g, buffer), g = buffer;
     if (scale == 1 && l2 == 0) return g;

@@ -38,7 +38,7 @@ class BenchConfig:
 
     shapes: str = option(
         "tiny,efficientnet_b0,vit_small,resnet50",
-        f"Parameter sets, of {', '.join(SHAPES)}; the largest takes 14 GB.",
+        f"Parameter sets, of {', '.join(SHAPES)}; the largest takes 13 GB.",
     )
     optimizers: str | None = option(
         None, f"What to time against {BASELINE}, of {', '.join(PEERS)}.", shown="all that are installed"

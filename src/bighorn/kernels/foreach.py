@@ -1,6 +1,6 @@
 """LAMB in plain torch, for any device: the reference's mathematics on batches of tensors of bounded size.
 
-Temporaries are a handful of 4 MB chunks, which stay in cache, never copies of the model. Where the lines tagged
+Temporaries are a handful of 1 MB chunks, which stay in cache, never copies of the model. Where the lines tagged
 `LAMB-...` leave a question open, `reference.py` answers it.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from . import reference
 from .bucket import Bucket, LambOptions
 
-CHUNK = 1 << 20  # elements; 4 MB of float32
+CHUNK = 1 << 18  # elements; 1 MB of float32, a core's second-level cache
 
 why_not = reference.why_not
 
@@ -149,13 +149,13 @@ def update(
 ) -> list[Tensor]:
     """The u of a piece, from its moments as stored; `g` is needed by a cautious update alone."""
     dtype = reference.compute_dtype(piece["x"][0])
-    correction1, correction2 = (per_row(c, piece["x"][0]) for c in corrections[:2])
+    correction1, correction2, _ = corrections
     v = piece["max_exp_avg_sq"] if o.second_moment == "amsgrad" else piece["exp_avg_sq"]
-    denominator = [v.to(dtype) / c for v, c in zip(v, correction2, strict=True)]
-    torch._foreach_sqrt_(denominator)
-    torch._foreach_add_(denominator, o.eps)
-    u = [m.to(dtype) / c for m, c in zip(piece["exp_avg"], correction1, strict=True)]
-    torch._foreach_div_(u, denominator)
+    # m / c1 / (sqrt(v / c2) + eps), with both corrections moved where they cost a pass less.
+    denominator = torch._foreach_sqrt([v.to(dtype) for v in v])
+    torch._foreach_add_(denominator, per_row(correction2.sqrt() * o.eps, piece["x"][0]))
+    u = list(torch._foreach_div([m.to(dtype) for m in piece["exp_avg"]], denominator))
+    torch._foreach_mul_(u, per_row(correction2.sqrt() / correction1, piece["x"][0]))
     if o.cautious and g is not None:
         masks = [(u * g > 0).to(dtype) for u, g in zip(u, g, strict=True)]
         u = [u * mask / mask.mean().clamp(min=1e-3) for u, mask in zip(u, masks, strict=True)]
@@ -207,5 +207,6 @@ def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
 
 
 def square_sums(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of each tensor, `[rows]`, in float64."""
-    return torch.stack([tensor.to(reference.wide(tensor)).square().sum() for tensor in tensors])
+    """The sum of squares of each tensor, `[rows]`, in float64. On a chunk, float32 sums are exact enough."""
+    flats = [tensor.to(reference.compute_dtype(tensor)).reshape(-1) for tensor in tensors]
+    return torch.stack([torch.dot(x, x) for x in flats]).to(reference.wide(flats[0]))

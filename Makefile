@@ -34,7 +34,7 @@ format: $(STAMP)
 
 test: check
 	$(BIN)/bighorn doctor --require cpu
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -10,13 +8,10 @@ from bighorn import kernels
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
-    """Every test starts with the same seed and thread count and leaves the caller's thread count as it was."""
-    threads = torch.get_num_threads()
+def _same_start() -> None:
+    """Every test starts with the same seed, and with one thread: several workers share the cores."""
     torch.manual_seed(0)
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=cases.BACKENDS)

@@ -1,27 +1,17 @@
 import gzip
 import struct
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from bighorn.cli.commands import bighorn
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Spare small models the waiting for each other's threads, and put the number back."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from cli.helpers import Invoke
 
 
 @pytest.fixture
-def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
     """Run ``bighorn`` in this process, in an empty folder; unexpected exceptions are raised."""
     monkeypatch.chdir(tmp_path)
 

@@ -2,22 +2,19 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor
 
 import bighorn
 from bighorn import Lamb, kernels
 from bighorn.cli import bench, machine, measure, peers
 from bighorn.cli.shapes import SHAPES
-
-Invoke = Callable[..., Result]
+from cli.helpers import Invoke
 
 SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}
 

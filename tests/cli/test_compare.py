@@ -2,20 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from test_report import assert_self_contained
 
 from bighorn.cli import sweep
 from bighorn.cli.compare import row, verdicts, warnings
 from bighorn.cli.config import RunConfig
 from bighorn.cli.tasks import Dataset
 from bighorn.cli.training import Run
-
-Invoke = Callable[..., Result]
+from cli.helpers import Invoke, assert_self_contained
 
 
 def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:

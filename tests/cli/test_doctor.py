@@ -1,17 +1,14 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 
 from bighorn import kernels
 from bighorn.cli import doctor
 from bighorn.kernels import Status
-
-Invoke = Callable[..., Result]
+from cli.helpers import Invoke
 
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
 

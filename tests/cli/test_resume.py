@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 
 from bighorn.cli.interrupt import Interrupt
 from bighorn.cli.training import Run
-
-Invoke = Callable[..., Result]
+from cli.helpers import Invoke
 
 
 def content(path: Path) -> dict[str, Any]:

@@ -6,14 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
-from click.testing import Result
 
 import bighorn.cli
 from bighorn.cli.commands import COMMANDS
@@ -22,8 +20,7 @@ from bighorn.cli.compare import CompareConfig
 from bighorn.cli.config import RunConfig
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.tasks import TASKS
-
-Invoke = Callable[..., Result]
+from cli.helpers import Invoke
 
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:

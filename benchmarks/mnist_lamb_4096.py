@@ -11,18 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bighorn.cli.environment import commit
+
 OPTIONS = "--task mnist --batch-size 4096 --lr-scaling sqrt --epochs 3"
 SEEDS = (0, 1, 2)
 RESULT = Path(__file__).parent / "results" / "mnist-lamb-4096.json"
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     [data] = sys.argv[1:]
-    commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "src")
+    found = commit()  # before the runs: what is committed meanwhile is not what ran
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS:
@@ -32,8 +30,7 @@ def main() -> None:
             runs.append(json.loads(output.read_text()))
     result = {
         "command": f"bighorn train {OPTIONS} --data DIR --seed SEED",
-        "commit": commit,
-        "clean": not changed,
+        **found,
         "environment": runs[0]["environment"],
         "data": runs[0]["data"],
         "peak_lr": runs[0]["peak_lr"],

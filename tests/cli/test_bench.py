@@ -12,7 +12,7 @@ from torch import Tensor
 
 import bighorn
 from bighorn import Lamb, kernels
-from bighorn.cli import bench, machine, measure, peers
+from bighorn.cli import bench, environment, measure, peers
 from bighorn.cli.shapes import SHAPES
 from cli.helpers import Invoke
 
@@ -141,7 +141,7 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         (["--shapes", "tiny,tiny"], ["--shapes", "twice"]),
         (["--optimizers", "lamp"], ["--optimizers", "'lamp'", "did you mean lamb?"]),
         (["--clip", "nan"], ["--clip is nan", "above 0"]),
-        (["--threads", "0"], ["--threads is 0", "above 0"]),
+        (["--threads", "0"], ["--threads is 0", "at least 1"]),
         (["--seconds", "-1"], ["--seconds is -1.0", "at least 0"]),
         (["--json", "."], ["--json", "is a folder"]),
     ],
@@ -232,13 +232,13 @@ def test_the_commit_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.M
     package.parent.mkdir()
     package.touch()
     monkeypatch.setattr(bighorn, "__file__", str(package))
-    assert machine.commit() == {}
+    assert environment.commit() == {}
     git("init")
-    assert machine.commit() == {}
+    assert environment.commit() == {}
     git("add", ".")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
-    found = machine.commit()
+    found = environment.commit()
     assert len(str(found["commit"])) == 40
     assert found["clean"] is True
     package.write_text("changed")
-    assert machine.commit() == {**found, "clean": False}
+    assert environment.commit() == {**found, "clean": False}

@@ -103,9 +103,9 @@ def test_the_words_say_what_the_figures_say() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--optimizers", "lam"], "no optimizer 'lam' here; did you mean lamb?"),
-        (["--optimizers", "lamb,lamb"], "names an optimizer twice"),
-        (["--lrs", "sgd=0.1"], "no optimizer 'sgd' here"),
+        (["--optimizers", "lam"], "no 'lam' here; did you mean lamb?"),
+        (["--optimizers", "lamb,lamb"], "names something twice"),
+        (["--lrs", "sgd=0.1"], "no 'sgd' here; there are lamb, adamw"),
         (["--lrs", "lamb:0.1"], "is not of the form OPTIMIZER=LR,LR"),
         (["--lrs", "lamb=0.1,x"], "is not a list of numbers"),
         (["--lrs", "lamb=0.1,-1"], "must hold positive numbers, each once"),

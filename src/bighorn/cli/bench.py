@@ -1,10 +1,8 @@
 """``bighorn bench``: what a step costs here, beside its peers."""
 
-import difflib
 import json
-import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,15 +17,15 @@ from torch.optim import Optimizer
 
 from bighorn import Lamb
 from bighorn.cli import files
-from bighorn.cli.config import PRECISIONS, option
+from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity
-from bighorn.cli.environment import environment, package_version
+from bighorn.cli.environment import commit, environment, machine, package_version
 from bighorn.cli.errors import InputError
-from bighorn.cli.machine import commit, machine
 from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
-from bighorn.cli.options import command_line, config_options
+from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.peers import BASELINE, PEERS, Build
 from bighorn.cli.shapes import SHAPES, Shape
+from bighorn.cli.values import at_least, names, positive
 
 FILE = click.Path(path_type=Path)
 
@@ -49,11 +47,9 @@ class BenchConfig:
     seconds: float = option(3.0, "Time for each pair of optimizers; at least 5 rounds.")
 
     def __post_init__(self) -> None:
-        for flag, value in (("--clip", self.clip), ("--threads", self.threads)):
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{flag} is {value}, but must be a number above 0.")
-        if not 0 <= self.seconds < math.inf:
-            raise InputError(f"--seconds is {self.seconds}, but must be a number of at least 0.")
+        positive("--clip", self.clip)
+        at_least("--threads", self.threads, 1)
+        at_least("--seconds", self.seconds, 0)
 
 
 @click.command
@@ -69,7 +65,7 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
     after two steps.
     """
     config = BenchConfig(**options)
-    sets = _names("--shapes", config.shapes, SHAPES)
+    sets = names("--shapes", config.shapes, SHAPES)
     builds, absent = _load(config.optimizers)
     if json_file is not None:
         files.check_writable(json_file, "--json")
@@ -112,24 +108,11 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         console.print(f"JSON: {json_file}")
 
 
-def _names(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """Read a comma-separated list of names, each once."""
-    names = [word.strip() for word in text.split(",")]
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-            raise InputError(f"{flag}: no {name!r} here; {hint}")
-    if len(set(names)) < len(names):
-        raise InputError(f"{flag} {text!r} names something twice.")
-    return names
-
-
 def _load(asked: str | None) -> tuple[dict[str, Build], dict[str, str]]:
     """The baseline and the others by name, and why some are absent, which is an error for one that was asked for."""
-    names = list(PEERS) if asked is None else [BASELINE, *_names("--optimizers", asked, PEERS)]
+    wanted = list(PEERS) if asked is None else [BASELINE, *names("--optimizers", asked, PEERS)]
     builds, absent = {}, {}
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(wanted):
         try:
             builds[name] = PEERS[name].load()
         except ImportError as reason:

@@ -1,6 +1,5 @@
 """The command group: one line per command, imported only when it is called for."""
 
-import difflib
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import click
 
 from bighorn.cli.errors import InputError
+from bighorn.cli.values import suggestion
 
 COMMANDS = {
     "train": "bighorn.cli.train",
@@ -27,9 +27,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         """Import the command, or suggest the nearest name."""
         if cmd_name not in COMMANDS:
-            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(COMMANDS)}."
-            ctx.fail(f"No such command {cmd_name!r}. {hint}")
+            ctx.fail(f"No such command {cmd_name!r}; {suggestion(cmd_name, COMMANDS)}")
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
         return command
 

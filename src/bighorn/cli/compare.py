@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bighorn.cli import files, sweep
-from bighorn.cli.config import PRECISIONS, RunConfig, option
+from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
-from bighorn.cli.lists import learning_rates, numbers, optimizers
 from bighorn.cli.optimizers import OPTIMIZERS
-from bighorn.cli.options import command_line, config_options
+from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
+from bighorn.cli.values import at_least, check_name, names, numbers
 
 FILE = click.Path(path_type=Path)
 
@@ -54,9 +54,8 @@ class CompareConfig:
     processes: int | None = option(None, "Runs at a time, each on one thread.", shown="one per processor")
 
     def __post_init__(self) -> None:
-        for name, value in (("--seeds", self.seeds), ("--processes", self.processes)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}, but must be at least 1.")
+        at_least("--seeds", self.seeds, 1)
+        at_least("--processes", self.processes, 1)
         if self.target is not None and not 0 < self.target <= 1:
             raise InputError(f"--target is {self.target}, but an accuracy lies above 0 and is at most 1.")
 
@@ -74,8 +73,8 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     Then each seed trains on all training data, and the test data are looked at for the first time.
     """
     config = CompareConfig(**options)
-    names = optimizers(config.optimizers)
-    grids = learning_rates(config.lrs, names)
+    optimizers = names("--optimizers", config.optimizers, OPTIMIZERS)
+    grids = learning_rates(config.lrs, optimizers)
     task = TASKS[config.task]
     batch_sizes = task.batch_sizes if config.batch_sizes is None else numbers("--batch-sizes", config.batch_sizes, int)
     target = config.target or task.target
@@ -89,7 +88,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         RunConfig(
             config.task, config.data, name, size, epochs=config.epochs, precision=config.precision, threads=1
         ).resolved()
-        for name in names
+        for name in optimizers
         for size in batch_sizes
     ]
     dataset = task.load(config.data)
@@ -97,7 +96,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         Run(base, dataset.held_out(sweep.HELD_OUT))
     settings = asdict(config) | {
         "batch_sizes": ", ".join(map(str, batch_sizes)),
-        "lrs": "; ".join(f"{name} {', '.join(f'{lr:g}' for lr in grids[name])}" for name in names),
+        "lrs": "; ".join(f"{name} {', '.join(f'{lr:g}' for lr in grids[name])}" for name in optimizers),
         "epochs": bases[0].epochs,
         "target": target,
         "processes": processes,
@@ -106,20 +105,22 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     console.print(
         f"{config.task}: {dataset.description}; {bases[0].epochs:g} epochs, {runs} runs, {processes} at a time"
     )
-    for name in names:
+    for name in optimizers:
         console.print(f"{name}: learning rates {', '.join(f'{lr:g}' for lr in grids[name])}")
     with _bar(console) as bar:
         task_id = bar.add_task("runs", total=runs)
         cells, tried = sweep.compare(bases, grids, config.seeds, target, processes, lambda: bar.advance(task_id))
 
-    console.print(_table(cells, target))
+    head = [name.format(target=f"{target:.0%}") for name in COLUMNS]
+    console.print(_table(cells, head))
     notes = [*verdicts(cells), *warnings(cells)]
     for note in notes:
         console.print(note)
     if report is not None:
         from bighorn.cli.report import compare_report
 
-        page = compare_report(cells, dataset.description, notes, target, command_line(ctx), settings)
+        rows = [row(cell) for cell in cells]
+        page = compare_report(cells, dataset.description, head, rows, notes, command_line(ctx), settings)
         files.write_text(report, page)
         console.print(f"Report: {report}")
     if json_file is not None:
@@ -135,6 +136,18 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         console.print(f"JSON: {json_file}")
 
 
+def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
+    """Read ``OPTIMIZER=LR,LR,...`` for some of ``optimizers``; the others get their recipe's own."""
+    grids = {name: OPTIMIZERS[name].grid for name in optimizers}
+    for text in texts:
+        name, equals, rates = text.partition("=")
+        if not equals:
+            raise InputError(f"--lrs {text!r} is not of the form OPTIMIZER=LR,LR,... like lamb=0.01,0.02.")
+        check_name("--lrs", name, optimizers)
+        grids[name] = numbers("--lrs", rates, float)
+    return grids
+
+
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -144,10 +157,10 @@ def _as_json(trial: sweep.Trial) -> dict[str, Any]:
     return asdict(trial) | {"loss": trial.loss if math.isfinite(trial.loss) else None}
 
 
-def _table(cells: Sequence[sweep.Cell], target: float) -> Table:
+def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name.format(target=f"{target:.0%}"), justify="left" if name == COLUMNS[0] else "right")
+    for name in head:
+        table.add_column(name, justify="left" if name == head[0] else "right")
     previous = cells[0].optimizer
     for cell in cells:
         if cell.optimizer != previous:

@@ -3,32 +3,22 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.options import option
 from bighorn.cli.schedule import warmup_steps
 from bighorn.cli.tasks import TASKS
+from bighorn.cli.values import at_least, positive
 
 BASE_BATCH = 256
 """The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a command line option (see :mod:`bighorn.cli.options`).
-
-    Args:
-        default: The default, or None where another table decides.
-        text: The help text.
-        shown: The default in words, where None decides nothing by itself.
-        choices: The values allowed; empty for any.
-    """
-    return field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
 
 
 def _by_name(table: Mapping[str, Any], attribute: str) -> str:
@@ -69,13 +59,13 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least("--batch-size", self.batch_size, 1)
-        _at_least("--steps", self.steps, 1)
-        _at_least("--threads", self.threads, 1)
-        _at_least("--seed", self.seed, 0)
-        _at_least("--weight-decay", self.weight_decay, 0)
-        _positive("--lr", self.lr)
-        _positive("--epochs", self.epochs)
+        at_least("--batch-size", self.batch_size, 1)
+        at_least("--steps", self.steps, 1)
+        at_least("--threads", self.threads, 1)
+        at_least("--seed", self.seed, 0)
+        at_least("--weight-decay", self.weight_decay, 0)
+        positive("--lr", self.lr)
+        positive("--epochs", self.epochs)
         warmup_steps(self.warmup, total=1)
         if self.epochs is not None and self.steps is not None:
             raise InputError("--epochs and --steps both set the length of the run: give one of them.")
@@ -119,13 +109,3 @@ class RunConfig:
         assert self.batch_size is not None
         scale = self.batch_size / BASE_BATCH
         return self.lr * {"none": 1.0, "sqrt": math.sqrt(scale), "linear": scale}[self.lr_scaling]
-
-
-def _at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and not (least <= value < math.inf):
-        raise InputError(f"{name} is {value}, but must be at least {least}.")
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (0 < value < math.inf):
-        raise InputError(f"{name} is {value}, but must be a number above 0.")

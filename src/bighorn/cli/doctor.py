@@ -13,9 +13,8 @@ from rich.text import Text
 
 from bighorn import Lamb
 from bighorn.cli import files
-from bighorn.cli.environment import environment
+from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
-from bighorn.cli.machine import machine
 from bighorn.kernels import BACKENDS, cpu, status
 
 VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")

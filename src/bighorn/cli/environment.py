@@ -1,12 +1,16 @@
-"""What a result depends on beyond the command: versions, machine, threads."""
+"""What a result depends on beyond the command: versions, threads, this machine, and the commit of a checkout."""
 
+import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+import bighorn
 from bighorn import kernels
+from bighorn.kernels import cpu
 
 
 def environment() -> dict[str, str | int]:
@@ -39,3 +43,34 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
+
+
+def machine() -> dict[str, str | int | float]:
+    """Cores, caches, and how busy they are; what the system does not tell is left out."""
+    facts: dict[str, str | int | float] = {"processors": os.cpu_count() or 1, "cores allowed": cpu.cores()}
+    caches = [_cache(folder) for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))]
+    if caches:
+        facts["caches"] = ", ".join(caches)
+    if hasattr(os, "getloadavg"):
+        facts["load"] = round(os.getloadavg()[0], 2)
+    return facts
+
+
+def _cache(folder: Path) -> str:
+    level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+    return f"L{level}{'' if kind == 'Unified' else kind[0].lower()} {size}"
+
+
+def commit() -> dict[str, str | bool]:
+    """The commit that this package runs from and whether its sources are unchanged; nothing outside a checkout."""
+    folder = Path(bighorn.__file__).parent
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # or a project around a virtual environment answers
+        return {"commit": _git(folder, "rev-parse", "HEAD"), "clean": not _git(folder, "status", "--porcelain", ".")}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

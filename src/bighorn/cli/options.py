@@ -13,6 +13,18 @@ from click.core import ParameterSource
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command line option (see :func:`config_options`).
+
+    Args:
+        default: The default, or None where another table decides.
+        text: The help text.
+        shown: The default in words, where None decides nothing by itself.
+        choices: The values allowed; empty for any.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
+
+
 def config_options(config: type[Any]) -> Callable[[Command], Command]:
     """Give a command one option per field of the dataclass ``config``."""
     hints = typing.get_type_hints(config)

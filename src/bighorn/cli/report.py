@@ -9,7 +9,6 @@ from markupsafe import Markup
 
 from bighorn import Lamb
 from bighorn.cli import figures
-from bighorn.cli.compare import COLUMNS, row
 from bighorn.cli.environment import environment
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.sweep import Cell
@@ -143,8 +142,9 @@ def _heat_map(run: Run) -> Section:
 def compare_report(
     cells: Sequence[Cell],
     data: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
     notes: Sequence[str],
-    target: float,
     command: str,
     settings: Mapping[str, object],
 ) -> str:
@@ -184,8 +184,8 @@ def compare_report(
                 "Results",
                 "Medians over the seeds; * marks a learning rate on the edge of its grid. Time is of the training "
                 "steps, on one thread, while other runs used the other processors.",
-                head=[name.format(target=f"{target:.0%}") for name in COLUMNS],
-                rows=[row(cell) for cell in cells],
+                head=head,
+                rows=rows,
             ),
             Section("In words", "\n".join(notes)),
             Section(

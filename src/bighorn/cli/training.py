@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,18 +12,50 @@ from torch.nn.functional import cross_entropy
 from bighorn.cli import randomness
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.history import HEAT_COLUMNS, History
 from bighorn.cli.optimizers import build_optimizer
 from bighorn.cli.ranks import ALONE, Ranks
-from bighorn.cli.sampling import batch_indices
-from bighorn.cli.schedule import learning_rate, warmup_steps
+from bighorn.cli.schedule import batch_indices, learning_rate, warmup_steps
 from bighorn.cli.tasks import TASKS, Dataset
 
 TEST_BATCH = 1000
 
+HEAT_COLUMNS = 400
+"""Trust ratios are kept for about this many steps of a run."""
+
 
 class DivergedError(ArithmeticError):
     """The loss is not finite. The model is as it was before the step."""
+
+
+@dataclass
+class History:
+    """What happened in a run, step by step, as plain lists: saved as they are, so that a report shows the whole run.
+
+    Attributes:
+        loss: Training loss of each step's batch.
+        accuracy: Training accuracy of each step's batch.
+        lr: Learning rate of each step.
+        tests: Evaluations, ``(step, loss, accuracy)``.
+        layers: Names of the parameters that have a trust ratio; empty for other optimizers.
+        ratio_steps: The steps, counted from 1, whose trust ratios were kept.
+        ratios: For each of them one trust ratio per layer.
+        seconds: Time spent in training steps.
+        commands: The command that started the run, and each one that resumed it.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    lr: list[float] = field(default_factory=list)
+    tests: list[tuple[int, float, float]] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    ratio_steps: list[int] = field(default_factory=list)
+    ratios: list[list[float]] = field(default_factory=list)
+    seconds: float = 0.0
+    commands: list[str] = field(default_factory=list)
+
+    def steps_to(self, accuracy: float) -> int | None:
+        """The first evaluated step at which the test accuracy reached ``accuracy``, None if it never did."""
+        return next((step for step, _, reached in self.tests if reached >= accuracy), None)
 
 
 class Run:

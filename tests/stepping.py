@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "amsgrad"},
 }
 # Shared by all threads beyond 2**20 elements; beyond 2 million the scratch for u is too small for all of it.
-SIZES = (6_000_000, 1_500_001, (1 << 20) + 1, 1 << 20, 300_000, 8193, 8192, 8191, *range(1, 40))
+SIZES = (3_000_000, 1_500_001, (1 << 20) + 1, 1 << 20, 300_000, 8193, 8192, 8191, *range(1, 40))
 
 
 @functools.cache

@@ -448,7 +448,7 @@ def test_a_gradient_of_another_kind_than_its_parameter(backend: str, dtype: torc
     parameters[1].grad = None
     parameters[1].grad_dtype = None
     parameters[1].grad = torch.ones(5, dtype=dtype)
-    with refused(parameters, optimizer, (ValueError, RuntimeError, TypeError), "complex|int32|float|dtype"):
+    with refused(parameters, optimizer, (ValueError, RuntimeError, TypeError), str(dtype)):
         optimizer.step()
 
 

@@ -32,7 +32,7 @@ def check_exclusion(name: str, value: object) -> Exclusion | None:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
-    return list(value)
+    return list(value) or None
 
 
 def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bool:

@@ -9,8 +9,8 @@ def why_refused(param: Tensor) -> str | None:
     """Why a parameter's layer-wise norm cannot be taken from what lies on this rank, or None."""
     if getattr(param, "_fsdp_flattened", False):
         return (
-            "it is flattened by FullyShardedDataParallel, which mixes layers in one tensor, so layer-wise norms have "
-            "no meaning; wrap with use_orig_params=True and an unsharded strategy, or use DistributedDataParallel"
+            "it belongs to FullyShardedDataParallel, which flattens layers into one tensor, so layer-wise norms have "
+            "no meaning there; use DistributedDataParallel"
         )
     if hasattr(param, "placements") and hasattr(param, "to_local"):
         return "it is a DTensor, and sharded parameters are not supported yet; use DistributedDataParallel"

@@ -44,7 +44,7 @@ def in_layout_of(like: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A parameter's whole state: what is there, checked and placed, and zeros for what is missing.
+    """A parameter's whole state: what is there, checked and placed; zeros where there is nothing yet.
 
     Args:
         param: The parameter as kernels see it (real, dense).
@@ -53,31 +53,40 @@ def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> 
         what: The parameter's name for messages.
 
     Raises:
-        ValueError: A tensor of another shape, or a `step` that is no count.
+        ValueError: A tensor of another shape, a `step` that is no count, or a part of a state.
     """
+    fresh = not any(name in state for name in (*spec, "step"))
     out = dict(state)
-    out["step"] = _count(state.get("step", 0), param, what)
+    if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
+        out.setdefault("max_exp_avg_sq", state["exp_avg_sq"].clone())  # amsgrad from now on
+    missing = [name for name in ("step", *spec) if name not in out]
+    if missing and not fresh:
+        raise ValueError(
+            f"the state of {what} lacks {missing[0]!r} and has {', '.join(map(repr, state))}: going on would take "
+            "steps of a wrong size. Load a whole checkpoint, or drop optimizer.state of this parameter"
+        )
+    out["step"] = _count(out.get("step", 0), param, what)
     for name, dtype in spec.items():
-        value = state.get(name)
-        if value is None:
-            out[name] = torch.zeros_like(param, dtype=dtype)
-            continue
-        if not isinstance(value, Tensor):
-            raise ValueError(f"state {name!r} of {what} is a {type(value).__name__}, expected a tensor")
-        value = real_view(value)
-        if value.shape != param.shape:
-            raise ValueError(
-                f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter has {tuple(param.shape)}: "
-                "it belongs to another model. Load the matching checkpoint, or drop optimizer.state of this parameter"
-            )
-        out[name] = in_layout_of(param, value, dtype)
+        out[name] = torch.zeros_like(param, dtype=dtype) if fresh else _placed(name, out[name], param, dtype, what)
     return out
 
 
+def _placed(name: str, value: object, param: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"state {name!r} of {what} is a {type(value).__name__}, expected a tensor")
+    value = real_view(value)
+    if value.shape != param.shape:
+        raise ValueError(
+            f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter has {tuple(param.shape)}: "
+            "it belongs to another model. Load the matching checkpoint, or drop optimizer.state of this parameter"
+        )
+    return in_layout_of(param, value, dtype)
+
+
 def _count(step: object, param: Tensor, what: str) -> Tensor:
-    value = step if isinstance(step, Tensor) else torch.tensor(step) if isinstance(step, (int, float)) else None
-    valid = value is not None and value.numel() == 1 and not value.is_complex()
-    if value is None or not valid or (value.device.type == "cpu" and not 0 <= float(value) < math.inf):
+    value = torch.tensor(step, device="cpu") if isinstance(step, (int, float)) else step
+    valid = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    if not isinstance(value, Tensor) or not valid or (value.device.type == "cpu" and not 0 <= float(value) < math.inf):
         # Elsewhere than on the CPU the host would have to wait for the value.
         raise ValueError(f"state 'step' of {what} is {step!r}, expected how many steps it took, 0 or more")
     return value.reshape(()).to(device=param.device, dtype=torch.float32)

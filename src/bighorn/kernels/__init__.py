@@ -21,6 +21,9 @@ __all__ = ["BACKENDS", "Backend", "Bucket", "Kernel", "LambOptions", "Status", "
 class Kernel(Protocol):
     """An algorithm on one backend, made for some buckets on one device."""
 
+    def prepare(self) -> None:
+        """Do whatever can fail, before any kernel of a step writes."""
+
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, 0-dim, in float64 where the device has it."""
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .bucket import Bucket, LambOptions
 
 LIBRARY_NAME = "libbighorn.so"
+BLOCK = 8192  # of csrc/lamb.h
 SCRATCH_BYTES = 8 << 20  # u is kept for the last blocks of a tensor up to this much, for all threads together
 LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
 
@@ -74,9 +75,17 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     if not path.is_file():
         return None, f"{LIBRARY_NAME} was not built: install a C compiler, then reinstall bighorn from source"
     try:
-        return ctypes.CDLL(str(path)), str(path)
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{LIBRARY_NAME} does not load: {error}"
+    address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    run = ctypes.POINTER(Run)
+    library.bighorn_isa.argtypes = []
+    library.bighorn_advance.argtypes = [address, count]
+    library.bighorn_square_sum.argtypes = [run, address, address, count, address]
+    library.bighorn_square_sum.restype = number
+    library.bighorn_lamb_step.argtypes = [run, *[address] * 4, count, number, address, address, count]
+    return library, str(path)
 
 
 def openmp() -> tuple[int, int, int] | None:
@@ -109,8 +118,8 @@ def threads() -> int:
     asked = os.environ.get("BIGHORN_NUM_THREADS")
     if not asked:
         return min(torch.get_num_threads(), CORES)
-    if not asked.isdecimal() or int(asked) == 0:
-        raise ValueError(f"BIGHORN_NUM_THREADS={asked!r} in the environment must be a number of threads, 1 or more")
+    if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
+        raise ValueError(f"BIGHORN_NUM_THREADS={asked!r} in the environment must be a number of threads, 1 to 1024")
     return int(asked)
 
 
@@ -129,7 +138,12 @@ def describe() -> str:
     """One line for `bighorn doctor`."""
     if LIBRARY is None:
         return LIBRARY_DETAIL
-    team = f"{threads()} threads of torch's OpenMP" if OPENMP else "1 thread (no OpenMP runtime in the process)"
+    count = threads()
+    team = (
+        f"{count} thread{'s' * (count > 1)} of torch's OpenMP"
+        if OPENMP
+        else "1 thread (no OpenMP runtime in the process)"
+    )
     return f"{team}, instruction set {f'x86-64-v{isa()}' if isa() else 'of the build'}"
 
 
@@ -151,7 +165,7 @@ if hasattr(os, "register_at_fork"):
 def scratch() -> Tensor:
     """The calling thread's scratch, made once."""
     if not hasattr(_scratch, "tensor"):
-        _scratch.tensor = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32)
+        _scratch.tensor = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device="cpu")
     tensor: Tensor = _scratch.tensor
     return tensor
 
@@ -188,32 +202,37 @@ class Lamb:
             row.grad_layout = layout.buffer_info()[0] if layout else None
         self.order = array("q", sorted(range(len(rows)), key=lambda i: -rows[i].size))
         self.counts = array("Q", [step.data_ptr() for bucket in buckets for step in bucket.counts])
+        blocks = [-(-row.size // BLOCK) for row in rows]
+        # Sums of squares of x and u for each block of a large row, twice; or of g for each block of every row.
+        self.partial = torch.empty(max(4 * max(blocks), sum(blocks)), dtype=torch.float64, device="cpu")
+
+    def prepare(self) -> None:
+        """Whatever can fail, as `reference.Lamb.prepare`."""
+        _run()
+        scratch()
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        result = ctypes.c_double()
         grads = self._grads()
-        _check(_library().bighorn_square_sum(_run(), self.rows, _address(grads), len(grads), ctypes.byref(result)))
-        return torch.tensor(result.value, dtype=torch.float64)
+        total = _library().bighorn_square_sum(_run(), self.rows, _address(grads), len(grads), self.partial.data_ptr())
+        return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One LAMB step of all buckets, as `reference.Lamb.step`."""
         if commit is not None and not commit:
             return
         library, grads, buffer = _library(), self._grads(), scratch()
-        options = (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets])
-        _check(
-            library.bighorn_lamb_step(
-                _run(),
-                options,
-                self.rows,
-                _address(grads),
-                _address(self.order),
-                len(grads),
-                ctypes.c_double(float(grad_scale)),
-                ctypes.c_void_p(buffer.data_ptr()),
-                ctypes.c_int64(buffer.numel()),
-            )
+        library.bighorn_lamb_step(
+            _run(),
+            (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+            self.rows,
+            _address(grads),
+            _address(self.order),
+            len(grads),
+            float(grad_scale),
+            self.partial.data_ptr(),
+            buffer.data_ptr(),
+            buffer.numel(),
         )
         library.bighorn_advance(_address(self.counts), len(self.counts))
 
@@ -232,7 +251,7 @@ def make_row(bucket: Bucket, i: int, index: int) -> Row:
         step=bucket.steps[i].data_ptr(),
         norms=bucket.norms[i].data_ptr(),
         size=x.numel(),
-        fan=x[0].numel() if bucket.options.centre and x.numel() else 0,
+        fan=x.numel() // x.shape[0] if bucket.options.centre and x.numel() else 0,
         param_type=TYPES[x.dtype],
         grad_type=GRAD_TYPES[bucket.grads[i].dtype],
         state_type=TYPES[state["exp_avg"].dtype],
@@ -282,10 +301,5 @@ def _run_on(threads: int, isa: int) -> Run:
     return Run(*(OPENMP or (None, None, None)), threads, isa)
 
 
-def _address(values: array[int]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(values.buffer_info()[0])
-
-
-def _check(code: int) -> None:
-    if code:
-        raise MemoryError("the cpu backend found no memory for its sums; nothing was changed")
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]

@@ -1,6 +1,7 @@
 """LAMB in plain torch, for any device: the reference's mathematics on batches of tensors of bounded size.
 
-Temporaries are a handful of 1 MB chunks, which stay in cache, never copies of the model. Where the lines tagged
+Temporaries are a handful of 1 MB chunks, which stay in cache, never copies of the model (a cautious step alone takes
+whole tensors, since its mask is averaged over them). Where the lines tagged
 `LAMB-...` leave a question open, `reference.py` answers it.
 """
 
@@ -32,8 +33,7 @@ class Lamb(reference.Lamb):
         for bucket in self.buckets:
             for batch in batches(bucket):
                 lamb_batch(batch, grad_scale, commit)
-            counted = torch.ones((), dtype=torch.float32) if commit is None else commit.to(torch.float32)
-            torch._foreach_add_(bucket.counts, counted.to(bucket.norms.device))
+            torch._foreach_add_(bucket.counts, 1.0 if commit is None else commit.to(torch.float32))
 
 
 class Batch:
@@ -49,7 +49,7 @@ class Batch:
         }
         x = self.arrays["x"][0]
         self.cut = len(rows) == 1 and x.numel() > CHUNK and not bucket.options.cautious
-        self.fan = x[0].numel() if bucket.options.centre else 1
+        self.fan = x.numel() // max(x.shape[0], 1) if bucket.options.centre else 1
 
     def pieces(self) -> Iterator[dict[str, list[Tensor]]]:
         """The batch as it is, or its one row in flat pieces of whole slices along dim 0 (where these matter)."""
@@ -57,8 +57,9 @@ class Batch:
             yield self.arrays
             return
         size = max(CHUNK // self.fan, 1) * self.fan
-        ordered = {name: in_order_of(self.arrays["x"][0], tensors[0]) for name, tensors in self.arrays.items()}
-        splits = {name: torch.split(flat(tensor), size) for name, tensor in ordered.items()}
+        whole = {name: tensors[0] for name, tensors in self.arrays.items()}
+        whole["g"] = in_order_of(whole["x"], whole["g"])
+        splits = {name: torch.split(flat(tensor), size) for name, tensor in whole.items()}
         for i in range(len(splits["x"])):
             yield {name: [split[i].view(-1, self.fan)] for name, split in splits.items()}
 
@@ -189,11 +190,11 @@ def chunks(tensor: Tensor) -> Iterator[Tensor]:
             yield part
 
 
-def in_order_of(x: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor in the memory order of `x`: a copy only where a gradient lies otherwise than its parameter."""
-    if tensor.stride() == x.stride():
-        return tensor
-    return torch.empty_strided(x.shape, x.stride(), dtype=tensor.dtype, device=x.device).copy_(tensor)
+def in_order_of(x: Tensor, g: Tensor) -> Tensor:
+    """A gradient in the memory order of its parameter: a copy only where it lies otherwise."""
+    if g.stride() == x.stride():
+        return g
+    return torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=x.device).copy_(g)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -207,6 +208,5 @@ def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
 
 
 def square_sums(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of each tensor, `[rows]`, in float64. Torch sums pairwise, so float32 loses nothing."""
-    sums = [tensor.to(reference.compute_dtype(tensor)).square().sum() for tensor in tensors]
-    return torch.stack(sums).to(reference.wide(sums[0]))
+    """The sum of squares of each tensor, `[rows]`, in float64: squares neither overflow nor vanish."""
+    return torch.stack([tensor.to(reference.wide(tensor)).square().sum() for tensor in tensors])

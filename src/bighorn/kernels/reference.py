@@ -24,6 +24,9 @@ class Lamb:
     def __init__(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
 
+    def prepare(self) -> None:
+        """Do whatever can fail, before any kernel of a step writes: nothing can."""
+
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads]

@@ -6,9 +6,11 @@ and whether anything is written at all, and hands over to the kernels.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +23,17 @@ from bighorn.groups import Exclusion, Names, excludes, names_of
 from bighorn.kernels import LambOptions
 from bighorn.optim import checks
 from bighorn.optim.checks import Check
-from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
+from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint, overlaps
 from bighorn.state import Spec, complete, hold, real_view, release
 
-LABELS = ("params", "param_names", "initial_lr", "name")
+LABELS = ("params", "param_names", "name")
 """Keys of a group that are no options: torch's own, and the one by which people label a group."""
+
+SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+"""Keys that torch's schedulers keep in a group."""
+
+MOST_PLANS = 8
+"""How many sets of parameters with gradients are remembered, where these alternate (GANs, experts)."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
@@ -42,6 +50,14 @@ class Settings:
     exclude_from_layer_adaptation: Exclusion | None
     process_group: Any
     names: Names | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.process_group is not None:
+            raise TypeError("an optimizer with a process_group cannot be pickled: save state_dict() instead")
+        return Settings, tuple(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class KernelOptimizer(Optimizer):
 
     _settings: Settings
     _plan: Plan | None = None
+    _plans: dict[tuple[int, ...], Plan]
     _skipped: Tensor | None = None
     _resolved: dict[int, tuple[object, ...]]
 
@@ -88,6 +105,7 @@ class KernelOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], settings: Settings) -> None:
         self._settings = settings
         self._resolved = {}
+        self._plans = {}
         super().__init__(params, self._checked(defaults))
 
     # ---- parameters and options ---------------------------------------------------------------------------
@@ -106,8 +124,11 @@ class KernelOptimizer(Optimizer):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
         if "params" not in param_group:
             raise ValueError("a parameter group must have the key 'params'")
-        checks.refuse_unknown(param_group, [*LABELS, *self.OPTIONS], "a parameter group")
-        group = {**param_group, **self._checked(param_group)}
+        # ZeroRedundancyOptimizer writes the constructor's arguments into every group.
+        whole = vars(self._settings)
+        group = {name: value for name, value in param_group.items() if name not in whole or value != whole[name]}
+        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *self.OPTIONS], "a parameter group")
+        group.update(self._checked(group))
         group["params"] = self._named(group)
         stacked = group.get("stacked", self.defaults["stacked"])
         for param in group["params"]:
@@ -116,13 +137,18 @@ class KernelOptimizer(Optimizer):
         tensors = [param[1] if isinstance(param, tuple) else param for param in group["params"]]
         if len({id(tensor) for tensor in tensors}) < len(tensors):
             raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
-        lr = self.defaults["lr"]
-        if "lr" not in group and any(other["lr"] is lr for other in self.param_groups) and isinstance(lr, Tensor):
+        if len(group.get("param_names", tensors)) != len(tensors):
+            raise ValueError(f"param_names has {len(group['param_names'])} names for {len(tensors)} parameters")
+        lr = group.get("lr", self.defaults["lr"])
+        if isinstance(lr, Tensor) and any(other["lr"] is lr for other in self.param_groups):
             group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
         if self._settings.backend != "auto":
             self._check_backend({**self.defaults, **group}, tensors)
         super().add_param_group(group)
-        self._plan = None
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._plan, self._plans = None, {}
 
     def _named(self, group: dict[str, Any]) -> list[Any]:
         params = group["params"]
@@ -151,6 +177,10 @@ class KernelOptimizer(Optimizer):
             raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
         if param.layout != torch.strided:
             raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
+        if overlaps(param) or param.is_neg() or param.is_conj():
+            raise ValueError(
+                f"{what} is a view whose elements share memory or are negated on reading: clone() it first"
+            )
         if stacked and param.dim() < 2:
             raise ValueError(
                 f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers"
@@ -171,16 +201,16 @@ class KernelOptimizer(Optimizer):
         """Validate what was written into groups since the last step; drop the plan if it cannot hold any more."""
         fresh: dict[int, tuple[dict[str, Any], tuple[object, ...]]] = {}
         for index, group in enumerate(self.param_groups):
-            values = tuple(group[name] for name in self.OPTIONS)
-            if isinstance(group["lr"], Tensor) or values != self._resolved.get(index):
+            values = tuple(group.get(name, self.defaults[name]) for name in self.OPTIONS)
+            if isinstance(values[0], Tensor) or not _same(values, self._resolved.get(index)):
                 try:
-                    fresh[index] = self._checked(group), values
+                    fresh[index] = self._checked(dict(zip(self.OPTIONS, values, strict=True))), values
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"param_groups[{index}]: {error}") from None
         for index, (checked, values) in fresh.items():
             old = dict(zip(self.OPTIONS, self._resolved.get(index, ()), strict=False))
             if any(old.get(name) != checked[name] for name in self.OPTIONS if name not in NUMBERS):
-                self._plan = None
+                self._forget_plans()
             self.param_groups[index].update(checked)
             self._resolved[index] = values
 
@@ -203,19 +233,20 @@ class KernelOptimizer(Optimizer):
                 and state are as before.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             self._refresh_options()
             fresh = not self.state
             plan = self._current_plan()
             scale, commit = self._scale_and_commit(plan)
-            if plan is not None and not (fresh and self._only_initialises()):
+            if plan is None:
+                return loss
+            if not (fresh and self._only_initialises()):
                 for device, kernel in plan.kernels:
                     kernel.step(_on(scale, device), _on(commit, device))
-            if plan is not None:
-                plan.finish()
+            plan.finish()
         except BaseException:
             # GradScaler removes what it handed over only after a step that returns.
             self.__dict__.pop("grad_scale", None)
@@ -234,66 +265,69 @@ class KernelOptimizer(Optimizer):
         return not any(bool(p.grad.any()) for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     def _current_plan(self) -> Plan | None:
-        """The plan, fed with this step's gradients: the cached one where nothing has moved."""
-        pairs = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        """The plan, fed with this step's gradients: a cached one where nothing has moved."""
+        pairs = [
+            (index, param, param.grad)
+            for index, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param.grad is not None
+        ]
         if not pairs:
             return None
-        try:
-            mark = fingerprint(pairs, self.state)
-        except RuntimeError:
-            _refuse_sparse(pairs)
-            raise
-        if self._plan is not None and self._plan.fingerprint == mark:
-            self._plan.feed([grad for _, grad in pairs], self._options_of(self._plan.variants))
-            return self._plan
-
-        parts = self._parts()
-        self._plan = None
-        options = self._options_of([part.variant for part in parts])
-        plan, states = build(parts, options, self._complete, self._settings.backend, self.ALGORITHM)
-        for part, state in zip(parts, states, strict=True):
-            self.state[part.param] = state
-        plan.fingerprint = fingerprint(pairs, self.state)
-        self._plan = plan
+        for _, _, grad in pairs:
+            if grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the "
+                    "embedding with sparse=False, or give its parameters to torch.optim.SparseAdam"
+                )
+        grads = [grad for _, _, grad in pairs]
+        which = tuple([id(param) for _, param, _ in pairs])
+        mark = fingerprint(pairs, self.state)
+        self._plan = plan = self._plans.get(which)
+        if plan is not None and plan.fingerprint == mark:
+            plan.feed(grads, self._options_of({slot.variant for slot in plan.slots}))
+        else:
+            self._plans.pop(which, None)
+            self._plan = plan = self._new_plan(grads)
+            plan.fingerprint = fingerprint(pairs, self.state)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[which] = plan
+        for _, kernel in plan.kernels:
+            kernel.prepare()
         return plan
 
-    def _parts(self) -> list[Part]:
-        parts = []
-        for index, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                if param.grad is None:
-                    continue
-                part = self._part(index, position, param)
-                _refuse_sparse([(param, param.grad)])
-                if param.grad.device != param.device:
-                    raise ValueError(
-                        f"the gradient of {part.label} is on {param.grad.device}, the parameter on {param.device}: "
-                        "compute it anew, after zero_grad()"
-                    )
-                parts.append(part)
-        return parts
+    def _new_plan(self, grads: list[Tensor]) -> Plan:
+        parts = [
+            self._part(index, position, param)
+            for index, group in enumerate(self.param_groups)
+            for position, param in enumerate(group["params"])
+            if param.grad is not None
+        ]
+        options = self._options_of({part.variant for part in parts})
+        plan, states = build(parts, grads, options, self._complete, self._settings.backend, self.ALGORITHM)
+        for part, state in zip(parts, states, strict=True):
+            self.state[part.param] = state
+        return plan
 
     def _part(self, index: int, position: int, param: Tensor) -> Part:
         group = self.param_groups[index]
         name = group["param_names"][position] if "param_names" in group else None
-        centre_from = {False: None, True: 2, "conv": 3}[group["grad_centralization"]]
-        stacked = group["stacked"]
-        centres = centre_from is not None and param.dim() - stacked >= centre_from
+        centre_from = {False: math.inf, True: 2, "conv": 3}[group["grad_centralization"]]
         variant = Variant(
             group=index,
             decays=not excludes(self._settings.exclude_from_weight_decay, name, param),
             adapts=not excludes(self._settings.exclude_from_layer_adaptation, name, param),
-            centres=centres,
+            centres=param.dim() - group["stacked"] >= centre_from,
         )
-        label = name if name is not None else f"param_groups[{index}].params[{position}]"
-        return Part(param, param.grad if param.grad is not None else param, label, variant, stacked)
+        return Part(param, name or f"param_groups[{index}].params[{position}]", variant, group["stacked"])
 
-    def _options_of(self, variants: Iterable[Variant]) -> dict[Variant, LambOptions]:
-        return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in set(variants)}
+    def _options_of(self, variants: set[Variant]) -> dict[Variant, LambOptions]:
+        return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in variants}
 
-    def _complete(self, part: Part, dense: Tensor) -> dict[str, Any]:
+    def _complete(self, part: Part, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
         spec = self._state_spec(self.param_groups[part.variant.group], dense)
-        return complete(dense, spec, self.state.get(part.param, {}), part.label)
+        return complete(dense, spec, self.state.get(part.param, {}), part.label), list(spec)
 
     def _scale_and_commit(self, plan: Plan | None) -> tuple[Tensor | float, Tensor | None]:
         """What gradients are multiplied with, and whether the step is written (None: it is), without a host wait."""
@@ -317,11 +351,10 @@ class KernelOptimizer(Optimizer):
     def _square_sum(self, plan: Plan | None) -> Tensor:
         """The sum of all gradients' squares; with a process group, over all its ranks, those without gradients too."""
         if plan is not None:
-            sums = [kernel.square_sum().to(plan.kernels[0][0]) for _, kernel in plan.kernels]
+            total = torch.stack([kernel.square_sum().to(plan.kernels[0][0]) for _, kernel in plan.kernels]).sum()
         else:
             devices = [param.device for group in self.param_groups for param in group["params"]]
-            sums = [torch.zeros((), dtype=torch.float64, device=device) for device in devices[:1]]
-        total = torch.stack(sums).sum()
+            total = torch.zeros((), dtype=torch.float64, device=devices[0] if devices else "cpu")
         if self._settings.process_group is not None:
             torch.distributed.all_reduce(total, group=self._settings.process_group)
         return total
@@ -329,12 +362,15 @@ class KernelOptimizer(Optimizer):
     # ---- what it says of itself -----------------------------------------------------------------------------
 
     def telemetry(self) -> Telemetry:
-        """Norms and trust ratios of the last step, as tensors on the parameters' device; empty before the first."""
-        norms = torch.zeros(0, 3, dtype=torch.float32) if self._plan is None else self._plan.norms()
-        skipped = torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
+        """Norms and trust ratios of the last step, as tensors on the parameters' device.
+
+        Empty before the first step, and after parameters were added or a state was loaded.
+        """
+        plan = self._plan
+        norms = torch.zeros(0, 3, dtype=torch.float32, device="cpu") if plan is None else plan.norms()
+        skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
         weight_norm, update_norm, trust_ratio = norms.unbind(dim=1)
-        labels = tuple(self._plan.labels) if self._plan else ()
-        return Telemetry(labels, weight_norm, update_norm, trust_ratio, skipped)
+        return Telemetry(plan.labels if plan else (), weight_norm, update_norm, trust_ratio, skipped)
 
     def explain(self) -> str:
         """Which backend serves which tensors, and why: one line for each kind of tensor.
@@ -342,6 +378,7 @@ class KernelOptimizer(Optimizer):
         Raises:
             ValueError: As `step` would, where the backend that is asked for does not serve a tensor.
         """
+        self._refresh_options()
         kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]):
@@ -360,7 +397,8 @@ class KernelOptimizer(Optimizer):
     # ---- state in and out -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings}
+        # Names are in the groups by now; a module here would be copied with the optimizer.
+        return {**super().__getstate__(), "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave. Each state tensor keeps the dtype that is declared for it.
@@ -383,35 +421,41 @@ class KernelOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Reached from load_state_dict, deepcopy and unpickling: check everything, take it, forget the plan."""
         defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - not there while unpickling
-        groups = [self._loaded_group(index, group, defaults) for index, group in enumerate(state["param_groups"])]
+        current = self.__dict__.get("param_groups", state["param_groups"])
+        groups = [
+            self._loaded_group(i, group, {**defaults, **current[i]}) for i, group in enumerate(state["param_groups"])
+        ]
         loaded: dict[Any, Any] = {param: release(value) for param, value in state["state"].items()}
         for index, group in enumerate(groups):
+            # apex and timm count steps per group.
+            count = {"step": group.pop("step")} if "step" in group else {}
             for position, param in enumerate(group["params"]):
                 if isinstance(loaded.get(param), dict) and loaded[param]:
                     label = f"param_groups[{index}].params[{position}]"
                     spec = self._state_spec(group, real_view(param))
-                    loaded[param] = complete(real_view(param), spec, loaded[param], label)
-        fresh = type(self.__dict__.get("state", state["state"]))(dict)
+                    loaded[param] = complete(real_view(param), spec, {**count, **loaded[param]}, label)
+        fresh: defaultdict[Any, Any] = defaultdict(dict)
         fresh.update(loaded)
         super().__setstate__({**state, "state": fresh, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds it here, and would add it to later groups
-        self._plan = None
+        self._forget_plans()
         self._resolved = {}
 
-    def _loaded_group(self, index: int, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    def _loaded_group(self, index: int, loaded: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {**defaults, **group, **self._checked(group)}
+            group = checks.without_torch_keys(loaded)
+            checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, "step", *self.OPTIONS], "it")
+            return {**{name: current[name] for name in self.OPTIONS}, **group, **self._checked(group)}
         except (TypeError, ValueError) as error:
             raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
 
 
-def _refuse_sparse(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for _, grad in pairs:
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the embedding "
-                "with sparse=False, or give its parameters to torch.optim.SparseAdam"
-            )
+def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
+    """Whether option values are what they were; arrays and the like, which do not compare, are not."""
+    try:
+        return values == old
+    except (ValueError, RuntimeError):
+        return False
 
 
 def _on(value: Any, device: torch.device) -> Any:

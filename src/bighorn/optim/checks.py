@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Ch
     def check(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-        exact = float(value)
+        try:
+            exact = float(value)
+        except OverflowError:
+            exact = math.inf
         if not (low <= exact <= high) or (exclusive and exact == high) or math.isinf(exact):
             raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {span}")
         return exact
@@ -37,8 +41,8 @@ def learning_rate(name: str, value: object) -> float | Tensor:
     if value.numel() != 1 or value.is_complex():
         raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
     if value.device.type == "cpu":  # elsewhere the host would have to wait for the value
-        number(0)(name, value.item())
-    return value
+        number(0)(name, value.detach().item())
+    return value.detach() if value.requires_grad else value
 
 
 def betas(name: str, value: object) -> tuple[float, ...]:
@@ -58,8 +62,8 @@ def bounds(name: str, value: object) -> tuple[float, float] | None:
     if any(isinstance(bound, bool) or not isinstance(bound, Real) for bound in value):
         raise TypeError(f"{name} must be two numbers, not {value!r}; where nothing bounds, use 0 and math.inf")
     low, high = map(float, value)
-    if not 0 <= low <= high or low == math.inf:
-        raise ValueError(f"{name}={value!r} must be (low, high) with 0 <= low <= high")
+    if not 0 <= low <= high or low == math.inf or high == 0:
+        raise ValueError(f"{name}={value!r} must be (low, high) with 0 <= low <= high and high above 0")
     return low, high
 
 
@@ -99,6 +103,17 @@ def max_norm(name: str, value: object) -> float | None:
     return float(value)  # type: ignore[arg-type]
 
 
+def process_group(value: object, *, used: bool) -> Any:
+    """None, or a process group, where an option makes use of it."""
+    if value is None:
+        return None
+    if not torch.distributed.is_available() or not isinstance(value, torch.distributed.ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, not {value!r}")
+    if not used:
+        raise ValueError("process_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it")
+    return value
+
+
 TORCH_ONLY = {
     "foreach": 'use backend="foreach"',
     "fused": 'every backend is fused; choose one with backend="auto", "cpu" or "foreach"',
@@ -117,6 +132,17 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
         if isinstance(name, str) and name in TORCH_ONLY:
             raise TypeError(f"{where} got {name!r}, an option of torch.optim but not of ours: {TORCH_ONLY[name]}")
         raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
+
+
+TORCH_GROUP_KEYS = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""Keys of torch's Adam and AdamW in a checkpoint. They mean nothing here, but for an amsgrad that is on."""
+
+
+def without_torch_keys(group: dict[str, Any]) -> dict[str, Any]:
+    """A loaded group without torch's own keys, so that a checkpoint of its Adam and AdamW can be gone on with."""
+    if group.get("amsgrad") and group.get("second_moment") != "amsgrad":
+        raise ValueError(f"amsgrad=True: {TORCH_ONLY['amsgrad']} in the constructor, and load with amsgrad=False")
+    return {name: value for name, value in group.items() if name not in TORCH_GROUP_KEYS}
 
 
 def _hint(name: object, known: Iterable[object]) -> str:

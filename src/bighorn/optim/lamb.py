@@ -100,6 +100,19 @@ class Lamb(KernelOptimizer):
         "grad_centralization": checks.choice(True, False, "conv"),
     }
 
+    PASSED_ON: ClassVar[tuple[str, ...]] = (
+        "betas",
+        "eps",
+        "bias_correction",
+        "grad_averaging",
+        "decay_mode",
+        "weight_norm_bounds",
+        "trust_ratio_bounds",
+        "second_moment",
+        "cautious",
+        "maximize",
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -138,7 +151,7 @@ class Lamb(KernelOptimizer):
             max_grad_norm=checks.max_norm("max_grad_norm", max_grad_norm),
             skip_nonfinite=checks.flag("skip_nonfinite", skip_nonfinite),
             **exclusions,
-            process_group=process_group,
+            process_group=checks.process_group(process_group, used=max_grad_norm is not None or skip_nonfinite),
             names=names,
         )
         group_only = {"adapt": True, "stacked": False, "grad_centralization": False}
@@ -163,16 +176,3 @@ class Lamb(KernelOptimizer):
             centre=variant.centres,
             **{name: group[name] for name in self.PASSED_ON},
         )
-
-    PASSED_ON: ClassVar[tuple[str, ...]] = (
-        "betas",
-        "eps",
-        "bias_correction",
-        "grad_averaging",
-        "decay_mode",
-        "weight_norm_bounds",
-        "trust_ratio_bounds",
-        "second_moment",
-        "cautious",
-        "maximize",
-    )

@@ -16,6 +16,7 @@ from bighorn.kernels import Bucket, Kernel, LambOptions
 from bighorn.state import real_view
 
 State = dict[str, Any]
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Variant(NamedTuple):
@@ -32,7 +33,6 @@ class Part:
     """A parameter that takes part in a step."""
 
     param: Tensor
-    grad: Tensor
     label: str
     variant: Variant
     stacked: bool
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass
 class Feed:
-    """How one part's gradient reaches its rows at each step."""
+    """How one part's parameter and gradient reach its rows at each step."""
 
     index: int  # among the parts
     view: Tensor  # the parameter, real, in its own memory
@@ -54,70 +54,91 @@ class Feed:
 
     def rows(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The rows of a gradient."""
-        return real_view(grad).unbind() if self.stacked else (real_view(grad),)
+        grad = real_view(grad.resolve_conj()).resolve_neg()
+        return grad.unbind() if self.stacked else (grad,)
+
+
+@dataclass
+class Slot:
+    """A bucket, and where its rows come from."""
+
+    bucket: Bucket
+    variant: Variant
+    feeds: list[Feed] = field(default_factory=list)
+    direct: bool = True
+    """Parameters and gradients are used as they are."""
+
+    def add(self, feed: Feed, moments: State, step: Tensor) -> range:
+        """Add a parameter's rows; returns which they are."""
+        bucket, first = self.bucket, len(self.bucket.params)
+        self.feeds.append(feed)
+        bucket.params += feed.dense.unbind() if feed.stacked else (feed.dense,)
+        for name, value in moments.items():
+            bucket.state.setdefault(name, []).extend(value.unbind() if feed.stacked else (value,))
+        rows = range(first, len(bucket.params))
+        bucket.steps += [step] * len(rows)
+        bucket.counts.append(step)
+        return rows
 
 
 @dataclass
 class Plan:
     """Everything about a step that stays as it is until the fingerprint changes."""
 
-    fingerprint: object
-    buckets: dict[tuple[object, ...], Bucket] = field(default_factory=dict)
-    variants: list[Variant] = field(default_factory=list)
-    feeds: list[list[Feed]] = field(default_factory=list)
-    direct: list[bool] = field(default_factory=list)
-    """Per bucket: its gradients can be used as they are."""
-    kernels: list[tuple[torch.device, Kernel]] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    positions: list[tuple[int, int]] = field(default_factory=list)
-    """Per label: bucket and row."""
+    slots: list[Slot]
+    kernels: list[tuple[torch.device, Kernel]]
+    labels: tuple[str, ...]
+    rows: list[tuple[Bucket, int]]
+    """Per label: its bucket and row."""
+    fingerprint: object = None
 
     def feed(self, grads: list[Tensor], options: dict[Variant, LambOptions]) -> None:
         """Hand this step's gradients and options to the buckets."""
-        buckets = zip(self.buckets.values(), self.variants, self.feeds, self.direct, strict=True)
-        for bucket, variant, feeds, direct in buckets:
-            bucket.options = options[variant]
-            if direct:
-                bucket.grads = [grads[feed.index] for feed in feeds]
+        for slot in self.slots:
+            slot.bucket.options = options[slot.variant]
+            if slot.direct:
+                slot.bucket.grads = [grads[feed.index] for feed in slot.feeds]
                 continue
-            bucket.grads = [row for feed in feeds for row in feed.rows(grads[feed.index])]
-            for feed in feeds:
+            slot.bucket.grads = [row for feed in slot.feeds for row in feed.rows(grads[feed.index])]
+            for feed in slot.feeds:
                 if feed.dense is not feed.view:
                     feed.dense.copy_(feed.view)
 
     def finish(self) -> None:
         """Write dense copies back to the parameters that they stand for, and let go of the gradients."""
-        for bucket, feeds, direct in zip(self.buckets.values(), self.feeds, self.direct, strict=True):
-            bucket.grads = []
-            if direct:
-                continue
-            for feed in feeds:
+        for slot in self.slots:
+            slot.bucket.grads = []
+            for feed in slot.feeds if not slot.direct else ():
                 if feed.dense is not feed.view:
                     feed.view.copy_(feed.dense)
 
     def norms(self) -> Tensor:
         """Weight norm, update norm and trust ratio of the last step, `[labels, 3]`."""
-        buckets = list(self.buckets.values())
-        if not self.positions:
-            return torch.zeros(0, 3, dtype=torch.float32)
-        first = buckets[0].norms.device
-        return torch.stack([buckets[bucket].norms[row].to(first) for bucket, row in self.positions])
+        first = self.slots[0].bucket.norms
+        if not self.rows:
+            return first.clone()
+        return torch.stack([bucket.norms[row].to(first.device) for bucket, row in self.rows])
 
 
-def fingerprint(parts: list[tuple[Tensor, Tensor]], state: dict[Tensor, State]) -> list[object]:
-    """What must be as it was for a plan to hold: which tensors, where they lie, and how."""
+def fingerprint(pairs: list[tuple[int, Tensor, Tensor]], state: dict[Tensor, State]) -> list[object]:
+    """What must be as it was for a plan to hold: which tensors, in which groups, where they lie, and how."""
     tensors = [
-        (id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), g.dtype, g.shape, g.stride(), g.device) for p, g in parts
+        (i, id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), g.dtype, g.shape, g.stride(), g.device, g.is_neg())
+        for i, p, g in pairs
     ]
-    states = list(state.values())
-    values = itertools.chain.from_iterable(map(dict.values, states))
-    return [tensors, list(map(id, states)), [*map(Tensor.data_ptr, values)]]
+    values = list(itertools.chain.from_iterable(map(dict.values, state.values())))
+    try:
+        addresses = list(map(Tensor.data_ptr, values))
+    except TypeError:  # something of the user's own lies among the state
+        addresses = [value.data_ptr() for value in values if isinstance(value, Tensor)]
+    return [tensors, list(map(id, state.values())), list(map(id, values)), addresses]
 
 
 def build(
     parts: list[Part],
+    grads: list[Tensor],
     options: dict[Variant, LambOptions],
-    complete: Callable[[Part, Tensor], State],
+    complete: Callable[[Part, Tensor], tuple[State, list[str]]],
     backend: str,
     algorithm: str,
 ) -> tuple[Plan, list[State]]:
@@ -125,76 +146,87 @@ def build(
 
     Args:
         parts: What takes part, in the optimizer's order.
+        grads: Their gradients.
         options: The options of each variant.
-        complete: Gives the state of a part whose parameter kernels will see as the tensor that is handed over.
+        complete: Gives the state of a part whose parameter kernels will see as the tensor that is handed over, and
+            the names of the tensors in it that kernels work on.
         backend: The one that is asked for, or "auto".
         algorithm: The name of its kernels in `kernels.Backend`.
 
     Raises:
-        ValueError: The backend that is asked for does not serve a part.
+        ValueError: A gradient does not fit its parameter, parameters share memory, or the backend that is asked for
+            does not serve one.
     """
-    plan = Plan(fingerprint=None)
-    states: list[State] = []
+    slots: dict[tuple[object, ...], Slot] = {}
     backends: dict[tuple[str, torch.device], list[Bucket]] = {}
-    for index, part in enumerate(parts):
+    states: list[State] = []
+    labels: list[str] = []
+    rows: list[tuple[Bucket, int]] = []
+    for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         view = real_view(part.param)
-        kind = (part.param.is_complex(), part.param.is_floating_point())
-        if (part.grad.is_complex(), part.grad.is_floating_point()) != kind or real_view(part.grad).shape != view.shape:
-            raise ValueError(
-                f"the gradient of {part.label} has shape {tuple(part.grad.shape)} and dtype {part.grad.dtype}, the "
-                f"parameter {tuple(part.param.shape)} and {part.param.dtype}: compute it anew, after zero_grad()"
-            )
+        _check_grad(part, grad)
         if overlaps(view):
             raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
-        dense = view if _is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
-        state = complete(part, dense)
+        dense = view if is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
+        state, names = complete(part, dense)
         states.append(state)
         name, _ = kernels.pick(backend, dense, options[part.variant])
-        feed = Feed(index, view, dense, part.stacked)
-        moments = {key: value for key, value in state.items() if key != "step"}
-        key = (part.variant, name, dense.device, dense.dtype, state["exp_avg"].dtype)
-        if key not in plan.buckets:
-            bucket = Bucket(options[part.variant], [], {key: [] for key in moments}, [], [], torch.empty(0))
-            plan.buckets[key] = bucket
-            plan.variants.append(part.variant)
-            plan.feeds.append([])
-            backends.setdefault((name, dense.device), []).append(bucket)
-        _add(plan, list(plan.buckets).index(key), feed, moments, state["step"], part.label)
+        key = (part.variant, name, dense.device, dense.dtype, state[names[0]].dtype)
+        if key not in slots:
+            slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
+            backends.setdefault((name, dense.device), []).append(slots[key].bucket)
+        slot = slots[key]
+        added = slot.add(Feed(index, view, dense, part.stacked), {name: state[name] for name in names}, state["step"])
+        slot.direct &= not part.stacked and dense is part.param and not grad.is_neg()
+        labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
+        rows += [(slot.bucket, row) for row in added]
+    _check_disjoint([(part, feed) for slot in slots.values() for feed in slot.feeds for part in [parts[feed.index]]])
 
-    for bucket in plan.buckets.values():
-        bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=bucket.params[0].device)
-    plan.direct = [
-        all(not feed.stacked and feed.dense is parts[feed.index].param for feed in feeds) for feeds in plan.feeds
-    ]
-    plan.feed([part.grad for part in parts], options)
+    for (_, device), buckets in backends.items():
+        for bucket in buckets:
+            bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
+    plan = Plan(list(slots.values()), [], tuple(labels), rows)
+    plan.feed(grads, options)
     plan.kernels = [
         (device, getattr(kernels.BACKENDS[name], algorithm)(buckets)) for (name, device), buckets in backends.items()
     ]
     return plan, states
 
 
-def _add(plan: Plan, index: int, feed: Feed, moments: State, step: Tensor, label: str) -> None:
-    bucket = list(plan.buckets.values())[index]
-    rows = feed.dense.unbind() if feed.stacked else (feed.dense,)
-    for i, row in enumerate(rows):
-        plan.labels.append(f"{label}[{i}]" if feed.stacked else label)
-        plan.positions.append((index, len(bucket.params)))
-        bucket.params.append(row)
-        bucket.steps.append(step)
-    for name, value in moments.items():
-        bucket.state[name].extend(value.unbind() if feed.stacked else (value,))
-    bucket.counts.append(step)
-    plan.feeds[index].append(feed)
+def _check_grad(part: Part, grad: Tensor) -> None:
+    param = part.param
+    fits = grad.shape == param.shape and grad.is_complex() == param.is_complex() and grad.device == param.device
+    if not fits or not (grad.is_complex() or grad.dtype in GRAD_DTYPES):
+        raise ValueError(
+            f"the gradient of {part.label} has shape {tuple(grad.shape)} and dtype {grad.dtype} on {grad.device}, the "
+            f"parameter {tuple(param.shape)} and {param.dtype} on {param.device}: compute it anew, after zero_grad(), "
+            "in a floating dtype of 16 bits or more"
+        )
+
+
+def _check_disjoint(feeds: list[tuple[Part, Feed]]) -> None:
+    """Two parameters in the same memory would be stepped twice, by two threads at once."""
+    spans = sorted(
+        (feed.view.data_ptr(), feed.view.data_ptr() + feed.view.nbytes, part.label)
+        for part, feed in feeds
+        if feed.view.device.type != "meta" and feed.view.numel() and is_dense(feed.view, 0)
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do, so that writing one writes others."""
-    return tensor.numel() > 0 and any(
-        step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    """Whether elements may share memory, as those of an expanded tensor do, so that writing one writes others."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
 
 
-def _is_dense(tensor: Tensor, leading: int) -> bool:
+def is_dense(tensor: Tensor, leading: int) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, the first `leading` dims in order."""
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return False

@@ -7,7 +7,6 @@
 
 #include <math.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -32,7 +31,10 @@ EXPORT int bighorn_isa(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
         return 4;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 3 : 2;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                   __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")
+               ? 3
+               : 2;
 }
 #else
 extern const Loops loops_base;
@@ -257,22 +259,15 @@ EXPORT void bighorn_advance(float *const *steps, int64_t count) {
     for (int64_t i = 0; i < count; i++) *steps[i] += 1;
 }
 
-/* One LAMB step of every row, without counting it. Returns 0, or 1 (with nothing changed) when there is no memory
- * for 32 bytes per block of the largest row. */
-EXPORT int bighorn_lamb_step(const Run *run, const Options *options, const Row *rows, void *const *grads,
-                             const int64_t *order, int64_t rows_count, double grad_scale, float *scratch,
-                             int64_t scratch_size) {
+/* One LAMB step of every row, without counting it. `partial` has room for two entries per block of the largest row;
+ * the scratch may be of any size. Nothing is allocated here, so nothing can fail. */
+EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row *rows, void *const *grads,
+                              const int64_t *order, int64_t rows_count, double grad_scale, Sums *partial,
+                              float *scratch, int64_t scratch_size) {
+    int64_t most = rows_count ? blocks_in(rows[order[0]].size) : 0;
     Step s = {loops_for(run->isa), options, rows, grads, order, rows_count, grad_scale, scratch, scratch_size,
-              {NULL, NULL}, 0, {0, 0, 0}};
-    int64_t most = rows_count ? rows[order[0]].size : 0;
-    if (run->threads > 1 && most > LARGE) {
-        s.partial[0] = malloc(2 * (size_t)blocks_in(most) * sizeof(Sums));
-        if (!s.partial[0]) return 1;
-        s.partial[1] = s.partial[0] + blocks_in(most);
-    }
+              {partial, partial + most}, 0, {0, 0, 0}};
     run_parallel(run, step_body, &s);
-    free(s.partial[0]);
-    return 0;
 }
 
 /* ---- the global gradient norm ---------------------------------------------------------------------------- */
@@ -297,17 +292,14 @@ static void square_sum_body(int thread, int team, void *data) {
     }
 }
 
-/* The sum of all gradients' squares, into *result. Returns 0, or 1 without memory for 8 bytes per block. */
-EXPORT int bighorn_square_sum(const Run *run, const Row *rows, void *const *grads, int64_t rows_count,
-                              double *result) {
+/* The sum of all gradients' squares. `partial` has room for one entry per block of every row. */
+EXPORT double bighorn_square_sum(const Run *run, const Row *rows, void *const *grads, int64_t rows_count,
+                                 double *partial) {
     Step s = {.loops = loops_for(run->isa), .rows = rows, .grads = grads, .rows_count = rows_count};
-    SquareSum job = {&s, NULL, 0};
+    SquareSum job = {&s, partial, 0};
     for (int64_t row = 0; row < rows_count; row++) job.blocks += blocks_in(rows[row].size);
-    job.partial = malloc((size_t)(job.blocks ? job.blocks : 1) * sizeof(double));
-    if (!job.partial) return 1;
     run_parallel(run, square_sum_body, &job);
-    *result = 0;
-    for (int64_t b = 0; b < job.blocks; b++) *result += job.partial[b];
-    free(job.partial);
-    return 0;
+    double total = 0;
+    for (int64_t b = 0; b < job.blocks; b++) total += partial[b];
+    return total;
 }

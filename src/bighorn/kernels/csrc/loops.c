@@ -147,14 +147,20 @@ static float mean(const Block *b, int64_t start, int64_t size) {
     return (float)(total / (double)size);
 }
 
+/* The last mean that was taken, since pieces of one block share theirs. */
+typedef struct {
+    int64_t first;
+    float value;
+} Mean;
+
 /* g <- g - mean(g over dims 1..), of which elements [start, start + n) are wanted. */
-static void centre(const Block *b, int64_t start, int n, const float *g, float *out) {
+static void centre(const Block *b, int64_t start, int n, const float *g, float *out, Mean *last) {
     int64_t fan = b->row->fan;
     for (int i = 0; i < n;) {
         int64_t first = (start + i) / fan * fan;
         int end = (int)(first + fan - start < n ? first + fan - start : n);
-        float centre = mean(b, first, fan);
-        for (; i < end; i++) out[i] = g[i] - centre;
+        if (last->first != first) *last = (Mean){first, mean(b, first, fan)};
+        for (; i < end; i++) out[i] = g[i] - last->value;
     }
 }
 
@@ -213,10 +219,11 @@ static int grad_in_place(const Block *b, const Factors *f) {
 }
 
 /* The gradient as it enters the moments, in float32. */
-static const float *load_grad(const Block *b, const Factors *f, int64_t start, int n, const Piece *p, float *buffer) {
+static const float *load_grad(const Block *b, const Factors *f, int64_t start, int n, const Piece *p, float *buffer,
+                              Mean *last) {
     const float *g = read_grad(b, start, n, buffer);
     const float scale = f->grad_scale, l2 = f->l2;
-    if (b->row->fan) centre(b, start, n, g, buffer), g = buffer;
+    if (b->row->fan) centre(b, start, n, g, buffer, last), g = buffer;
     if (scale == 1 && l2 == 0) return g;
     for (int i = 0; i < n; i++) buffer[i] = scale * g[i];
     if (l2 != 0)
@@ -272,7 +279,7 @@ static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 static inline __attribute__((always_inline)) Sums step_piece(const Block *b, const Factors *f, int second_moment,
                                                              const enum After after, float step, int64_t start, int n,
-                                                             float *u) {
+                                                             float *u, Mean *last) {
     Piece p;
     float buffer[PIECE];
     Sums sums;
@@ -280,7 +287,7 @@ static inline __attribute__((always_inline)) Sums step_piece(const Block *b, con
     const void *g;
     int half = grad_in_place(b, f) && b->row->grad_type == BFLOAT16 && p.x_type == BFLOAT16;
     if (half) g = at((void *)b->grad, BFLOAT16, start);
-    else g = load_grad(b, f, start, n, &p, buffer);
+    else g = load_grad(b, f, start, n, &p, buffer, last);
     switch (p.x_type << 2 | half << 1 | p.state_type) {
         case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
         case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
@@ -299,9 +306,11 @@ static inline __attribute__((always_inline)) Sums step_piece(const Block *b, con
 static inline __attribute__((always_inline)) Sums step_block(const Block *b, const Factors *f, int second_moment,
                                                              const enum After after, float step, float *u) {
     Sums sums = {0, 0};
+    Mean last = {-1, 0};
     for (int64_t done = 0; done < b->size; done += PIECE) {
         int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
-        Sums s = step_piece(b, f, second_moment, after, step, b->start + done, n, after == KEEP ? u + done : NULL);
+        float *kept = after == KEEP ? u + done : NULL;
+        Sums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
         sums.weight += s.weight;
         sums.update += s.update;
     }

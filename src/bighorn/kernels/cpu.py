@@ -204,7 +204,7 @@ class Lamb:
         self.counts = array("Q", [step.data_ptr() for bucket in buckets for step in bucket.counts])
         blocks = [-(-row.size // BLOCK) for row in rows]
         # Sums of squares of x and u for each block of a large row, twice; or of g for each block of every row.
-        self.partial = torch.empty(max(4 * max(blocks), sum(blocks)), dtype=torch.float64, device="cpu")
+        self.partial = torch.empty(max(4 * max(blocks, default=0), sum(blocks)), dtype=torch.float64, device="cpu")
 
     def prepare(self) -> None:
         """Whatever can fail, as `reference.Lamb.prepare`."""

@@ -26,7 +26,7 @@ class Lamb(reference.Lamb):
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
-        return square_sums(pieces).sum()
+        return reference.square_sums(pieces, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Lamb.step`."""
@@ -89,7 +89,7 @@ def lamb_batch(batch: Batch, grad_scale: Tensor | float, commit: Tensor | None) 
 
     for piece in batch.pieces():
         u = moments(piece, o, corrections, grad_scale, commit)
-        sums += torch.stack([square_sums(piece["x"]), square_sums(u)], dim=1)
+        sums += torch.stack([reference.square_sums(tensors, sums) for tensors in (piece["x"], u)], dim=1)
 
     weight_norm, update_norm = sums.sqrt().unbind(dim=1)
     weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
@@ -205,8 +205,3 @@ def flat(tensor: Tensor) -> Tensor:
 def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
     """One 0-dim tensor per row, in the dtype of the arithmetic."""
     return list(values.to(reference.compute_dtype(like)).unbind())
-
-
-def square_sums(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of each tensor, `[rows]`, in float64: squares neither overflow nor vanish."""
-    return torch.stack([tensor.to(reference.wide(tensor)).square().sum() for tensor in tensors])

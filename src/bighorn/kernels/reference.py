@@ -30,7 +30,7 @@ class Lamb:
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads]
-        return torch.stack([grad.to(wide(grad)).square().sum() for grad in grads]).sum()
+        return square_sums(grads, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket: parameters, state, step counts and norms are written in place.
@@ -137,8 +137,14 @@ def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, T
 
 
 def norm(x: Tensor) -> Tensor:
-    """The 2-norm of all elements, 0-dim float64: sums of squares neither overflow nor lose what float32 would."""
+    """The 2-norm of all elements, 0-dim float64."""
     return x.to(wide(x)).square().sum().sqrt()
+
+
+def square_sums(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """The sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor vanish."""
+    sums = [tensor.to(wide(tensor)).square().sum() for tensor in tensors]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like), device=like.device)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

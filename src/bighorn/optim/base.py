@@ -267,21 +267,18 @@ class KernelOptimizer(Optimizer):
     def _current_plan(self) -> Plan | None:
         """The plan, fed with this step's gradients: a cached one where nothing has moved."""
         pairs = [
-            (index, param, param.grad)
+            (index, param, grad)
             for index, group in enumerate(self.param_groups)
             for param in group["params"]
-            if param.grad is not None
+            if (grad := param.grad) is not None
         ]
         if not pairs:
             return None
-        for _, _, grad in pairs:
-            if grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the "
-                    "embedding with sparse=False, or give its parameters to torch.optim.SparseAdam"
-                )
         grads = [grad for _, _, grad in pairs]
         which = tuple([id(param) for _, param, _ in pairs])
+        for grad in grads:
+            if grad.layout is not torch.strided:
+                _refuse_layout(grad)
         mark = fingerprint(pairs, self.state)
         self._plan = plan = self._plans.get(which)
         if plan is not None and plan.fingerprint == mark:
@@ -448,6 +445,13 @@ class KernelOptimizer(Optimizer):
             return {**{name: current[name] for name in self.OPTIONS}, **group, **self._checked(group)}
         except (TypeError, ValueError) as error:
             raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+
+
+def _refuse_layout(grad: Tensor) -> None:
+    raise RuntimeError(
+        f"a gradient has layout {grad.layout}, but only dense gradients are supported: build the embedding with "
+        "sparse=False, or give its parameters to torch.optim.SparseAdam"
+    )
 
 
 def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:

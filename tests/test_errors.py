@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def same(a: Any, b: Any) -> bool:
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)
+    return bool(np.array_equal(a, b)) or (a != a and b != b)
 
 
 @contextmanager
@@ -82,6 +83,7 @@ VALUES: list[tuple[str, Any, type[Exception]]] = [
     ("lr", -0.1, ValueError),
     ("lr", math.nan, ValueError),
     ("lr", math.inf, ValueError),
+    ("lr", 10**400, ValueError),
     ("lr", "0.1", TypeError),
     ("lr", True, TypeError),
     ("lr", None, TypeError),
@@ -98,6 +100,7 @@ VALUES: list[tuple[str, Any, type[Exception]]] = [
     ("betas", 0.9, TypeError),
     ("betas", ("a", "b"), TypeError),
     ("betas", None, TypeError),
+    ("betas", np.array([0.9, 0.99]), TypeError),
     ("eps", -1e-9, ValueError),
     ("eps", math.nan, ValueError),
     ("eps", math.inf, ValueError),
@@ -121,10 +124,12 @@ VALUES: list[tuple[str, Any, type[Exception]]] = [
     ("weight_norm_bounds", (10, 0), ValueError),
     ("weight_norm_bounds", (-1, 10), ValueError),
     ("weight_norm_bounds", (0, math.nan), ValueError),
+    ("weight_norm_bounds", (0, 0), ValueError),
     ("weight_norm_bounds", 10, TypeError),
     ("weight_norm_bounds", ("0", "10"), TypeError),
     ("trust_ratio_bounds", (1, 0.5), ValueError),
     ("trust_ratio_bounds", (-1, 1), ValueError),
+    ("trust_ratio_bounds", (0, 0), ValueError),
     ("trust_ratio_bounds", (math.nan, 1), ValueError),
     ("trust_ratio_bounds", "0,1", TypeError),
     ("state_dtype", torch.int8, ValueError),
@@ -145,11 +150,13 @@ WHOLE: list[tuple[str, Any, type[Exception]]] = [
     ("exclude_from_layer_adaptation", ["[a"], ValueError),
     ("names", 3, TypeError),
     ("names", ["a", "b"], TypeError),
+    ("process_group", "WORLD", TypeError),
+    ("process_group", 0, TypeError),
 ]
 
 
 def ids(cases: list[tuple[str, Any, type[Exception]]]) -> list[str]:
-    return [f"{name}={str(value).replace(' ', '')}" for name, value, _ in cases]
+    return [f"{name}={str(value).replace(' ', '')[:30]}" for name, value, _ in cases]
 
 
 CONSTRUCTOR = [case for case in [*VALUES, *WHOLE] if case[0] not in {"adapt", "stacked", "grad_centralization"}]
@@ -174,8 +181,9 @@ def test_a_bad_value_in_a_group(name: str, value: Any, error: type[Exception]) -
 def test_a_bad_value_written_into_a_group_later(name: str, value: Any, error: type[Exception], backend: str) -> None:
     parameters, optimizer = stepped(backend)
     optimizer.param_groups[0][name] = value
-    with refused(parameters, optimizer, error, name):
-        optimizer.step()
+    for method in (optimizer.step, optimizer.explain):
+        with refused(parameters, optimizer, error, name):
+            method()
 
 
 def test_a_bad_value_in_the_last_group_stops_the_first(backend: str) -> None:
@@ -245,10 +253,19 @@ def test_an_unknown_group_key_suggests_the_nearest(name: str, nearest: str) -> N
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: 0.1})
 
 
-@pytest.mark.parametrize("name", ["max_grad_norm", "skip_nonfinite", "backend", "names", "exclude_from_weight_decay"])
+OF_THE_WHOLE: dict[str, Any] = {
+    **{"max_grad_norm": 2.0, "skip_nonfinite": True, "backend": "foreach", "names": {}},
+    "exclude_from_weight_decay": ["bias"],
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_WHOLE)
 def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str) -> None:
+    """But for ZeroRedundancyOptimizer, which writes what the constructor got into every group."""
     with pytest.raises(TypeError, match=name):
-        Lamb([{"params": weights(), name: None}])
+        Lamb([{"params": weights(), name: OF_THE_WHOLE[name]}])
+    optimizer = Lamb([{"params": weights(), "max_grad_norm": 1.0, "skip_nonfinite": False}], max_grad_norm=1.0)
+    assert not {"max_grad_norm", "skip_nonfinite"} & optimizer.param_groups[0].keys()
 
 
 @pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
@@ -276,6 +293,9 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("integers", lambda: [torch.ones(3, dtype=torch.int64)], ((ValueError, TypeError), "int64|float")),
     ("booleans", lambda: [torch.ones(3, dtype=torch.bool)], ((ValueError, TypeError), "bool|float")),
     ("half-named", lambda: [("a", Parameter(torch.ones(2))), Parameter(torch.ones(2))], (ValueError, "name")),
+    ("expanded", lambda: [torch.ones(1).expand(4)], (ValueError, "memory.*clone")),
+    ("windows", lambda: [torch.ones(4).as_strided((3, 2), (1, 1))], (ValueError, "memory.*clone")),
+    ("few-names", lambda: [{"params": weights(), "param_names": ["a", "b"]}], (ValueError, "param_names.*2.*3")),
     ("no-params-key", lambda: [{"lr": 0.1}], ((KeyError, TypeError, ValueError), "params")),
 ]
 
@@ -284,6 +304,20 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
 def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str]) -> None:
     with pytest.raises(refusal[0], match=refusal[1]):
         Lamb(make())
+
+
+@pytest.mark.parametrize("view", [torch.ones(1).expand(4), torch.ones(4).as_strided((3, 2), (1, 1))], ids=str)
+def test_a_late_parameter_whose_elements_share_memory(view: Tensor) -> None:
+    parameters, optimizer = stepped()
+    with refused(parameters, optimizer, ValueError, "memory.*clone"):
+        optimizer.add_param_group({"params": [Parameter(view)]})
+
+
+def test_too_few_names_for_a_late_group() -> None:
+    parameters, optimizer = stepped_named()
+    late = {"params": [Parameter(torch.ones(2)), Parameter(torch.ones(3))], "param_names": ["a"]}
+    with refused(parameters, optimizer, ValueError, "param_names"):
+        optimizer.add_param_group(late)
 
 
 TWICE = r"more than one|duplicate|twice"
@@ -318,6 +352,14 @@ def test_exclusions_without_names() -> None:
         parameters, optimizer = stepped_named(**exclusion)
         with refused(parameters, optimizer, ValueError, "name"):
             optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+
+
+def test_an_exclusion_of_nothing_needs_no_names() -> None:
+    parameters = weights()
+    optimizer = Lamb(parameters, exclude_from_weight_decay=[], exclude_from_layer_adaptation=[])
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
 
 
 def stepped_named(**options: Any) -> tuple[list[Parameter], Lamb]:
@@ -442,12 +484,12 @@ def test_a_gradient_on_another_device(backend: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e5m2], ids=str)
 def test_a_gradient_of_another_kind_than_its_parameter(backend: str, dtype: torch.dtype) -> None:
     parameters, optimizer = stepped(backend)
     parameters[1].grad = None
     parameters[1].grad_dtype = None
-    parameters[1].grad = torch.ones(5, dtype=dtype)
+    parameters[1].grad = torch.ones(5).to(dtype)
     with refused(parameters, optimizer, (ValueError, RuntimeError, TypeError), str(dtype)):
         optimizer.step()
 
@@ -522,3 +564,62 @@ def test_a_checkpoint_with_a_foreign_step(value: Any) -> None:
     state["state"][0]["step"] = value
     with refused(parameters, optimizer, (ValueError, TypeError), "step"):
         optimizer.load_state_dict(state)
+
+
+PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "no-step": (["step"], {}, "'step'"),
+    "no-exp_avg": (["exp_avg"], {}, "'exp_avg'"),
+    "no-exp_avg_sq": (["exp_avg_sq"], {}, "'exp_avg_sq'"),
+    "misspelt": (["exp_avg_sq"], {"exp_avg_sqr": torch.ones(4, 3)}, "'exp_avg_sq'"),
+    "nothing-but-step": (["exp_avg", "exp_avg_sq"], {}, "'exp_avg'"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_a_state(part: str, backend: str) -> None:
+    """Going on from it would take steps of a wrong size, whether it was loaded or the rest was deleted."""
+    missing, more, named = PARTS[part]
+    parameters, optimizer = stepped(backend)
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in (state["state"][0], optimizer.state[parameters[0]]):
+        for name in missing:
+            del each[name]
+        each.update(more)
+    with refused(parameters, optimizer, ValueError, named):
+        optimizer.step()
+    fresh = weights()
+    other = Lamb(fresh, backend=backend)
+    with refused(fresh, other, ValueError, named):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("key", ["momentum", "nesterov", "weigth_decay"])
+def test_a_checkpoint_with_options_that_are_not_ours(key: str) -> None:
+    parameters, optimizer = stepped()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][key] = 0.0
+    with refused(parameters, optimizer, (ValueError, TypeError), key):
+        optimizer.load_state_dict(state)
+
+
+def test_a_checkpoint_of_sgd() -> None:
+    others = weights()
+    sgd = torch.optim.SGD(others, momentum=0.9, nesterov=True)
+    for parameter in others:
+        parameter.grad = torch.ones_like(parameter)
+    sgd.step()
+    parameters, optimizer = stepped()
+    with refused(parameters, optimizer, (ValueError, TypeError), "momentum"):
+        optimizer.load_state_dict(copy.deepcopy(sgd.state_dict()))
+
+
+def test_amsgrad_that_is_on_in_a_checkpoint_must_be_on_here() -> None:
+    others = weights()
+    adam = torch.optim.Adam(others, amsgrad=True)
+    for parameter in others:
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+    parameters, optimizer = stepped()
+    with refused(parameters, optimizer, ValueError, "amsgrad.*second_moment"):
+        optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+    Lamb(weights(), second_moment="amsgrad").load_state_dict(copy.deepcopy(adam.state_dict()))

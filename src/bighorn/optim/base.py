@@ -440,9 +440,9 @@ class KernelOptimizer(Optimizer):
 
     def _loaded_group(self, index: int, loaded: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         try:
-            group = checks.without_torch_keys(loaded)
+            group = checks.without_torch_keys({**{name: current[name] for name in self.OPTIONS}, **loaded})
             checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, "step", *self.OPTIONS], "it")
-            return {**{name: current[name] for name in self.OPTIONS}, **group, **self._checked(group)}
+            return {**group, **self._checked(group)}
         except (TypeError, ValueError) as error:
             raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
 

@@ -21,7 +21,7 @@ BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"ref
 
 Fill = Literal["normal", "big", "zero"]
 Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
-Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded"]
+Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded", "lazy"]
 
 LRS = (0.1, 0.05, 0.2, 0.08)
 """The learning rate changes at every step; it is large because the rounding of a parameter hides a small step."""
@@ -131,6 +131,10 @@ def arranged(values: Tensor, layout: Layout) -> Tensor:
         return torch.zeros(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
     if layout == "expanded":
         return values.flatten()[:1].clone().expand(values.shape)
+    if layout == "lazy":  # torch's views that are conjugated or negated only when they are read
+        if values.is_complex():
+            return values.conj().resolve_conj().conj()
+        return torch.complex(torch.zeros_like(values), -values).conj().imag
     return values.clone(memory_format=torch.contiguous_format)
 
 
@@ -172,6 +176,9 @@ ZOO = (
     Leaf("misaligned.bias", (31,), layout="misaligned", grad_layout="misaligned"),
     Leaf("expanded.weight", (4, 6), grad_layout="expanded"),
     Leaf("column.weight", (19, 1), grad_layout="strided"),
+    Leaf("empty.rows", (0, 3)),
+    Leaf("pointwise.weight", (6, 5, 1, 1), layout="channels_last"),
+    Leaf("negated.weight", (7, 3), grad_layout="lazy"),
 )
 
 LARGE = (
@@ -301,6 +308,7 @@ MIXED = (
     Leaf("bfloat16.bias", (21,), dtype=torch.bfloat16, grad_dtype=torch.float32),
     Leaf("float32.bias", (40,), grad_dtype=torch.bfloat16),
     Leaf("complex64.weight", (4, 3), dtype=torch.complex64),
+    Leaf("conjugated.weight", (5, 2), dtype=torch.complex64, grad_layout="lazy"),
     Leaf("bfloat16.conv", (2, 3, 3, 3), dtype=torch.bfloat16, layout="channels_last"),
 )
 

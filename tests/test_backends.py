@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +207,36 @@ def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None
         assert after == pytest.approx(moved, rel=1e-5, abs=1e-7, nan_ok=True)
 
 
+EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
+    "large-weights": (1e20, 1.0, {}),
+    "small-weights": (1e-24, 1.0, {}),
+    "large-gradients-clipped": (1.0, 1e20, {"max_grad_norm": 1.0}),
+    "large-gradients-finite": (1.0, 1e19, {"skip_nonfinite": True}),
+    "small-gradients-clipped": (1.0, 1e-23, {"max_grad_norm": 1e-24, "weight_decay": 0.0}),
+}
+
+
+@pytest.mark.parametrize("size", [100, 300_000])
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, backend: str) -> None:
+    """Float32 holds these numbers, but not their squares, or not the sum of these."""
+    weight, gradient, options = EXTREMES[extreme]
+    x, g = weight * torch.randn(size), gradient * (torch.rand(size) - 0.3)
+    results = []
+    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        parameter = Parameter(x.to(dtype, copy=True))
+        parameter.grad = g.to(dtype)
+        optimizer = Lamb([parameter], **{"lr": 0.1, "weight_decay": 0.1, "backend": name, **options})
+        optimizer.step()
+        results.append((parameter, optimizer.state[parameter]["exp_avg"], optimizer.telemetry()))
+    (ours, moment, telemetry), (exact, true, truth) = results
+    assert telemetry.skipped == 0
+    assert_same_parameter(ours, exact, x, apart=False, what="x")
+    assert_norm(moment, true, 1e-6 * float(true.norm()), "exp_avg")
+    for column in ("weight_norm", "update_norm", "trust_ratio"):
+        torch.testing.assert_close(getattr(telemetry, column), getattr(truth, column), rtol=1e-5, atol=0, msg=column)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
 def test_skip_nonfinite_changes_nothing_and_counts(backend: str, bad: float, first: bool) -> None:
@@ -295,6 +326,7 @@ def test_an_explicit_backend_is_the_one_that_runs(backend: str) -> None:
 
 
 LAYOUTS: tuple[Layout, ...] = ("plain", "transposed", "strided", "channels_last", "misaligned")
+GRAD_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS, "lazy")
 
 
 def test_the_layout_in_memory_changes_nothing_but_rounding(backend: str) -> None:
@@ -302,7 +334,7 @@ def test_the_layout_in_memory_changes_nothing_but_rounding(backend: str) -> None
     torch.manual_seed(3)
     x, g = torch.randn(6, 4, 5, 3), torch.randn(6, 4, 5, 3)
     results = []
-    for layout, grad_layout in itertools.product(LAYOUTS, (*LAYOUTS, "plain")):
+    for layout, grad_layout in itertools.product(LAYOUTS, GRAD_LAYOUTS):
         parameter = Parameter(arranged(x, layout))
         stride = parameter.stride()
         optimizer = Lamb([parameter], lr=0.1, weight_decay=0.1, backend=backend)

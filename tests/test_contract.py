@@ -203,6 +203,30 @@ def test_a_scheduler_drives_groups_of_one_tensor_lr_apart() -> None:
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])
 
 
+def test_each_group_has_a_tensor_lr_of_its_own() -> None:
+    """The first keeps the caller's, who may write into it."""
+    lr, parameters = torch.tensor(0.1), copies([Parameter(torch.ones(2))] * 4)
+    optimizer = Lamb([{"params": [p], "lr": lr} for p in parameters[:3]])
+    optimizer.add_param_group({"params": [parameters[3]], "lr": lr})
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == 4
+    assert [group["lr"] for group in optimizer.param_groups] == [lr] * 4
+    assert Lamb(parameters, lr=lr).param_groups[0]["lr"] is lr
+
+
+@pytest.mark.parametrize("when", ["construction", "later"])
+def test_a_tensor_lr_that_requires_grad_is_detached(when: str, backend: str) -> None:
+    lr = torch.tensor(0.5, requires_grad=True)
+    parameter = Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = Lamb([parameter], lr=lr if when == "construction" else 0.1, backend=backend)
+    optimizer.param_groups[0]["lr"] = lr if when == "later" else optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    assert parameter.tolist() == pytest.approx([0.5] * 3)
+    assert not optimizer.param_groups[0]["lr"].requires_grad
+    copy.deepcopy(optimizer)
+
+
 def test_a_scheduler_changes_the_step(backend: str) -> None:
     scheduled, by_hand = model(), model()
     one = Lamb(scheduled.parameters(), lr=0.2, weight_decay=0.1, backend=backend)
@@ -325,6 +349,38 @@ def test_the_late_step_is_corrected_as_a_first_step(backend: str) -> None:
     assert late.equal(fresh)
 
 
+@pytest.mark.parametrize("periods", [3, 5], ids=["few-sets", "many-sets"])
+def test_gradients_that_come_and_go(periods: int, backend: str) -> None:
+    """Together as each alone, whatever is remembered of one set of parameters while another takes its steps."""
+
+    def make() -> list[dict[str, Any]]:
+        torch.manual_seed(4)
+        tensors = [torch.randn(shape) for shape in ((5,), (4, 3), (3, 2, 2), (300,), (6, 5), (2, 3, 2, 2))]
+        tensors[3:5] = [tensors[3].bfloat16(), arranged(tensors[4], "strided")]
+        return [{"params": [Parameter(x)], "stacked": x.dim() == 3, "adam": x.dim() == 4} for x in tensors]
+
+    options: dict[str, Any] = {"weight_decay": 0.1, "backend": backend}
+    together, alone = Lamb(make(), **options), [Lamb([group], **options) for group in make()]
+    for step in range(24):
+        torch.manual_seed(step)
+        taking_part = set()
+        for i, (group, each) in enumerate(zip(together.param_groups, alone, strict=True)):
+            (ours,), (theirs,) = group["params"], each.param_groups[0]["params"]
+            group["lr"] = each.param_groups[0]["lr"] = 0.1 / (1 + step % 7)
+            ours.grad = theirs.grad = None
+            if step == 14:
+                ours.data = ours.data.clone()  # while it takes no part, or while it does
+            if (step + i) % (1 + i % periods) == 0:
+                ours.grad = torch.randn(ours.shape).to(ours.dtype)
+                theirs.grad = ours.grad.clone()
+                taking_part.add(f"param_groups[{i}].params[0]")
+            each.step()
+        together.step()
+        assert {name[: len("param_groups[i].params[0]")] for name in together.telemetry().names} == taking_part
+    for group, each in zip(together.param_groups, alone, strict=True):
+        assert_same_everything(group["params"], together, each.param_groups[0]["params"], each)
+
+
 def test_frozen_parameters_stay(backend: str) -> None:
     net = model()
     net.first.weight.requires_grad_(False)
@@ -383,6 +439,25 @@ def test_gradients_written_in_place_between_steps(backend: str) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_a_gradient_that_becomes_a_lazy_view_of_the_same_memory(
+    kind: str, max_grad_norm: float | None, backend: str
+) -> None:
+    """`z.conj()` and its imaginary part have the address and strides of `z`, but are negated on reading."""
+    z = torch.randn(6, dtype=torch.complex64)
+    views = (z, z.conj(), z) if kind == "complex" else (z.imag, z.conj().imag, z.imag)
+    parameter = Parameter(torch.ones(6, dtype=views[0].dtype))
+    (other,) = copies([parameter])
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": max_grad_norm, "backend": backend}
+    one, two = Lamb([parameter], **options), Lamb([other], **options)
+    for view in views:
+        parameter.grad, other.grad = view, view.resolve_conj().resolve_neg().clone()
+        one.step()
+        two.step()
+        assert_same_everything([parameter], one, [other], two)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_a_grad_scaler_skips_an_overflow(max_grad_norm: float | None, backend: str) -> None:
     """With torch's GradScaler: an infinite gradient changes nothing, and the next step is the first."""
     parameters, others = CASE.parameters(), CASE.parameters()
@@ -437,15 +512,20 @@ def test_a_scale_that_a_scaler_hands_over(max_grad_norm: float | None, backend: 
     assert one.telemetry().skipped == 1
 
 
-def test_a_refused_step_forgets_the_scale(backend: str) -> None:
+def raising() -> None:
+    raise KeyError("lr")
+
+
+@pytest.mark.parametrize("closure", [None, raising], ids=["bad-lr", "closure-raises"])
+def test_a_refused_step_forgets_the_scale(closure: Callable[[], None] | None, backend: str) -> None:
     """Or the next step, for which the scaler hands over nothing, would unscale once more."""
     parameters = CASE.parameters()
     optimizer = CASE.optimizer(parameters, backend)
     set_gradients(parameters, CASE.gradients(0))
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
     optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.step()
+    with pytest.raises((ValueError, KeyError), match="lr"):
+        optimizer.step(closure)
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
 
@@ -529,6 +609,22 @@ def test_a_stacked_parameter_is_its_slices(group: dict[str, Any], backend: str) 
     torch.testing.assert_close(stacked.detach(), torch.stack([p.detach() for p in slices]), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("group", [{"stacked": True}, {"grad_centralization": True}], ids=str)
+def test_nothing_but_an_empty_parameter(
+    group: dict[str, Any], shape: tuple[int, ...], max_grad_norm: float | None, backend: str
+) -> None:
+    parameter = Parameter(torch.zeros(shape))
+    optimizer = Lamb([{"params": [parameter], **group}], max_grad_norm=max_grad_norm, backend=backend)
+    for step in range(2):
+        parameter.grad = torch.zeros(shape)
+        optimizer.step()
+        assert optimizer.state[parameter]["step"] == step + 1
+    rows = shape[0] if "stacked" in group else 1
+    assert optimizer.telemetry().trust_ratio.tolist() == [1.0] * rows
+
+
 # ---- storage that moves -----------------------------------------------------------------------------------------
 
 
@@ -566,6 +662,91 @@ def test_a_moved_parameter_is_noticed(move: str, backend: str) -> None:
         optimizer.step()
         fresh.step()
     torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["moved", "loaded"])
+@pytest.mark.parametrize("shape", [(520, 512, 1, 1), (520, 1, 23, 23), (64, 48, 10, 10)], ids=str)
+def test_another_memory_format(shape: tuple[int, ...], way: str, backend: str) -> None:
+    """Strides of dims of size 1 say nothing, yet they differ. Tensors as large as these are worked on in pieces."""
+    results = []
+    for name in (backend, "reference"):
+        torch.manual_seed(6)
+        parameter = Parameter(torch.randn(shape))
+        optimizer = Lamb([parameter], lr=0.1, weight_decay=0.1, backend=name)
+        for step in range(3):
+            if step == 1 and name == backend:
+                state = copy.deepcopy(optimizer.state_dict())
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+                if way == "loaded":
+                    optimizer = Lamb([parameter], backend=name)
+                    optimizer.load_state_dict(state)
+            parameter.grad = torch.randn(shape)
+            optimizer.step()
+        results.append((parameter.detach(), dict(optimizer.state[parameter])))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_moves_to_another_group(backend: str) -> None:
+    parameters = [Parameter(torch.ones(3)) for _ in range(3)]
+    groups = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:], "lr": 0.0}]
+    optimizer = Lamb(groups, adam=True, backend=backend)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(0))
+    optimizer.step()
+    assert [float(p.detach()[0]) for p in parameters] == pytest.approx([0.0, 0.5, 1.0], abs=1e-5)
+
+
+EXTRAS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "leftover": lambda state: state.update(max_exp_avg_sq=torch.full_like(state["exp_avg_sq"], 9.0)),
+    "another-tensor": lambda state: state.update(ema=torch.zeros(3)),
+    "no-tensor": lambda state: state.update(note=None),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_else_lies_in_the_state_changes_nothing(extra: str, backend: str) -> None:
+    """Neither where all is kept in the scratch, nor beyond it, nor where a small norm is taken again."""
+    runs = []
+    for added in (False, True):
+        torch.manual_seed(7)
+        parameters = [Parameter(torch.randn(2_200_000)), Parameter(torch.full((8,), 1e-20)), Parameter(torch.ones(8))]
+        optimizer = Lamb(parameters, lr=0.1, weight_decay=0.1, backend=backend)
+        for step in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+                if step and added and parameter is not parameters[2]:
+                    EXTRAS[extra](optimizer.state[parameter])
+            optimizer.step()
+        runs.append((parameters, optimizer))
+    assert_bitwise(runs[0][0], runs[1][0])
+    if extra != "leftover":
+        assert len(runs[1][1].state[runs[1][0][0]]) == len(runs[0][1].state[runs[0][0][0]]) + 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("amsgrad", "adam"), ("amsgrad", "adagrad"), ("adam", "amsgrad"), ("adagrad", "adam")]
+)
+def test_another_second_moment_from_now_on(before: str, after: str, backend: str) -> None:
+    """The state of before is gone on with, as far as it is of use; some parameters have none yet."""
+    case = Case("switched", {}, (*ZOO, Leaf("later", (6, 4), grad="late")))
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend, second_moment=before)
+    advance(case, parameters, optimizer, range(1))
+    others = copies(parameters)
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in state["state"].values():
+        each.pop("max_exp_avg_sq", None)
+        if after == "amsgrad":
+            each["max_exp_avg_sq"] = each["exp_avg_sq"].clone()
+    state["param_groups"][0]["second_moment"] = after
+    other = case.optimizer(others, backend, second_moment=after)
+    other.load_state_dict(state)
+    optimizer.param_groups[0]["second_moment"] = after
+    advance(case, parameters, optimizer, range(1, 3))
+    advance(case, others, other, range(1, 3))
+    assert_bitwise(parameters, others)
 
 
 @pytest.mark.parametrize("shape", ["shorter-view", "transposed-view"])
@@ -794,6 +975,123 @@ def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options() -> 
     other = CASE.optimizer(copies(parameters), "auto")
     other.load_state_dict(state)
     assert other.param_groups[0]["trust_ratio_bounds"] is None
+
+
+def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:
+    """What torch's AdamW has made of some parameters, the last gradients much smaller than the first."""
+    torch.manual_seed(13)
+    parameters = [Parameter(torch.randn(7, 3)), Parameter(torch.full((9,), 1e-20))]
+    adamw = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01, **options)
+    for scale in (1.0, 1e-3):
+        for parameter in parameters:
+            parameter.grad = scale * torch.randn_like(parameter)
+        adamw.step()
+    return parameters, adamw
+
+
+def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(backend: str) -> None:
+    parameters, adamw = after_adamw(weight_decay=0.2, maximize=True)
+    own = {"adapt": False, "decay_mode": "l2", "bias_correction": "lr"}
+    groups: list[dict[str, Any]] = [{"params": [parameters[0]], **own}, {"params": [parameters[1]]}]
+    optimizer = Lamb(groups, lr=7.0, trust_ratio_bounds=(0.0, 2.0), backend=backend)
+    keys = optimizer.param_groups[0].keys()
+    optimizer.load_state_dict(saved_and_loaded(adamw.state_dict()))
+    first, second = optimizer.param_groups
+    assert first.keys() == second.keys() == keys
+    assert {key: first[key] for key in own} == own
+    assert (second["adapt"], second["decay_mode"], second["bias_correction"]) == (True, "ratio", True)
+    for group in (first, second):
+        assert (group["lr"], group["weight_decay"], group["maximize"]) == (0.01, 0.2, True)
+        assert group["trust_ratio_bounds"] == (0.0, 2.0)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [3, 3]
+
+
+def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
+    """Its maximum is gone on with by amsgrad alone, which without one starts from the second moment."""
+    runs = []
+    for second_moment, keep in (("adam", True), ("adam", False), ("amsgrad", True), ("amsgrad", False)):
+        parameters, adamw = after_adamw(amsgrad=True)
+        state = copy.deepcopy(adamw.state_dict())
+        for group in state["param_groups"]:
+            group["amsgrad"] = False
+        for each in state["state"].values():
+            assert not each["max_exp_avg_sq"].equal(each["exp_avg_sq"])
+            if not keep:
+                del each["max_exp_avg_sq"]
+        groups = [{"params": [p]} for p in parameters]
+        optimizer = Lamb(groups, weight_decay=0.1, second_moment=second_moment, backend=backend)  # type: ignore[arg-type]
+        optimizer.load_state_dict(state)
+        if second_moment == "amsgrad" and not keep:
+            assert all(each["max_exp_avg_sq"].equal(each["exp_avg_sq"]) for each in optimizer.state.values())
+        optimizer.step()
+        runs.append(parameters)
+    with_maximum, without, maximum, started_anew = runs
+    assert_bitwise(with_maximum, without)
+    assert not maximum[0].equal(started_anew[0])
+    assert not maximum[0].equal(without[0])
+
+
+def test_a_checkpoint_that_counts_steps_per_group(backend: str) -> None:
+    """As those of apex and timm do."""
+    case = Case("grouped", {}, FEW)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["step"] = 3
+    for each in state["state"].values():
+        del each["step"]
+    others = copies(parameters)
+    other = case.optimizer(others, backend)
+    other.load_state_dict(state)
+    assert "step" not in other.param_groups[0]
+    advance(case, parameters, optimizer, range(3, 4))
+    advance(case, others, other, range(3, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+SCHEDULED: dict[str, float] = {
+    "initial_lr": 0.1,
+    "max_lr": 0.3,
+    "min_lr": 0.01,
+    "swa_lr": 0.05,
+    "max_momentum": 0.95,
+    "base_momentum": 0.85,
+}
+
+
+def test_the_keys_of_schedulers_stay() -> None:
+    """They lie in groups, and so in checkpoints, and in groups that another optimizer is built from."""
+    net = model()
+    groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
+    optimizer = Lamb(groups)
+    other = Lamb(optimizer.param_groups)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for each in (optimizer, other):
+        assert {key: each.param_groups[0][key] for key in SCHEDULED} == SCHEDULED
+        assert not each.param_groups[1].keys() & SCHEDULED.keys()
+
+
+def test_a_one_cycle_schedule_is_resumed() -> None:
+    """What it needs for that lies in the groups."""
+
+    def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        optimizer = Lamb(net.parameters(), weight_decay=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, last_epoch=steps.start - 1)
+        for step in steps:
+            net.zero_grad()
+            backward(net, step)
+            optimizer.step()
+            scheduler.step()
+        return optimizer.state_dict()
+
+    whole, resumed = model(), model()
+    go(whole, range(9))
+    go(resumed, range(4, 9), saved_and_loaded(go(resumed, range(4))))
+    assert_bitwise(list(whole.parameters()), list(resumed.parameters()))
 
 
 def test_load_state_dict_hooks_still_run() -> None:

@@ -254,7 +254,10 @@ def test_an_unknown_group_key_suggests_the_nearest(name: str, nearest: str) -> N
 
 
 OF_THE_WHOLE: dict[str, Any] = {
-    **{"max_grad_norm": 2.0, "skip_nonfinite": True, "backend": "foreach", "names": {}},
+    "max_grad_norm": 2.0,
+    "skip_nonfinite": True,
+    "backend": "foreach",
+    "names": {},
     "exclude_from_weight_decay": ["bias"],
 }
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from bighorn import Lamb
 
 SCRIPT = """
     import sys, torch
@@ -34,28 +43,30 @@ SCRIPT = """
     options = dict(lr=0.1, weight_decay=0.1, max_grad_norm=0.5, skip_nonfinite=True)
     whole = parameters()
     alone = Lamb(whole, **options)
-    mine = parameters()[rank]
-    sharded = Lamb([mine], process_group=dist.group.WORLD, **options)
+    all_here = [0, 1] if rank == 0 else []
+    indices = all_here if mode == "empty" else [rank]
+    mine = [parameters()[i] for i in indices]
+    sharded = Lamb([{"params": mine}], process_group=dist.group.WORLD, **options)
     for bad in (False, mode == "nonfinite", False):
         grads = gradients(bad)
         for p, g in zip(whole, grads):
             p.grad = None if g is None else g.clone()
-        mine.grad = None if grads[rank] is None else grads[rank].clone()
+        for i, p in zip(indices, mine):
+            p.grad = None if grads[i] is None else grads[i].clone()
         alone.step()
         sharded.step()
-    torch.testing.assert_close(mine, whole[rank], rtol=1e-6, atol=1e-7)
-    assert mode == "idle" or not mine.equal(parameters()[rank])
+    assert sharded.telemetry().skipped == alone.telemetry().skipped
+    for i, p in zip(indices, mine):
+        torch.testing.assert_close(p, whole[i], rtol=1e-6, atol=1e-7)
+        assert mode == "idle" or not p.equal(parameters()[i])
     dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle"])
-def test_the_norm_is_summed_over_the_group(mode: str, tmp_path: Path) -> None:
-    """Clipped and skipped as one process would that holds everything; a rank without gradients must not be missed."""
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+def run_ranks(script: str, world: int, *arguments: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(script)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), mode], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
+        subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, text=True) for rank in range(world)
     ]
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
@@ -65,4 +76,118 @@ def test_the_norm_is_summed_over_the_group(mode: str, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
+
+
+@pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle", "empty"])
+def test_the_norm_is_summed_over_the_group(mode: str, tmp_path: Path) -> None:
+    """Clipped and skipped as one process would that holds everything; a rank without gradients must not be missed.
+
+    Neither must one without parameters.
+    """
+    run_ranks(SCRIPT, 2, str(tmp_path / "store"), mode)
+
+
+ZERO = """
+    import functools, sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from bighorn import Lamb
+
+    rank, store, world, mode = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+    def model():
+        torch.manual_seed(0)
+        small = mode == "fewer"
+        return nn.Linear(5, 3, bias=False) if small else nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+    def train(net, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            net(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+
+    options = dict(lr=0.1, weight_decay=0.1, betas=(0.8, 0.9))
+    clip = dict(max_grad_norm=0.5)
+    make, more = functools.partial(Lamb, process_group=dist.group.WORLD, **clip), {}
+    if mode == "plain":
+        make, clip = Lamb, {}
+    elif mode == "keyword":
+        # Without the group each rank knows the norm of its own parameters alone, so only one rank may clip.
+        make, clip = Lamb, dict(max_grad_norm=0.5 if world == 1 else 1e6)
+        more = clip
+
+    alone, sharded = model(), model()
+    whole = Lamb(alone.parameters(), **options, **clip)
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), make, **options, **more)
+    train(alone, whole, range(3))
+    train(sharded, zero, range(3))
+    zero.consolidate_state_dict(to=0)
+    states = [zero.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(states)
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), make, **options, **more)
+    zero.load_state_dict(states[0])
+    train(alone, whole, range(3, 5))
+    train(sharded, zero, range(3, 5))
+    for p, exact in zip(sharded.parameters(), alone.parameters()):
+        torch.testing.assert_close(p, exact, rtol=1e-5, atol=1e-6)
+
+    gathered = model()
+    gathered.load_state_dict(alone.state_dict())
+    other = Lamb(gathered.parameters(), **options, **clip)
+    zero.consolidate_state_dict(to=0)
+    if rank == 0:
+        other.load_state_dict(zero.state_dict())
+        train(alone, whole, range(5, 6))
+        train(gathered, other, range(5, 6))
+        for p, exact in zip(gathered.parameters(), alone.parameters()):
+            torch.testing.assert_close(p, exact, rtol=1e-5, atol=1e-6)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("mode", ["plain", "keyword", "group", "fewer"])
+def test_a_zero_redundancy_optimizer_is_one_optimizer(mode: str, world: int, tmp_path: Path) -> None:
+    """Its steps, its checkpoint into itself, and that into an optimizer without it; also with fewer tensors than ranks.
+
+    "keyword": options of the whole optimizer reach it through ZeroRedundancyOptimizer, which writes them into groups.
+    """
+    run_ranks(ZERO, world, str(tmp_path / "store"), str(world), mode)
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """The group of a single process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_that_nothing_uses(group: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)process_group.*max_grad_norm"):
+        Lamb([Parameter(torch.ones(3))], process_group=group)
+    Lamb([Parameter(torch.ones(3))], process_group=group, skip_nonfinite=True)
+
+
+def test_a_copy_has_the_same_group(group: Any) -> None:
+    parameter = Parameter(torch.ones(3))
+    both = (parameter, Lamb([parameter], lr=0.1, max_grad_norm=0.5, process_group=group))
+    copied = copy.deepcopy(both)
+    for tensor, optimizer in (both, copied):
+        tensor.grad = torch.arange(3.0)
+        optimizer.step()
+        assert optimizer._settings.process_group is group
+        assert optimizer.state[tensor]["exp_avg"].norm() == pytest.approx(0.05)
+    assert copied[0] is not parameter
+    assert copied[0].equal(parameter)
+
+
+def test_a_group_cannot_be_pickled(group: Any) -> None:
+    optimizer = Lamb([Parameter(torch.ones(3))], max_grad_norm=0.5, process_group=group)
+    with pytest.raises(TypeError, match=r"(?s)process_group.*state_dict"):
+        pickle.dumps(optimizer)
+    pickle.dumps(optimizer.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -70,15 +71,25 @@ def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["BIGHORN_NUM_THREADS", "BIGHORN_ISA"])
-@pytest.mark.parametrize("value", ["0", "-2", "many", "v9"])
-def test_a_bad_environment_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter = Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    optimizer = Lamb([parameter], backend="cpu")
+@pytest.mark.parametrize("value", ["0", "-2", "many", "v9", "1025"])
+@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
+def test_a_bad_environment_variable_is_named(
+    name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And moves nothing: neither what the library serves nor the float64 parameters, which it does not."""
+    parameters = [Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
+    optimizer = Lamb(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if not first:
+        optimizer.step()
+    before = copy.deepcopy((parameters, [dict(optimizer.state[p]) for p in parameters if p in optimizer.state]))
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}.*{value}"):
         optimizer.step()
-    assert parameter.equal(torch.ones(3))
+    assert all(a.equal(b) for a, b in zip(parameters, before[0], strict=True))
+    for parameter, state in zip(parameters, before[1], strict=first is False):
+        assert all(optimizer.state[parameter][key].equal(old) for key, old in state.items())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -164,6 +175,46 @@ def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
         torch.randn = lambda *a, _made=torch.randn, **k: _made(*a, dtype=torch.float32, **k)
         params = stepping.parameters(largest=5000)
         assert stepping.digest(params, stepping.train(params, steps=3)) == expected
+    """
+    run(code)
+
+
+@pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
+@pytest.mark.parametrize("way", ["torch.set_default_device('meta')", "torch.device('meta').__enter__()"])
+def test_another_default_device_changes_nothing(way: str, backend: str) -> None:
+    """`meta` stands in for "cuda", with the parameters on the CPU; tensors made without a device would land there."""
+    code = f"""
+        import copy, stepping, torch
+        from torch.nn import Parameter
+        from bighorn import Lamb
+
+        def gradients(params):
+            for p in params:
+                p.grad = torch.ones_like(p)
+
+        def train(params):
+            gradients(params)
+            options = dict(lr=0.1, weight_decay=0.1, max_grad_norm=1.0, skip_nonfinite=True, backend={backend!r})
+            groups = [dict(params=params[:1]), dict(params=params[1:], stacked=True, grad_centralization=True)]
+            optimizer = Lamb(groups, **options)
+            optimizer.telemetry(), optimizer.explain()
+            optimizer.step()
+            other = Lamb(groups, **options)
+            state = copy.deepcopy(optimizer.state_dict())
+            for each in state["state"].values():
+                each["step"] = 1
+            other.load_state_dict(state)
+            other.step()
+            assert other.telemetry().skipped == 0
+            return stepping.digest(params, other)
+
+        def make():
+            return [Parameter(torch.linspace(0, 1, n).view(-1, 5)) for n in (300_000, 60)]
+
+        one, two = make(), make()
+        expected = train(one)
+        {way}
+        assert train(two) == expected
     """
     run(code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,6 +43,25 @@ def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bo
     if callable(exclusion):
         return bool(exclusion(name, param))
     return any(re.search(pattern, name) for pattern in exclusion)
+
+
+def named(params: object, names: Names | None) -> list[Any]:
+    """Parameters in a list, as (name, parameter) pairs where `names` is given and they are not pairs already.
+
+    Raises:
+        TypeError: `params` has no order.
+        ValueError: `names` does not know a parameter.
+    """
+    if isinstance(params, set):
+        raise TypeError("params must be ordered, but a set is not: pass a list")
+    params = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[call-overload]
+    if names is None or any(isinstance(param, tuple) for param in params):
+        return params
+    known = names_of(names)
+    missing = [i for i, param in enumerate(params) if id(param) not in known]
+    if missing:
+        raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
+    return [(known[id(param)], param) for param in params]
 
 
 def names_of(names: object) -> dict[int, str]:

@@ -28,6 +28,16 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as those of an expanded tensor do, so that writing one writes others."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape lie in memory in the same order. Strides of single elements say nothing."""
     if a.stride() == b.stride() or a.numel() == 0:

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from bighorn import kernels, sharding
-from bighorn.groups import Exclusion, Names, excludes, names_of
+from bighorn import kernels
+from bighorn.groups import excludes, named
 from bighorn.kernels import LambOptions
 from bighorn.optim import checks
 from bighorn.optim.checks import Check
-from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint, overlaps
+from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
+from bighorn.optim.settings import Settings
 from bighorn.state import Spec, complete, hold, real_view, release
 
 LABELS = ("params", "param_names", "name")
@@ -37,27 +38,6 @@ MOST_PLANS = 8
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options that belong to the optimizer as a whole, and so to no group and no checkpoint."""
-
-    backend: str
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    exclude_from_weight_decay: Exclusion | None
-    exclude_from_layer_adaptation: Exclusion | None
-    process_group: Any
-    names: Names | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
-        return self
-
-    def __reduce__(self) -> Any:
-        if self.process_group is not None:
-            raise TypeError("an optimizer with a process_group cannot be pickled: save state_dict() instead")
-        return Settings, tuple(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -124,17 +104,18 @@ class KernelOptimizer(Optimizer):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
         if "params" not in param_group:
             raise ValueError("a parameter group must have the key 'params'")
-        # ZeroRedundancyOptimizer writes the constructor's arguments into every group.
-        whole = vars(self._settings)
-        group = {name: value for name, value in param_group.items() if name not in whole or value != whole[name]}
+        group = self._settings.without_own(param_group)
         checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *self.OPTIONS], "a parameter group")
         group.update(self._checked(group))
-        group["params"] = self._named(group)
+        group["params"] = named(group["params"], self._settings.names)
+        if "param_names" not in group and not all(isinstance(param, tuple) for param in group["params"]):
+            self._settings.refuse_nameless()
         stacked = group.get("stacked", self.defaults["stacked"])
+        tensors = []
         for param in group["params"]:
             name, tensor = param if isinstance(param, tuple) else (None, param)
-            self._check_param(name, tensor, stacked)
-        tensors = [param[1] if isinstance(param, tuple) else param for param in group["params"]]
+            checks.parameter(name, tensor, stacked=stacked)
+            tensors.append(tensor)
         if len({id(tensor) for tensor in tensors}) < len(tensors):
             raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
         if len(group.get("param_names", tensors)) != len(tensors):
@@ -149,45 +130,6 @@ class KernelOptimizer(Optimizer):
 
     def _forget_plans(self) -> None:
         self._plan, self._plans = None, {}
-
-    def _named(self, group: dict[str, Any]) -> list[Any]:
-        params = group["params"]
-        if isinstance(params, Tensor):
-            params = [params]
-        if isinstance(params, set):
-            raise TypeError("params must be ordered, but a set is not: pass a list")
-        params = list(params)
-        if self._settings.names is not None and not any(isinstance(param, tuple) for param in params):
-            names = names_of(self._settings.names)
-            missing = [i for i, param in enumerate(params) if id(param) not in names]
-            if missing:
-                raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
-            return [(names[id(param)], param) for param in params]
-        exclusions = {"exclude_from_weight_decay", "exclude_from_layer_adaptation"}
-        used = [name for name in sorted(exclusions) if getattr(self._settings, name) is not None]
-        if used and "param_names" not in group and not all(isinstance(param, tuple) for param in params):
-            raise ValueError(f"{used[0]} needs names: pass model.named_parameters() as params, or names=model")
-        return params
-
-    def _check_param(self, name: str | None, param: object, stacked: bool) -> None:
-        what = f"parameter {name!r}" if name is not None else "a parameter"
-        if not isinstance(param, Tensor):
-            raise TypeError(f"params must be tensors, but {what} is {param!r} ({type(param).__name__})")
-        if not (param.is_floating_point() or param.is_complex()):
-            raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
-        if param.layout != torch.strided:
-            raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
-        if overlaps(param) or param.is_neg() or param.is_conj():
-            raise ValueError(
-                f"{what} is a view whose elements share memory or are negated on reading: clone() it first"
-            )
-        if stacked and param.dim() < 2:
-            raise ValueError(
-                f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers"
-            )
-        reason = sharding.why_refused(param)
-        if reason:
-            raise ValueError(f"{what} cannot be optimized by {type(self).__name__}: {reason}")
 
     def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
         variant = Variant(len(self.param_groups), True, True, False)
@@ -440,6 +382,8 @@ class KernelOptimizer(Optimizer):
 
     def _loaded_group(self, index: int, loaded: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         try:
+            settings: Settings | None = self.__dict__.get("_settings")
+            loaded = settings.without_own(loaded) if settings else loaded  # none yet while unpickling
             group = checks.without_torch_keys({**{name: current[name] for name in self.OPTIONS}, **loaded})
             checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, "step", *self.OPTIONS], "it")
             return {**group, **self._checked(group)}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.state import DTYPES
+from bighorn import sharding
+from bighorn.state import DTYPES, overlaps
 
 Check = Callable[[str, object], object]
 
@@ -112,6 +113,29 @@ def process_group(value: object, *, used: bool) -> Any:
     if not used:
         raise ValueError("process_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it")
     return value
+
+
+def parameter(name: str | None, param: object, *, stacked: bool) -> None:
+    """A tensor that can be optimized here.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: Its dtype, layout or kind cannot be optimized.
+    """
+    what = f"parameter {name!r}" if name is not None else "a parameter"
+    if not isinstance(param, Tensor):
+        raise TypeError(f"params must be tensors, but {what} is {param!r} ({type(param).__name__})")
+    if not (param.is_floating_point() or param.is_complex()):
+        raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
+    if param.layout != torch.strided:
+        raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
+    reason = sharding.why_refused(param)
+    if reason:
+        raise ValueError(f"{what} cannot be optimized here: {reason}")
+    if overlaps(param) or param.is_neg() or param.is_conj():
+        raise ValueError(f"{what} is a view whose elements share memory or are negated on reading: clone() it first")
+    if stacked and param.dim() < 2:
+        raise ValueError(f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers")
 
 
 TORCH_ONLY = {

@@ -12,9 +12,10 @@ from bighorn.groups import Exclusion, Names, check_exclusion, names_of
 from bighorn.kernels import BACKENDS, LambOptions
 from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
 from bighorn.optim import checks
-from bighorn.optim.base import KernelOptimizer, Settings
+from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check
 from bighorn.optim.plan import Variant
+from bighorn.optim.settings import Settings
 from bighorn.state import Spec, moments_dtype
 
 

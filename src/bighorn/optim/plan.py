@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket, Kernel, LambOptions
-from bighorn.state import real_view
+from bighorn.state import overlaps, real_view
 
 State = dict[str, Any]
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -214,16 +214,6 @@ def _check_disjoint(feeds: list[tuple[Part, Feed]]) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
-
-
-def overlaps(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as those of an expanded tensor do, so that writing one writes others."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return tensor.numel() > 0
-        reach += (size - 1) * stride
-    return False
 
 
 def is_dense(tensor: Tensor, leading: int) -> bool:

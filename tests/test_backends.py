@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import scalar
 from bighorn import Lamb
-from bighorn.kernels import reference
+from bighorn.kernels.reference import lamb as reference
 from cases import BACKENDS, CASES, LRS, ZOO, Case, Layout, arranged, double, set_gradients, set_lr
 
 LOW = {torch.bfloat16, torch.float16}

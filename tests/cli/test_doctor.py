@@ -8,6 +8,7 @@ import torch
 from bighorn import kernels
 from bighorn.cli import doctor
 from bighorn.kernels import Status
+from bighorn.kernels.cpu import library
 from cli.helpers import Invoke
 
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
@@ -16,8 +17,8 @@ MISSING = "libbighorn.so was not built: install a C compiler, then reinstall big
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of somebody who installed without a compiler."""
-    monkeypatch.setattr(kernels.cpu, "LIBRARY", None)
-    monkeypatch.setattr(kernels.cpu, "LIBRARY_DETAIL", MISSING)
+    monkeypatch.setattr(library, "LIBRARY", None)
+    monkeypatch.setattr(library, "LIBRARY_DETAIL", MISSING)
 
 
 def words(text: str) -> str:
@@ -35,7 +36,7 @@ def test_every_backend_and_what_results_depend_on_is_shown(invoke: Invoke, monke
         assert words(f"{name} {'works' if found['works'] else 'does not work'} {found['detail']}") in words(output)
     assert content["environment"]["torch"] == torch.__version__
     assert content["environment"]["threads"] == torch.get_num_threads()
-    assert content["machine"]["cores allowed"] == kernels.cpu.cores()
+    assert content["machine"]["cores allowed"] == library.cores()
     assert content["variables"]["OMP_DYNAMIC"] == "false"
     assert words("OMP_DYNAMIC false") in words(output)
 

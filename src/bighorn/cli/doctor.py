@@ -15,7 +15,8 @@ from bighorn import Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
-from bighorn.kernels import BACKENDS, cpu, status
+from bighorn.kernels import BACKENDS, status
+from bighorn.kernels.cpu import library
 
 VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
@@ -46,11 +47,11 @@ def findings() -> dict[str, Any]:
     for name, found in status().items():
         failure = step_failure(name) if found.available else None
         backends[name] = {"works": found.available and not failure, "detail": failure or found.detail}
-    library = {"C library": cpu.LIBRARY_DETAIL} if cpu.LIBRARY else {}
+    built = {"C library": library.LIBRARY_DETAIL} if library.LIBRARY else {}
     return {
         "backends": backends,
         "environment": {name: value for name, value in environment().items() if name != "cpu backend"},
-        "machine": machine() | library,
+        "machine": machine() | built,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
 

@@ -10,7 +10,7 @@ import torch
 
 import bighorn
 from bighorn import kernels
-from bighorn.kernels import cpu
+from bighorn.kernels.cpu import library
 
 
 def environment() -> dict[str, str | int]:
@@ -47,7 +47,7 @@ def _processor() -> str:
 
 def machine() -> dict[str, str | int | float]:
     """Cores, caches, and how busy they are; what the system does not tell is left out."""
-    facts: dict[str, str | int | float] = {"processors": os.cpu_count() or 1, "cores allowed": cpu.cores()}
+    facts: dict[str, str | int | float] = {"processors": os.cpu_count() or 1, "cores allowed": library.cores()}
     caches = [_cache(folder) for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))]
     if caches:
         facts["caches"] = ", ".join(caches)

@@ -1,7 +1,8 @@
 """The backends, and the one place that finds out which of them work here.
 
-A backend is a module with `why_not(param, options)` and a class `Lamb` that is made from buckets when tensors change
-and then steps them; `bucket.py` says what it is handed, `reference.py` what it must compute.
+A backend is a package with `why_not(param, options)` and one class per algorithm, in a file of its own, that is made
+from buckets when tensors change and then steps them; `bucket.py` says what it is handed, `reference` what it must
+compute.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import cpu, foreach, reference
-from .bucket import Bucket, LambOptions
+from bighorn.kernels import cpu, foreach, reference
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
+from bighorn.kernels.cpu import library
 
-__all__ = ["BACKENDS", "Backend", "Bucket", "Kernel", "LambOptions", "Status", "pick", "status"]
+__all__ = ["BACKENDS", "Backend", "Bucket", "CameOptions", "Kernel", "LambOptions", "Status", "pick", "status"]
 
 
 class Kernel(Protocol):
@@ -38,7 +40,7 @@ class Backend:
     why_not: Callable[[Tensor, LambOptions], str | None]
     """Why it cannot serve such a tensor, or None."""
 
-    lamb: Callable[[list[Bucket]], Kernel]
+    lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
 
 
 BACKENDS = {
@@ -65,7 +67,7 @@ def status() -> dict[str, Status]:
         True
     """
     return {
-        "cpu": Status(cpu.LIBRARY is not None, cpu.describe()),
+        "cpu": Status(library.LIBRARY is not None, library.describe()),
         "foreach": Status(True, "plain torch, any device"),
         "reference": Status(True, "the specification, any device"),
     }

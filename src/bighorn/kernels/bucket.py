@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ Bounds = tuple[float, float]
 BiasCorrection = Literal[True, False, "lr"]
 DecayMode = Literal["ratio", "decoupled", "l2"]
 SecondMoment = Literal["adam", "amsgrad", "adagrad"]
+Factor = Literal["matrix", "last_two"]
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,47 @@ class LambOptions:
     centre: bool
 
 
+@dataclass(frozen=True)
+class CameOptions:
+    """The options of one bucket, resolved, as `LambOptions`; all of its rows are factored by one rule, or none is."""
+
+    lr: float | Tensor
+    betas: tuple[float, float, float]
+    eps: tuple[float, float]
+    clip_threshold: float
+    weight_decay: float
+    decay_rate: float | None
+    bias_correction: bool
+    scale_parameter: bool
+    scale_eps: float
+    maximize: bool
+    centre: bool
+    factor: Factor | None
+    """How a row becomes matrices: "matrix", one of dim 0 by everything else; "last_two", one for each index of the
+    leading dims; None, its second moment is kept unfactored."""
+
+
+Options = TypeVar("Options", LambOptions, CameOptions)
+
+
 @dataclass
-class Bucket:
+class Bucket(Generic[Options]):
     """One row per tensor (or per slice of a stacked one); parameters are dense, and their state lies in their order.
 
     Attributes:
         options: What the rows share.
         params: The rows' parameters; kernels write them.
-        state: Name to one tensor per row (`exp_avg`, `exp_avg_sq`, and `max_exp_avg_sq` for amsgrad).
+        state: Name to one tensor per row; every row has the same names. LAMB: `exp_avg`, `exp_avg_sq`, and
+            `max_exp_avg_sq` for amsgrad. CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either
+            `exp_avg_sq_row`, `exp_avg_sq_col`, `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored.
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
         counts: `steps` without repetition; kernels advance each by 1.
-        norms: Float32, `[rows, 3]`; kernels write weight norm, update norm and trust ratio.
+        norms: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
+            CAME: RMS of u before it is clipped, what clipping multiplied it with, mean confidence.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
     """
 
-    options: LambOptions
+    options: Options
     params: list[Tensor]
     state: dict[str, list[Tensor]]
     steps: list[Tensor]

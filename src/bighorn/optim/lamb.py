@@ -1,4 +1,4 @@
-"""LAMB: its options, and what they come to for a bucket. The mathematics is in `kernels/reference.py`."""
+"""LAMB: its options, and what they come to for a bucket. The mathematics is in `kernels/reference/lamb.py`."""
 
 from __future__ import annotations
 

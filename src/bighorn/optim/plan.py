@@ -62,7 +62,7 @@ class Feed:
 class Slot:
     """A bucket, and where its rows come from."""
 
-    bucket: Bucket
+    bucket: Bucket[Any]
     variant: Variant
     feeds: list[Feed] = field(default_factory=list)
     direct: bool = True
@@ -88,7 +88,7 @@ class Plan:
     slots: list[Slot]
     kernels: list[tuple[torch.device, Kernel]]
     labels: tuple[str, ...]
-    rows: list[tuple[Bucket, int]]
+    rows: list[tuple[Bucket[Any], int]]
     """Per label: its bucket and row."""
     fingerprint: object = None
 
@@ -158,10 +158,10 @@ def build(
             does not serve one.
     """
     slots: dict[tuple[object, ...], Slot] = {}
-    backends: dict[tuple[str, torch.device], list[Bucket]] = {}
+    backends: dict[tuple[str, torch.device], list[Bucket[Any]]] = {}
     states: list[State] = []
     labels: list[str] = []
-    rows: list[tuple[Bucket, int]] = []
+    rows: list[tuple[Bucket[Any], int]] = []
     for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         view = real_view(part.param)
         _check_grad(part, grad)

@@ -145,7 +145,7 @@ static double power(double base, int64_t exponent) {
     return result;
 }
 
-/* The same decision as trust_ratio() in reference.py, which is the specification. NaN passes through. */
+/* The same decision as trust_ratio() in reference/lamb.py, which is the specification. NaN passes through. */
 static double trust_ratio(const Options *o, double weight_norm, double update_norm) { /* LAMB-q */
     if (!o->adapt || weight_norm == 0 || update_norm == 0) return 1;
     double low = o->weight_norm_bounds[0], high = o->weight_norm_bounds[1];

@@ -1,5 +1,5 @@
 /* The seam between driver.c (threads, schedule, trust ratio) and loops.c (arithmetic, once per instruction set),
- * and the C ABI that cpu.py mirrors with ctypes. Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
+ * and the C ABI that kernels/cpu mirrors with ctypes. Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
 #ifndef BIGHORN_LAMB_H
 #define BIGHORN_LAMB_H
 

@@ -2,7 +2,7 @@
 
 Temporaries are a handful of 1 MB chunks, which stay in cache, never copies of the model (a cautious step alone takes
 whole tensors, since its mask is averaged over them). Where the lines tagged
-`LAMB-...` leave a question open, `reference.py` answers it.
+`LAMB-...` leave a question open, `reference/lamb.py` answers it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import reference
-from .bucket import Bucket, LambOptions
-
-CHUNK = 1 << 18  # elements; 1 MB of float32, a core's second-level cache
-
-why_not = reference.why_not
+from bighorn.kernels import reference
+from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
+from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.foreach.pieces import CHUNK, borrow, chunks, flat, give_back, in_order_of, per_row
+from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 
 
 class Lamb(reference.Lamb):
@@ -26,7 +25,7 @@ class Lamb(reference.Lamb):
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
-        return reference.square_sums(pieces, self.buckets[0].norms).sum()
+        return square_sums(pieces, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Lamb.step`."""
@@ -39,7 +38,7 @@ class Lamb(reference.Lamb):
 class Batch:
     """Rows of a bucket that are worked on together: many small ones, or a single one that is cut into pieces."""
 
-    def __init__(self, bucket: Bucket, rows: list[int]) -> None:
+    def __init__(self, bucket: Bucket[LambOptions], rows: list[int]) -> None:
         self.options = bucket.options
         self.norms = bucket.norms[rows[0] : rows[-1] + 1]
         self.steps = bucket.steps[rows[0] : rows[-1] + 1]
@@ -64,7 +63,7 @@ class Batch:
             yield {name: [split[i].view(-1, self.fan)] for name, split in splits.items()}
 
 
-def batches(bucket: Bucket) -> Iterator[Batch]:
+def batches(bucket: Bucket[LambOptions]) -> Iterator[Batch]:
     """Consecutive rows up to CHUNK elements in all, at least one row each."""
     rows: list[int] = []
     total = 0
@@ -82,27 +81,27 @@ def lamb_batch(batch: Batch, grad_scale: Tensor | float, commit: Tensor | None) 
     """Both phases of a batch: moments and norms of all its pieces, then the parameters of all its pieces."""
     o = batch.options
     t = torch.stack(batch.steps) + 1
-    corrections = reference.bias_corrections(t.to(reference.wide(t)), o)
-    sums = torch.zeros(len(t), 2, dtype=reference.wide(t), device=t.device)
+    corrections = bias_corrections(t.to(wide(t)), o)
+    sums = torch.zeros(len(t), 2, dtype=wide(t), device=t.device)
     decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
     u: list[Tensor] = []
 
     for piece in batch.pieces():
         u = moments(piece, o, corrections, grad_scale, commit)
-        sums += torch.stack([reference.square_sums(tensors, sums) for tensors in (piece["x"], u)], dim=1)
+        sums += torch.stack([square_sums(tensors, sums) for tensors in (piece["x"], u)], dim=1)
 
     weight_norm, update_norm = sums.sqrt().unbind(dim=1)
     weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
     q = torch.ones_like(weight_norm)
     if o.adapt:
-        q = reference.trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
-    reference.write(batch.norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
+        q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
+    write(batch.norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
 
     step = per_row(corrections[2] * q * o.lr, batch.arrays["x"][0])
     for piece in batch.pieces():
         if batch.cut:
             u = update(piece, o, corrections)
-        x = borrow(piece["x"], reference.compute_dtype(piece["x"][0]), commit)
+        x = borrow(piece["x"], compute_dtype(piece["x"][0]), commit)
         if o.decay_mode == "decoupled":
             torch._foreach_mul_(x, decay)
         torch._foreach_mul_(u, step)
@@ -119,7 +118,7 @@ def moments(
 ) -> list[Tensor]:
     """Advance the moments of a piece and return its u."""
     beta1, beta2 = o.betas
-    dtype = reference.compute_dtype(piece["x"][0])
+    dtype = compute_dtype(piece["x"][0])
     scale = -grad_scale if o.maximize else grad_scale
     g = [g.to(dtype) if isinstance(scale, float) and scale == 1 else g.to(dtype) * scale for g in piece["g"]]
     if o.centre:
@@ -149,7 +148,7 @@ def update(
     g: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """The u of a piece, from its moments as stored; `g` is needed by a cautious update alone."""
-    dtype = reference.compute_dtype(piece["x"][0])
+    dtype = compute_dtype(piece["x"][0])
     correction1, correction2, _ = corrections
     v = piece["max_exp_avg_sq"] if o.second_moment == "amsgrad" else piece["exp_avg_sq"]
     # m / c1 / (sqrt(v / c2) + eps), with both corrections moved where they cost a pass less.
@@ -163,45 +162,3 @@ def update(
     if o.decay_mode == "ratio":
         torch._foreach_add_(u, [x.to(dtype) for x in piece["x"]], alpha=o.weight_decay)  # LAMB-u
     return u
-
-
-def borrow(tensors: list[Tensor], dtype: torch.dtype, commit: Tensor | None) -> list[Tensor]:
-    """The tensors themselves to compute in, or copies where their dtype or a pending decision forbids that."""
-    return [tensor.to(dtype, copy=commit is not None) for tensor in tensors]
-
-
-def give_back(tensors: list[Tensor], work: list[Tensor], commit: Tensor | None) -> list[Tensor]:
-    """Store what was computed in borrowed tensors, and return it as it is (or would be) stored."""
-    for tensor, value in zip(tensors, work, strict=True):
-        if value is not tensor:
-            reference.write(tensor, value, commit)
-    return tensors if commit is None else [w.to(t.dtype) for t, w in zip(tensors, work, strict=True)]
-
-
-def chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor of any layout in pieces of about CHUNK elements, in no order that matters."""
-    if tensor.numel() <= CHUNK or tensor.dim() == 0:
-        yield tensor
-        return
-    for part in torch.split(tensor, max(1, CHUNK * tensor.shape[0] // tensor.numel())):
-        if part.shape[0] == 1:
-            yield from chunks(part[0])
-        else:
-            yield part
-
-
-def in_order_of(x: Tensor, g: Tensor) -> Tensor:
-    """A gradient in the memory order of its parameter: a copy only where it lies otherwise."""
-    if g.stride() == x.stride():
-        return g
-    return torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=x.device).copy_(g)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
-    return tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
-    """One 0-dim tensor per row, in the dtype of the arithmetic."""
-    return list(values.to(reference.compute_dtype(like)).unbind())

@@ -9,19 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bucket import Bounds, Bucket, LambOptions
-
-
-def why_not(param: Tensor, options: LambOptions) -> str | None:
-    """The reason why this backend cannot serve such a tensor: there is none."""
-    del param, options
-    return None
+from bighorn.kernels.arithmetic import compute_dtype, norm, square_sums, wide, write
+from bighorn.kernels.bucket import Bounds, Bucket, LambOptions
 
 
 class Lamb:
     """LAMB for some buckets on one device. The other backends have the same class with the same methods."""
 
-    def __init__(self, buckets: list[Bucket]) -> None:
+    def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         self.buckets = buckets
 
     def prepare(self) -> None:
@@ -50,11 +45,6 @@ class Lamb:
                     write(tensor, new_state[name], commit)
             for step in bucket.counts:
                 step += 1 if commit is None else commit
-
-
-def write(out: Tensor, value: Tensor, commit: Tensor | None) -> None:
-    """Store `value`, rounded to the dtype of `out`."""
-    out.copy_(value if commit is None else torch.where(commit, value.to(out.dtype), out))
 
 
 def lamb(
@@ -134,24 +124,3 @@ def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, T
     if options.bias_correction == "lr":
         return one, one, correction2.sqrt() / correction1
     return correction1, correction2, one
-
-
-def norm(x: Tensor) -> Tensor:
-    """The 2-norm of all elements, 0-dim float64."""
-    return x.to(wide(x)).square().sum().sqrt()
-
-
-def square_sums(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """The sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor vanish."""
-    sums = [tensor.to(wide(tensor)).square().sum() for tensor in tensors]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like), device=like.device)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """At least float32, whatever the parameter's dtype."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype for norms and for powers of beta: float64, but on Apple's GPUs, which have none."""
-    return torch.float32 if x.device.type == "mps" else torch.float64

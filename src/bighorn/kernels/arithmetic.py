@@ -1,0 +1,32 @@
+"""Dtypes, norms and conditional writes: what the backends in plain torch share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def write(out: Tensor, value: Tensor, commit: Tensor | None) -> None:
+    """Store `value`, rounded to the dtype of `out`."""
+    out.copy_(value if commit is None else torch.where(commit, value.to(out.dtype), out))
+
+
+def norm(x: Tensor) -> Tensor:
+    """The 2-norm of all elements, 0-dim float64."""
+    return x.to(wide(x)).square().sum().sqrt()
+
+
+def square_sums(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """The sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor vanish."""
+    sums = [tensor.to(wide(tensor)).square().sum() for tensor in tensors]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like), device=like.device)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """At least float32, whatever the parameter's dtype."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype for norms and for powers of beta: float64, but on Apple's GPUs, which have none."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

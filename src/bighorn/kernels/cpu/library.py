@@ -1,0 +1,159 @@
+"""The ctypes face of the C library: tables of addresses in, one call for the whole model.
+
+The library knows nothing of torch or Python. What it is told about the process comes from here: how many threads,
+which OpenMP runtime to borrow them from, which instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import math
+import os
+import threading
+from array import array
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY_NAME = "libbighorn.so"
+SCRATCH_BYTES = 8 << 20  # u is kept for the last blocks of a tensor up to this much, for all threads together
+
+ISAS = {"v2": 2, "v3": 3, "v4": 4}
+
+
+class Run(ctypes.Structure):
+    """`Run` of csrc/lamb.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("parallel", "thread_num", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("threads", "isa")),
+    ]
+
+
+# ---- the library and the machine ------------------------------------------------------------------------------
+
+
+def load_library() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why there is none."""
+    # In an editable install the library lies in site-packages, the sources elsewhere: resources know both places.
+    path = Path(str(importlib.resources.files("bighorn.kernels").joinpath(LIBRARY_NAME)))
+    if not path.is_file():
+        return None, f"{LIBRARY_NAME} was not built: install a C compiler, then reinstall bighorn from source"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"{LIBRARY_NAME} does not load: {error}"
+    address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    run = ctypes.POINTER(Run)
+    library.bighorn_isa.argtypes = []
+    library.bighorn_advance.argtypes = [address, count]
+    library.bighorn_square_sum.argtypes = [run, address, address, count, address]
+    library.bighorn_square_sum.restype = number
+    library.bighorn_lamb_step.argtypes = [run, *[address] * 4, count, number, address, address, count]
+    return library, str(path)
+
+
+def openmp() -> tuple[int, int, int] | None:
+    """The addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in the process, torch's own."""
+    if os.name != "posix":
+        return None
+    process = ctypes.CDLL(None)
+    try:
+        functions = process.GOMP_parallel, process.omp_get_thread_num, process.omp_get_num_threads
+    except AttributeError:
+        return None
+    parallel, thread_num, num_threads = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return parallel, thread_num, num_threads
+
+
+def cores() -> int:
+    """How many this process may use: by affinity, and by its control group's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, math.ceil(int(quota) / int(period))))
+
+
+def threads() -> int:
+    """The team size for the next call: `BIGHORN_NUM_THREADS`, else torch's, but no more than there are cores."""
+    if OPENMP is None or _forked:
+        return 1
+    asked = os.environ.get("BIGHORN_NUM_THREADS")
+    if not asked:
+        return min(torch.get_num_threads(), CORES)
+    if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
+        raise ValueError(f"BIGHORN_NUM_THREADS={asked!r} in the environment must be a number of threads, 1 to 1024")
+    return int(asked)
+
+
+def isa() -> int:
+    """The x86-64 level to run (2 to 4; 0 elsewhere): the machine's, or a lower one from `BIGHORN_ISA` (v2, v3)."""
+    level = int(LIBRARY.bighorn_isa()) if LIBRARY else 0
+    asked = os.environ.get("BIGHORN_ISA")
+    if not asked:
+        return level
+    if asked not in ISAS:
+        raise ValueError(f"BIGHORN_ISA={asked!r} in the environment must be one of {', '.join(ISAS)}")
+    return min(level, ISAS[asked])
+
+
+def describe() -> str:
+    """One line for `bighorn doctor`."""
+    if LIBRARY is None:
+        return LIBRARY_DETAIL
+    count = threads()
+    team = (
+        f"{count} thread{'s' * (count > 1)} of torch's OpenMP"
+        if OPENMP
+        else "1 thread (no OpenMP runtime in the process)"
+    )
+    return f"{team}, instruction set {f'x86-64-v{isa()}' if isa() else 'of the build'}"
+
+
+def _after_fork() -> None:
+    # The runtime's workers do not exist in a forked child, and waiting for them would take forever.
+    global _forked
+    _forked = True
+
+
+LIBRARY, LIBRARY_DETAIL = load_library()
+OPENMP = openmp()
+CORES = cores()
+_forked = False
+_scratch = threading.local()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def scratch() -> Tensor:
+    """The calling thread's scratch, made once."""
+    if not hasattr(_scratch, "tensor"):
+        _scratch.tensor = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device="cpu")
+    tensor: Tensor = _scratch.tensor
+    return tensor
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, where `unsupported` said that there is one."""
+    assert LIBRARY is not None, LIBRARY_DETAIL
+    return LIBRARY
+
+
+def run() -> ctypes._CArgObject:
+    """How the next call is to run, as the library's functions take it."""
+    return ctypes.byref(_run_on(threads(), isa()))
+
+
+@functools.cache
+def _run_on(threads: int, isa: int) -> Run:
+    return Run(*(OPENMP or (None, None, None)), threads, isa)
+
+
+def address(values: array[int]) -> int:
+    """Where an array's values lie."""
+    return values.buffer_info()[0]

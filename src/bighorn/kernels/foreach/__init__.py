@@ -1,0 +1,6 @@
+"""Plain torch on batches of tensors of bounded size, for any device."""
+
+from bighorn.kernels.foreach.lamb import Lamb
+from bighorn.kernels.reference import why_not
+
+__all__ = ["Lamb", "why_not"]

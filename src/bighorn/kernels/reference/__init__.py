@@ -1,0 +1,13 @@
+"""The specification: one tensor at a time, any floating dtype, any device, written to be read."""
+
+from torch import Tensor
+
+from bighorn.kernels.reference.lamb import Lamb
+
+__all__ = ["Lamb", "why_not"]
+
+
+def why_not(param: Tensor, options: object) -> str | None:
+    """The reason why this backend cannot serve such a tensor: there is none."""
+    del param, options
+    return None

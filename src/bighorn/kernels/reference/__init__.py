@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from bighorn.kernels.reference.came import Came
 from bighorn.kernels.reference.lamb import Lamb
 
-__all__ = ["Lamb", "why_not"]
+__all__ = ["Came", "Lamb", "why_not"]
 
 
 def why_not(param: Tensor, options: object) -> str | None:

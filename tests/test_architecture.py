@@ -14,14 +14,14 @@ from types import ModuleType
 import pytest
 
 import bighorn
-from bighorn import kernels
+from bighorn import kernels, schedules
 
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"optim"},
+    "bighorn": {"optim", "schedules"},
     "optim": {"optim", "kernels", "sharding", "state", "gradients", "groups", "schedules"},
     "kernels": {"kernels"},
     "sharding": set(),
@@ -31,8 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules": set(),
     "scaling": {"sharding"},
     "parallel": {"sharding"},
-    "compat": {"bighorn", "compat"},
-    "cli": {"bighorn", "kernels", "cli"},
+    "compat": {"bighorn", "compat", "schedules"},
+    "cli": {"bighorn", "kernels", "schedules", "cli"},
 }
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy", "optax", "jax", "pytorch_optimizer", "timm"}
 
@@ -104,9 +104,9 @@ def test_only_one_place_probes_for_backends() -> None:
 
 
 def public() -> list[tuple[str, object]]:
-    """Every public name of the package and of its kernels, and the public methods of the classes among them."""
+    """Every public name of the package, its schedules and its kernels, and the public methods of the classes."""
     found: list[tuple[str, object]] = []
-    for module in (bighorn, kernels):
+    for module in (bighorn, schedules, kernels):
         for name in module.__all__:
             thing = getattr(module, name)
             if not (inspect.isclass(thing) or inspect.isfunction(thing)):

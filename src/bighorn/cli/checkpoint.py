@@ -78,7 +78,7 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     Raises:
         InputError: If an option contradicts the checkpoint; only the place of the data and the threads may differ.
     """
-    saved = checkpoint["config"]
+    saved: dict[str, Any] = asdict(RunConfig(**checkpoint["config"]))  # with the defaults of options that came later
     for name, value in given.items():
         if name not in {"data", "threads"} and saved[name] != value:
             flag = "--" + name.replace("_", "-")
@@ -87,4 +87,4 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
                 f"{flag} {value} contradicts the checkpoint, whose run has {has}. "
                 f"Leave {flag} out to resume, or leave --resume out to start anew."
             )
-    return RunConfig(**{**saved, **{name: given[name] for name in ("data", "threads") if name in given}})
+    return RunConfig(**(saved | {name: given[name] for name in ("data", "threads") if name in given}))

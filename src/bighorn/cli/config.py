@@ -11,9 +11,10 @@ import torch
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.options import option
-from bighorn.cli.schedule import warmup_steps
+from bighorn.cli.schedule import DECAYS, warmup_steps
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, positive
+from bighorn.schedules import RULES, scaled_lr
 
 BASE_BATCH = 256
 """The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""
@@ -43,9 +44,12 @@ class RunConfig:
     lr_scaling: str = option(
         "none",
         f"Multiply lr by batch-size / {BASE_BATCH} (linear) or its square root (sqrt).",
-        choices=("none", "sqrt", "linear"),
+        choices=("none", *RULES),
     )
-    warmup: str = option("10%", "Linear warm-up, as steps (200) or a share of the run (10%); linear decay follows.")
+    warmup: str = option("10%", "Linear warm-up, as steps (200) or a share of the run (10%).")
+    schedule: str = option(
+        "linear", "After warm-up: decay to 0 along a line or half a cosine, or no decay.", choices=tuple(DECAYS)
+    )
     epochs: float | None = option(None, "Passes over the training data.", shown=_by_name(TASKS, "epochs"))
     steps: int | None = option(None, "Optimizer steps, instead of --epochs.")
     weight_decay: float | None = option(
@@ -107,5 +111,6 @@ class RunConfig:
         """The learning rate after warm-up, scaled to the batch size, of a resolved run."""
         assert self.lr is not None
         assert self.batch_size is not None
-        scale = self.batch_size / BASE_BATCH
-        return self.lr * {"none": 1.0, "sqrt": math.sqrt(scale), "linear": scale}[self.lr_scaling]
+        if self.lr_scaling == "none":
+            return self.lr
+        return scaled_lr(self.lr, BASE_BATCH, self.batch_size, self.lr_scaling)

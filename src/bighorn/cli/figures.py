@@ -15,6 +15,7 @@ from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 INK, GRID = "#010203", "#040506"
 SERIES = tuple(f"#0708{number:02x}" for number in range(6))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
+LIGHT = {INK: "#565b66", GRID: "#dddbd5", SERIES[0]: "#2f5fd0"}  # the page's, where there is no page around it
 
 STYLE: Any = {
     "font.size": 11,
@@ -80,14 +81,28 @@ def curves(
 def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
     """Draw one quantity over the steps."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 2.2))
-        axes = figure.add_subplot()
-        axes.plot(steps, values, color=SERIES[0])
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
-        axes.set_xlim(0, max(steps[-1], 1))
-        axes.set_ylim(bottom=0)
-        return to_svg(figure, f"{label} by step")
+        return to_svg(_line(steps, values, label, SERIES[0]), f"{label} by step")
+
+
+def line_picture(steps: Sequence[int], values: Sequence[float], label: str, kind: str) -> bytes:
+    """The same as the content of a file of its own, in the page's light colours; ``kind`` is png or svg."""
+    style = {name: LIGHT.get(value, value) for name, value in STYLE.items()}
+    buffer = io.BytesIO()
+    with mpl.rc_context(style):
+        figure = _line(steps, values, label, LIGHT[SERIES[0]])
+        figure.savefig(buffer, format=kind, dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.2)
+    return buffer.getvalue()
+
+
+def _line(steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> Figure:
+    figure = Figure(figsize=(WIDTH, 2.2))
+    axes = figure.add_subplot()
+    axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=colour, clip_on=False)
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.set_xlim(0, max(steps[-1], 1))
+    axes.set_ylim(bottom=0)
+    return figure
 
 
 def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, label: str) -> str:

@@ -1,12 +1,21 @@
 """Learning rate and samples as functions of seed and step alone: nothing to save, nothing to resume."""
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from bighorn.cli.errors import InputError
+from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule
+
+DECAYS: dict[str, Callable[[float, int], Schedule]] = {
+    "linear": Polynomial,  # of power 1, which the LAMB paper trains BERT with (arXiv:1904.00962v5, section 4.1)
+    "cosine": Cosine,
+    "constant": lambda peak, _: PiecewiseConstant([], [peak]),
+}
+"""What can follow the warm-up, from its first value and its number of steps."""
 
 
 def warmup_steps(warmup: str, total: int) -> int:
@@ -22,24 +31,21 @@ def warmup_steps(warmup: str, total: int) -> int:
     return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
 
 
-def learning_rate(step: int, total: int, warmup: int, peak: float) -> float:
-    """Linear warm-up to ``peak`` over ``warmup`` steps, then linear decay that would reach 0 at step ``total``.
-
-    Linear decay is the polynomial decay of power 1 that the LAMB paper trains BERT with (arXiv:1904.00962).
+def learning_rate(name: str, total: int, warmup: int, peak: float) -> Schedule:
+    """Linear warm-up to ``peak`` over ``warmup`` steps, then one of :data:`DECAYS` that would end at step ``total``.
 
     Args:
-        step: The step, counted from 0.
+        name: What follows the warm-up.
         total: Steps of the whole run.
         warmup: Steps of the warm-up; may be as many as ``total``.
         peak: The highest learning rate.
 
     Example:
-        >>> [learning_rate(step, total=6, warmup=2, peak=1.0) for step in range(6)]
+        >>> learning_rate("linear", total=6, warmup=2, peak=1.0).as_list(6)
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * (total - step) / (total - warmup)
+    decay_steps = max(total - warmup, 1)  # a run that is all warm-up never gets to its decay
+    return DECAYS[name](peak, decay_steps).after_warmup(warmup)
 
 
 def batch_indices(seed: int, step: int, batch_size: int, samples: int) -> Tensor:

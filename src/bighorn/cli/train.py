@@ -24,6 +24,7 @@ from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import DivergedError, Run
 
 FILE = click.Path(path_type=Path)
+PICTURES = (".png", ".svg")
 
 
 @click.command
@@ -32,9 +33,17 @@ FILE = click.Path(path_type=Path)
 @click.option("--resume", type=FILE, help="Continue a saved run; its options come from the file, --save too.")
 @click.option("--report", type=FILE, help="Write an HTML report with curves and the heat map of lr x trust ratio.")
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
+@click.option("--plot-schedule", type=FILE, help="Draw the learning rate as a .png or .svg, and do not train.")
 @click.pass_context
 def train(
-    ctx: click.Context, /, save: Path | None, resume: Path | None, report: Path | None, json_file: Path | None, **_: Any
+    ctx: click.Context,
+    /,
+    save: Path | None,
+    resume: Path | None,
+    report: Path | None,
+    json_file: Path | None,
+    plot_schedule: Path | None,
+    **_: Any,
 ) -> None:
     """Train a model with LAMB or, for comparison, with one of torch's optimizers.
 
@@ -47,8 +56,11 @@ def train(
     options = given(ctx, RunConfig)
     saved = None if resume is None else checkpoint.load(resume)
     config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
+    if plot_schedule is not None:
+        _check_plot(plot_schedule, {"--save": save, "--report": report, "--json": json_file})
     save = save or resume
-    for option, path in (("--save", save), ("--report", report), ("--json", json_file)):
+    outputs = (("--save", save), ("--report", report), ("--json", json_file), ("--plot-schedule", plot_schedule))
+    for option, path in outputs:
         if path is not None:
             files.check_writable(path, option)
     run = Run(config, TASKS[config.task].load(config.data), ranks)
@@ -59,6 +71,12 @@ def train(
     for difference in differences:
         console.print(f"Warning: not as it was saved, the last bits may differ: {difference}", style="yellow")
 
+    if plot_schedule is not None:
+        if ranks.first:
+            _plot(run, plot_schedule)
+        console.print(f"Schedule: {plot_schedule}; nothing was trained.")
+        ranks.leave()
+        return
     try:
         _train(run, console, save)
     except DivergedError as error:
@@ -110,6 +128,22 @@ def _write(run: Run, report: Path | None, json_file: Path | None) -> None:
         files.write_text(json_file, json.dumps(as_json(run), indent=1, allow_nan=False) + "\n")
 
 
+def _check_plot(path: Path, results: dict[str, Path | None]) -> None:
+    if path.suffix not in PICTURES:
+        raise InputError(f"--plot-schedule {path} must end in {' or '.join(PICTURES)}.")
+    for option, result in results.items():
+        if result is not None:
+            raise InputError(f"--plot-schedule does not train, so {option} would stay empty: leave one of them out.")
+
+
+def _plot(run: Run, path: Path) -> None:
+    from bighorn.cli import figures
+
+    lrs = run.schedule.as_list(run.total)
+    picture = figures.line_picture(range(1, run.total + 1), lrs, "learning rate", path.suffix[1:])
+    files.write(path, lambda file: file.write(picture))
+
+
 def _introduce(run: Run, console: Console) -> None:
     config = run.config
     parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
@@ -117,7 +151,7 @@ def _introduce(run: Run, console: Console) -> None:
     console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}")
     console.print(
         f"{config.optimizer}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
-        f"batch {run.batch_size}, {run.total} steps, {run.warmup} of them warm-up"
+        f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
     if run.step:
         console.print(f"resumed after step {run.step}")

@@ -81,6 +81,7 @@ class Run:
         self.peak_lr = config.peak_lr()
         if self.warmup > self.total:
             raise InputError(f"--warmup {config.warmup} is longer than the run of {self.total} steps: take less.")
+        self.schedule = learning_rate(config.schedule, self.total, self.warmup, self.peak_lr)
         randomness.seed(config.seed)
         self.model = TASKS[config.task].model(dataset).to(PRECISIONS[config.precision])
         self._forward = ranks.wrap(self.model)
@@ -121,7 +122,7 @@ class Run:
             DivergedError: If the loss is not finite.
         """
         started = time.perf_counter()
-        lr = learning_rate(self.step, self.total, self.warmup, self.peak_lr)
+        lr = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"optim", "kernels", "sharding", "state", "gradients", "groups", "schedules"},
     "kernels": {"kernels"},
     "sharding": set(),
-    "state": set(),
+    "state": {"kernels"},
     "gradients": {"sharding"},
     "groups": set(),
     "schedules": set(),

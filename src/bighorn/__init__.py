@@ -1,9 +1,9 @@
-"""Bighorn: LAMB for PyTorch, fused end to end, exact, and fast on whatever device the parameters live on."""
+"""Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters live on."""
 
 from bighorn import schedules
-from bighorn.optim.base import Telemetry
-from bighorn.optim.lamb import Lamb
+from bighorn.optim.came import Came, CameTelemetry
+from bighorn.optim.lamb import Lamb, LambTelemetry
 
-__all__ = ["Lamb", "Telemetry", "__version__", "schedules"]
+__all__ = ["Came", "CameTelemetry", "Lamb", "LambTelemetry", "__version__", "schedules"]
 
 __version__ = "0.1.0"

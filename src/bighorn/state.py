@@ -9,18 +9,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What moments can be kept in, under the names that checkpoints use."""
+from bighorn.kernels import codec
 
-Spec = Mapping[str, torch.dtype]
-"""State tensors that have their parameter's shape: name to dtype."""
+MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What LAMB's moments can be kept in, under the names that checkpoints use."""
+
+MOMENTUM_DTYPES = {**MOMENT_DTYPES, "float16": torch.float16, "int8": torch.int8}
+"""What CAME's momentum can be kept in. Its second moment is averages of many elements, which cost next to nothing."""
+
+MIN_8BIT_SIZE = 4096
+"""Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
+
+Spec = Mapping[str, Tensor]
+"""A parameter's state tensors by name, each as a tensor on the meta device: shape, memory order and dtype."""
 
 
 def moments_dtype(param: Tensor, state_dtype: str | None) -> torch.dtype:
     """The dtype of a parameter's moments: at least float32, float64 for float64, unless one is asked for."""
     if state_dtype is not None:
-        return DTYPES[state_dtype]
+        return MOMENT_DTYPES[state_dtype]
     return torch.float64 if param.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def momentum_spec(param: Tensor, state_dtype: str | None, stacked: int) -> Spec:
+    """A parameter's momentum, with the scales of its blocks where it is kept in int8."""
+    if state_dtype is None:
+        return {"exp_avg": prototype(param, moments_dtype(param, None))}
+    if state_dtype != "int8":
+        return {"exp_avg": prototype(param, MOMENTUM_DTYPES[state_dtype])}
+    if param.dim() - stacked < 2 or param.numel() < MIN_8BIT_SIZE:
+        return {"exp_avg": prototype(param, torch.float32)}
+    codes = torch.empty(param.shape, dtype=torch.int8, device="meta")
+    scales = codec.scales_shape(param.shape[stacked:])
+    return {
+        "exp_avg": codes,
+        "exp_avg_scale": torch.empty((*param.shape[:stacked], *scales), dtype=torch.float32, device="meta"),
+    }
+
+
+def recoded(state: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
+    """A state whose momentum is in 8 bits where `spec` says so, and nowhere else, whatever it was saved in."""
+    out = dict(state)
+    values, scales = out.get("exp_avg"), out.get("exp_avg_scale")
+    if not isinstance(values, Tensor) or "exp_avg" not in spec:
+        return out
+    if "exp_avg_scale" in spec and values.is_floating_point() and values.shape == spec["exp_avg"].shape:
+        outer = spec["exp_avg_scale"].dim() - 2
+        codes, scales = codec.encode(values.flatten(0, outer))
+        out["exp_avg"], out["exp_avg_scale"] = codes.view(values.shape), scales.view(spec["exp_avg_scale"].shape)
+    elif "exp_avg_scale" not in spec and values.dtype == torch.int8 and isinstance(scales, Tensor):
+        decoded = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2))
+        out["exp_avg"] = decoded.view(values.shape)
+        del out["exp_avg_scale"]
+    return out
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -45,12 +86,16 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return all(i == j for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
 
 
-def in_layout_of(like: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` on the device and in the memory order of `like`, in a dtype: itself where it is so already."""
-    if value.dtype == dtype and value.device == like.device and same_layout(value, like):
+def in_layout_of(like: Tensor, value: Tensor, device: torch.device) -> Tensor:
+    """`value` on a device, in the memory order and dtype of `like`: itself where it is so already."""
+    if value.dtype == like.dtype and value.device == device and same_layout(value, like):
         return value
-    out = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
-    return out.copy_(value)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(value)
+
+
+def prototype(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state tensor of the shape and memory order of `like`, on the meta device."""
+    return torch.empty_like(like, dtype=dtype, device="meta", requires_grad=False)
 
 
 def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -66,7 +111,7 @@ def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> 
         ValueError: A tensor of another shape, a `step` that is no count, or a part of a state.
     """
     fresh = not any(name in state for name in (*spec, "step"))
-    out = dict(state)
+    out = recoded(state, spec)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", state["exp_avg_sq"].clone())  # amsgrad from now on
     missing = [name for name in ("step", *spec) if name not in out]
@@ -76,21 +121,26 @@ def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> 
             "steps of a wrong size. Load a whole checkpoint, or drop optimizer.state of this parameter"
         )
     out["step"] = _count(out.get("step", 0), param, what)
-    for name, dtype in spec.items():
-        out[name] = torch.zeros_like(param, dtype=dtype) if fresh else _placed(name, out[name], param, dtype, what)
+    for name, like in spec.items():
+        out[name] = (
+            torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=param.device).zero_()
+            if fresh
+            else _placed(name, out[name], like, param.device, what)
+        )
     return out
 
 
-def _placed(name: str, value: object, param: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+def _placed(name: str, value: object, like: Tensor, device: torch.device, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"state {name!r} of {what} is a {type(value).__name__}, expected a tensor")
     value = real_view(value)
-    if value.shape != param.shape:
+    if value.shape != like.shape:
         raise ValueError(
-            f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter has {tuple(param.shape)}: "
-            "it belongs to another model. Load the matching checkpoint, or drop optimizer.state of this parameter"
+            f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter needs "
+            f"{tuple(like.shape)}: it is another model's, or was made with other options. Load the matching "
+            "checkpoint, or drop optimizer.state of this parameter"
         )
-    return in_layout_of(param, value, dtype)
+    return in_layout_of(like, value, device)
 
 
 def _count(step: object, param: Tensor, what: str) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -37,16 +37,17 @@ class Kernel(Protocol):
 class Backend:
     """Where an algorithm runs. A new algorithm is a new field."""
 
-    why_not: Callable[[Tensor, LambOptions], str | None]
+    why_not: Callable[[Tensor, Any], str | None]
     """Why it cannot serve such a tensor, or None."""
 
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
+    came: Callable[[list[Bucket[CameOptions]]], Kernel]
 
 
 BACKENDS = {
-    "cpu": Backend(cpu.why_not, cpu.Lamb),
-    "foreach": Backend(foreach.why_not, foreach.Lamb),
-    "reference": Backend(reference.why_not, reference.Lamb),
+    "cpu": Backend(cpu.why_not, cpu.Lamb, reference.Came),
+    "foreach": Backend(foreach.why_not, foreach.Lamb, reference.Came),
+    "reference": Backend(reference.why_not, reference.Lamb, reference.Came),
 }
 """By name, in the order in which `auto` prefers them."""
 
@@ -73,7 +74,7 @@ def status() -> dict[str, Status]:
     }
 
 
-def pick(backend: str, param: Tensor, options: LambOptions) -> tuple[str, str]:
+def pick(backend: str, param: Tensor, options: LambOptions | CameOptions) -> tuple[str, str]:
     """The name of the backend that serves such a tensor, and why.
 
     Args:

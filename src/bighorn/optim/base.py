@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from torch.optim.optimizer import ParamsT
 
 from bighorn import kernels
 from bighorn.groups import excludes, named
-from bighorn.kernels import LambOptions
-from bighorn.optim import checks
+from bighorn.kernels.bucket import Options
+from bighorn.optim import checks, order
 from bighorn.optim.checks import Check
 from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
+from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over
 from bighorn.optim.settings import Settings
 from bighorn.state import Spec, complete, hold, real_view, release
 
@@ -40,26 +41,7 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
 
 
-@dataclass(frozen=True)
-class Telemetry:
-    """What the last step did, one entry per parameter (per slice of a stacked one).
-
-    Attributes:
-        names: The parameters' names, or their places in `param_groups`.
-        weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
-        update_norm: ||u||, likewise.
-        trust_ratio: The ratio that the learning rate was multiplied with, likewise.
-        skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
-    """
-
-    names: tuple[str, ...]
-    weight_norm: Tensor
-    update_norm: Tensor
-    trust_ratio: Tensor
-    skipped: Tensor
-
-
-class KernelOptimizer(Optimizer):
+class KernelOptimizer(Optimizer, Generic[Options]):
     """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
 
     ALGORITHM: ClassVar[str]
@@ -68,25 +50,40 @@ class KernelOptimizer(Optimizer):
     OPTIONS: ClassVar[dict[str, Check]]
     """Every option that a group can have, and what it may be."""
 
+    GROUP_ONLY: ClassVar[dict[str, Any]]
+    """Those of them that are no argument of the constructor, and what they are where a group does not say."""
+
     _settings: Settings
     _plan: Plan | None = None
     _plans: dict[tuple[int, ...], Plan]
     _skipped: Tensor | None = None
     _resolved: dict[int, tuple[object, ...]]
+    _drivers: list[Drivers]
+    _order: order.Order
 
     @abstractmethod
-    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
+    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> Options:
         """What the kernels are told, for one variant of a group."""
 
     @abstractmethod
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
-        """The state tensors of a parameter, besides `step`."""
+        """The state tensors of a parameter (a real one), besides `step`."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], settings: Settings) -> None:
-        self._settings = settings
-        self._resolved = {}
-        self._plans = {}
-        super().__init__(params, self._checked(defaults))
+    @abstractmethod
+    def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
+        """Whether a parameter (a real one) is factored, and how many leading dims must be the outermost in memory."""
+
+    def __init__(self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+        checks.refuse_unknown(unknown, arguments, type(self).__name__)
+        self._settings = Settings.of(arguments)
+        self._resolved, self._plans, self._drivers, self._order = {}, {}, [], []
+        params, ordered = order.split(params)
+        defaults = {name: arguments[name] for name in self.OPTIONS if name in arguments} | self.GROUP_ONLY
+        checked = self._checked(defaults)
+        self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked[name])}
+        super().__init__(params, checked)
+        self.defaults.update({name: self.param_groups[0][name] for name in self._default_schedules})
+        self._order = order.places(ordered, self.param_groups)
 
     # ---- parameters and options ---------------------------------------------------------------------------
 
@@ -102,10 +99,12 @@ class KernelOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
+        if "order_params" in param_group:
+            raise ValueError("order_params belongs among the groups that the constructor is given")
         if "params" not in param_group:
             raise ValueError("a parameter group must have the key 'params'")
         group = self._settings.without_own(param_group)
-        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *self.OPTIONS], "a parameter group")
+        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, COUNT, *self.OPTIONS], "a parameter group")
         group.update(self._checked(group))
         group["params"] = named(group["params"], self._settings.names)
         if "param_names" not in group and not all(isinstance(param, tuple) for param in group["params"]):
@@ -123,21 +122,41 @@ class KernelOptimizer(Optimizer):
         lr = group.get("lr", self.defaults["lr"])
         if isinstance(lr, Tensor) and any(other["lr"] is lr for other in self.param_groups):
             group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
+        complete = {
+            **self.defaults,
+            **self._default_schedules,
+            COUNT: max((other[COUNT] for other in self.param_groups), default=0),
+            **group,
+        }
+        drivers: Drivers = {}
+        take_over(complete, drivers)
         if self._settings.backend != "auto":
-            self._check_backend({**self.defaults, **group}, tensors)
-        super().add_param_group(group)
+            self._check_backend(complete, tensors)
+        super().add_param_group(complete)
+        self._drivers.append(drivers)
+        if self._order:
+            self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
         self._forget_plans()
 
     def _forget_plans(self) -> None:
         self._plan, self._plans = None, {}
 
     def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
-        variant = Variant(len(self.param_groups), True, True, False)
         for param in params:
-            kernels.pick(self._settings.backend, real_view(param), self._kernel_options(group, variant))
+            view = real_view(param)
+            factored, _ = self._shape_of(group, view)
+            variant = Variant(len(self.param_groups), decays=True, adapts=True, centres=False, factored=factored)
+            kernels.pick(self._settings.backend, view, self._kernel_options(group, variant))
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: self.OPTIONS[name](name, value) for name, value in options.items() if name in self.OPTIONS}
+
+    def _take_over_schedules(self) -> None:
+        """Find the schedules that were written into groups since the last step."""
+        for group, drivers in zip(self.param_groups, self._drivers, strict=True):
+            if any(not isinstance(group[name], (float, int, Tensor)) for name in SCHEDULED):
+                group.update(self._checked({name: group[name] for name in SCHEDULED}))
+                take_over(group, drivers)
 
     def _refresh_options(self) -> None:
         """Validate what was written into groups since the last step; drop the plan if it cannot hold any more."""
@@ -170,26 +189,32 @@ class KernelOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            RuntimeError: A gradient is sparse.
-            ValueError: A gradient does not fit its parameter, or an option in a group is out of range; parameters
-                and state are as before.
+            RuntimeError: A gradient is sparse, or a torch LRScheduler and a schedule both drive a group's lr.
+            ValueError: A gradient does not fit its parameter, an option in a group is out of range, or a schedule is
+                over; parameters and state are as before.
         """
-        loss = None
+        loss, drive = None, None
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            self._take_over_schedules()
+            drive = Drive(self.param_groups, self._drivers)
             self._refresh_options()
             fresh = not self.state
             plan = self._current_plan()
             scale, commit = self._scale_and_commit(plan)
-            if plan is None:
+            if plan is not None and fresh and self._only_initialises():
+                plan.finish()
                 return loss
-            if not (fresh and self._only_initialises()):
+            if plan is not None:
                 for device, kernel in plan.kernels:
                     kernel.step(_on(scale, device), _on(commit, device))
-            plan.finish()
+                plan.finish()
+            drive.finish()
         except BaseException:
+            if drive is not None:
+                drive.undo()
             # GradScaler removes what it handed over only after a step that returns.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
@@ -208,12 +233,7 @@ class KernelOptimizer(Optimizer):
 
     def _current_plan(self) -> Plan | None:
         """The plan, fed with this step's gradients: a cached one where nothing has moved."""
-        pairs = [
-            (index, param, grad)
-            for index, group in enumerate(self.param_groups)
-            for param in group["params"]
-            if (grad := param.grad) is not None
-        ]
+        pairs = [(index, param, grad) for index, _, param in self._parameters() if (grad := param.grad) is not None]
         if not pairs:
             return None
         grads = [grad for _, _, grad in pairs]
@@ -237,31 +257,40 @@ class KernelOptimizer(Optimizer):
         return plan
 
     def _new_plan(self, grads: list[Tensor]) -> Plan:
-        parts = [
-            self._part(index, position, param)
-            for index, group in enumerate(self.param_groups)
-            for position, param in enumerate(group["params"])
-            if param.grad is not None
-        ]
+        parts = [self._part(*place) for place in self._parameters() if place[2].grad is not None]
         options = self._options_of({part.variant for part in parts})
         plan, states = build(parts, grads, options, self._complete, self._settings.backend, self.ALGORITHM)
         for part, state in zip(parts, states, strict=True):
             self.state[part.param] = state
         return plan
 
+    def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Every parameter with its group and its position there, in the order in which they are visited."""
+        if self._order:
+            return ((index, position, self.param_groups[index]["params"][position]) for index, position in self._order)
+        return (
+            (index, position, param)
+            for index, group in enumerate(self.param_groups)
+            for position, param in enumerate(group["params"])
+        )
+
     def _part(self, index: int, position: int, param: Tensor) -> Part:
         group = self.param_groups[index]
         name = group["param_names"][position] if "param_names" in group else None
         centre_from = {False: math.inf, True: 2, "conv": 3}[group["grad_centralization"]]
+        centres = param.dim() - group["stacked"] >= centre_from
+        factored, leading = self._shape_of(group, real_view(param))
         variant = Variant(
             group=index,
             decays=not excludes(self._settings.exclude_from_weight_decay, name, param),
             adapts=not excludes(self._settings.exclude_from_layer_adaptation, name, param),
-            centres=param.dim() - group["stacked"] >= centre_from,
+            centres=centres,
+            factored=factored,
         )
-        return Part(param, name or f"param_groups[{index}].params[{position}]", variant, group["stacked"])
+        leading = max(leading, group["stacked"] + centres)
+        return Part(param, name or _label(index, position), variant, group["stacked"], leading)
 
-    def _options_of(self, variants: set[Variant]) -> dict[Variant, LambOptions]:
+    def _options_of(self, variants: set[Variant]) -> dict[Variant, Options]:
         return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in variants}
 
     def _complete(self, part: Part, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
@@ -300,16 +329,13 @@ class KernelOptimizer(Optimizer):
 
     # ---- what it says of itself -----------------------------------------------------------------------------
 
-    def telemetry(self) -> Telemetry:
-        """Norms and trust ratios of the last step, as tensors on the parameters' device.
-
-        Empty before the first step, and after parameters were added or a state was loaded.
-        """
+    def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]:
+        """Names, three figures for each name, and how many steps were skipped: what telemetry is made of."""
         plan = self._plan
         norms = torch.zeros(0, 3, dtype=torch.float32, device="cpu") if plan is None else plan.norms()
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
-        weight_norm, update_norm, trust_ratio = norms.unbind(dim=1)
-        return Telemetry(plan.labels if plan else (), weight_norm, update_norm, trust_ratio, skipped)
+        first, second, third = norms.unbind(dim=1)
+        return plan.labels if plan else (), first, second, third, skipped
 
     def explain(self) -> str:
         """Which backend serves which tensors, and why: one line for each kind of tensor.
@@ -317,15 +343,15 @@ class KernelOptimizer(Optimizer):
         Raises:
             ValueError: As `step` would, where the backend that is asked for does not serve a tensor.
         """
+        self._take_over_schedules()
         self._refresh_options()
         kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
-        for index, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                part = self._part(index, position, param)
-                view = real_view(param)
-                options = self._kernel_options(group, part.variant)
-                name, why = kernels.pick(self._settings.backend, view, options)
-                kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
+        for index, position, param in self._parameters():
+            part = self._part(index, position, param)
+            view = real_view(param)
+            options = self._kernel_options(self.param_groups[index], part.variant)
+            name, why = kernels.pick(self._settings.backend, view, options)
+            kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
         lines = [
             f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
             f"{dtype.removeprefix('torch.')} on {device} ({why})"
@@ -337,7 +363,8 @@ class KernelOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Names are in the groups by now; a module here would be copied with the optimizer.
-        return {**super().__getstate__(), "_settings": replace(self._settings, names=None)}
+        own = {name: self.__dict__[name] for name in ("_drivers", "_default_schedules", "_order")}
+        return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave. Each state tensor keeps the dtype that is declared for it.
@@ -368,15 +395,20 @@ class KernelOptimizer(Optimizer):
         for index, group in enumerate(groups):
             # apex and timm count steps per group.
             count = {"step": group.pop("step")} if "step" in group else {}
+            steps = 0.0
             for position, param in enumerate(group["params"]):
                 if isinstance(loaded.get(param), dict) and loaded[param]:
-                    label = f"param_groups[{index}].params[{position}]"
                     spec = self._state_spec(group, real_view(param))
-                    loaded[param] = complete(real_view(param), spec, {**count, **loaded[param]}, label)
+                    whole = complete(real_view(param), spec, {**count, **loaded[param]}, _label(index, position))
+                    loaded[param], steps = whole, max(steps, float(whole["step"]))
+            group.setdefault(COUNT, int(steps))  # other optimizers' checkpoints count for each parameter only
         fresh: defaultdict[Any, Any] = defaultdict(dict)
         fresh.update(loaded)
         super().__setstate__({**state, "state": fresh, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds it here, and would add it to later groups
+        for group, drivers in zip(self.param_groups, self._drivers, strict=True):
+            for name, driven in drivers.items():
+                driven.written = driven.left = group[name]
         self._forget_plans()
         self._resolved = {}
 
@@ -385,10 +417,16 @@ class KernelOptimizer(Optimizer):
             settings: Settings | None = self.__dict__.get("_settings")
             loaded = settings.without_own(loaded) if settings else loaded  # none yet while unpickling
             group = checks.without_torch_keys({**{name: current[name] for name in self.OPTIONS}, **loaded})
-            checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, "step", *self.OPTIONS], "it")
+            checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, COUNT, "step", *self.OPTIONS], "it")
+            if COUNT in group:
+                group[COUNT] = checks.count(COUNT, group[COUNT])
             return {**group, **self._checked(group)}
         except (TypeError, ValueError) as error:
             raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+
+
+def _label(index: int, position: int) -> str:
+    return f"param_groups[{index}].params[{position}]"
 
 
 def _refuse_layout(grad: Tensor) -> None:

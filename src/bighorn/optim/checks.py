@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
-from numbers import Real
+from collections.abc import Callable, Iterable, Mapping, Set
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn import sharding
-from bighorn.state import DTYPES, overlaps
+from bighorn.schedules import Values
+from bighorn.state import overlaps
 
 Check = Callable[[str, object], object]
+StepFunction = Callable[[int], Any]
+"""A schedule, or any other function of the step (0 for the first)."""
 
 
 def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Check:
@@ -35,10 +38,24 @@ def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Ch
     return check
 
 
-def learning_rate(name: str, value: object) -> float | Tensor:
-    """A number that is not negative, or a real tensor of one element (whose value is read at each step)."""
+def scheduled(value: object) -> StepFunction | None:
+    """A schedule, or an iterable as one: entry t-1 holds at step t. None for anything else."""
+    if isinstance(value, Tensor):
+        return Values.of(value) if value.dim() == 1 and value.numel() != 1 else None
+    if callable(value) and not isinstance(value, type):
+        return value
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Set)):
+        return Values.of(value)
+    return None
+
+
+def learning_rate(name: str, value: object) -> float | Tensor | StepFunction:
+    """A number that is not negative, a real tensor of one element (whose value is read at each step), or a schedule."""
+    schedule = _scheduled(name, value)
+    if schedule is not None:
+        return schedule
     if not isinstance(value, Tensor):
-        return number(0)(name, value)  # type: ignore[return-value]
+        return _number_or_schedule(name, value)
     if value.numel() != 1 or value.is_complex():
         raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
     if value.device.type == "cpu":  # elsewhere the host would have to wait for the value
@@ -46,12 +63,83 @@ def learning_rate(name: str, value: object) -> float | Tensor:
     return value.detach() if value.requires_grad else value
 
 
-def betas(name: str, value: object) -> tuple[float, ...]:
-    """Two numbers in [0, 1)."""
+def weight_decay(name: str, value: object) -> float | StepFunction:
+    """A number that is not negative (a tensor of one element is read once), or a schedule."""
+    schedule = _scheduled(name, value)
+    if schedule is not None:
+        return schedule
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    return _number_or_schedule(name, value)
+
+
+def _scheduled(name: str, value: object) -> StepFunction | None:
+    try:
+        return scheduled(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _number_or_schedule(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name} must be a number, a tensor, an iterable of numbers (one for each step) or a schedule (called with "
+            f"the step), not {value!r} ({type(value).__name__})"
+        )
+    return float(number(0)(name, value))  # type: ignore[arg-type]
+
+
+def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
+    """So many numbers in [0, 1)."""
+    each = number(0, 1, exclusive=True)
+    names = ", ".join(f"beta{i + 1}" for i in range(count))
+
+    def check(name: str, value: object) -> tuple[object, ...]:
+        if not isinstance(value, (tuple, list)) or len(value) != count:
+            raise TypeError(f"{name} must be {count} numbers ({names}), not {value!r}")
+        return tuple(each(f"{name}[{i}]", beta) for i, beta in enumerate(value))
+
+    return check
+
+
+def count(name: str, value: object) -> int:
+    """A whole number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})")
+    if value < 0:
+        raise ValueError(f"{name}={value!r} is out of range: it must be 0 or more")
+    return int(value)
+
+
+def came_betas(name: str, value: object) -> tuple[object, ...]:
+    """Three numbers in [0, 1), the first above 0."""
+    checked = betas(3)(name, value)
+    if checked[0] == 0:
+        raise ValueError(
+            f"{name}[0]=0 is out of range: CAME divides by how far the momentum misses the update, and "
+            "without momentum it never does; use a value in (0, 1), such as 0.9"
+        )
+    return checked
+
+
+def came_eps(name: str, value: object) -> tuple[object, ...]:
+    """Two positive numbers."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} must be two numbers (beta1, beta2), not {value!r}")
-    check = number(0, 1, exclusive=True)
-    return tuple(check(f"{name}[{i}]", beta) for i, beta in enumerate(value))  # type: ignore[misc]
+        raise TypeError(f"{name} must be two numbers, for the squared gradient and for the instability, not {value!r}")
+    return tuple(positive(f"{name}[{i}]", eps) for i, eps in enumerate(value))
+
+
+def positive(name: str, value: object) -> float:
+    """A finite number above 0."""
+    exact = number(0)(name, value)
+    if exact == 0:
+        raise ValueError(f"{name}={value!r} is out of range: it must be above 0")
+    return float(exact)  # type: ignore[arg-type]
+
+
+def optional(check: Check) -> Check:
+    """None, or what `check` takes."""
+    return lambda name, value: None if value is None else check(name, value)
 
 
 def bounds(name: str, value: object) -> tuple[float, float] | None:
@@ -86,13 +174,17 @@ def choice(*allowed: str | bool) -> Check:
     return check
 
 
-def state_dtype(name: str, value: object) -> str | None:
-    """None, or the name of a dtype that moments can be kept in (a torch dtype is taken too)."""
-    text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    if text is None or (isinstance(text, str) and text in DTYPES):
-        return text
-    names = ", ".join(f"torch.{dtype}" for dtype in DTYPES)
-    raise ValueError(f"{name}={value!r} is not supported: use None, {names}")
+def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
+    """None, or the name of a dtype that state can be kept in (a torch dtype is taken too)."""
+
+    def check(name: str, value: object) -> str | None:
+        text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        if text is None or (isinstance(text, str) and text in dtypes):
+            return text
+        names = ", ".join('"int8"' if dtype == "int8" else f"torch.{dtype}" for dtype in dtypes)
+        raise ValueError(f"{name}={value!r} is not supported: use None, {names}")
+
+    return check
 
 
 def max_norm(name: str, value: object) -> float | None:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.groups import Exclusion, Names, check_exclusion, names_of
-from bighorn.kernels import BACKENDS, LambOptions
+from bighorn.groups import Exclusion, Names
+from bighorn.kernels import LambOptions
 from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
 from bighorn.optim import checks
 from bighorn.optim.base import KernelOptimizer
-from bighorn.optim.checks import Check
+from bighorn.optim.checks import Check, StepFunction
 from bighorn.optim.plan import Variant
-from bighorn.optim.settings import Settings
-from bighorn.state import Spec, moments_dtype
+from bighorn.state import MOMENT_DTYPES, Spec, moments_dtype, prototype
 
 
-class Lamb(KernelOptimizer):
+@dataclass(frozen=True)
+class LambTelemetry:
+    """What the last step did, one entry per parameter (per slice of a stacked one).
+
+    Attributes:
+        names: The parameters' names, or their places in `param_groups`.
+        weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
+        update_norm: ||u||, likewise.
+        trust_ratio: The ratio that the learning rate was multiplied with, likewise.
+        skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
+    """
+
+    names: tuple[str, ...]
+    weight_norm: Tensor
+    update_norm: Tensor
+    trust_ratio: Tensor
+    skipped: Tensor
+
+
+class Lamb(KernelOptimizer[LambOptions]):
     r"""LAMB, layer-wise adaptive moments for large batches, in one fused pass.
 
     Adam's step r gets weight decay, u = r + weight_decay * x, and each layer moves by the learning rate times its own
@@ -32,10 +52,12 @@ class Lamb(KernelOptimizer):
             and any option below that is not marked *whole optimizer*. Groups have three more keys: `adapt` (False: no
             trust ratio), `stacked` (True: dim 0 stacks independent layers, each with its own trust ratio) and
             `grad_centralization` (True: gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
-        lr: Learning rate, at least 0; a tensor is read anew at each step. Default: 1e-3.
+        lr: Learning rate, at least 0: a number; a tensor of one element, read anew at each step; an iterable, whose
+            entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
+            `bighorn.schedules`. `group["lr"]` holds the value last used. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
         eps: Added to the root of the second moment, at least 0. Default: 1e-6.
-        weight_decay: At least 0. Default: 0.0.
+        weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
         adam: Fix the trust ratio to 1: AdamW with decay_mode="decoupled", Adam with "l2". Default: False.
         bias_correction: True: the paper's v5. False: v3, none. "lr": as a factor sqrt(1 - beta2^t) / (1 - beta1^t) of
             the learning rate, outside the ratio (DeepSpeed). Default: True.
@@ -82,9 +104,9 @@ class Lamb(KernelOptimizer):
     ALGORITHM = "lamb"
     OPTIONS: ClassVar[dict[str, Check]] = {
         "lr": checks.learning_rate,
-        "betas": checks.betas,
+        "betas": checks.betas(2),
         "eps": checks.number(0),
-        "weight_decay": checks.number(0),
+        "weight_decay": checks.weight_decay,
         "adam": checks.flag,
         "bias_correction": checks.choice(True, False, "lr"),
         "grad_averaging": checks.flag,
@@ -95,12 +117,13 @@ class Lamb(KernelOptimizer):
         "second_moment": checks.choice("adam", "amsgrad", "adagrad"),
         "cautious": checks.flag,
         "maximize": checks.flag,
-        "state_dtype": checks.state_dtype,
+        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
         "adapt": checks.flag,
         "stacked": checks.flag,
         "grad_centralization": checks.choice(True, False, "conv"),
     }
 
+    GROUP_ONLY: ClassVar[dict[str, Any]] = {"adapt": True, "stacked": False, "grad_centralization": False}
     PASSED_ON: ClassVar[tuple[str, ...]] = (
         "betas",
         "eps",
@@ -117,10 +140,10 @@ class Lamb(KernelOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | Iterable[float] | StepFunction = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
-        weight_decay: float = 0.0,
+        weight_decay: float | Iterable[float] | StepFunction = 0.0,
         *,
         adam: bool = False,
         bias_correction: BiasCorrection = True,
@@ -142,26 +165,23 @@ class Lamb(KernelOptimizer):
         backend: str = "auto",
         **unknown: Any,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")}
-        checks.refuse_unknown(unknown, arguments, "Lamb")
-        if names is not None:
-            names_of(names)
-        exclusions = {name: check_exclusion(name, arguments[name]) for name in arguments if name.startswith("exclude_")}
-        settings = Settings(
-            backend=str(checks.choice("auto", *BACKENDS)("backend", backend)),
-            max_grad_norm=checks.max_norm("max_grad_norm", max_grad_norm),
-            skip_nonfinite=checks.flag("skip_nonfinite", skip_nonfinite),
-            **exclusions,
-            process_group=checks.process_group(process_group, used=max_grad_norm is not None or skip_nonfinite),
-            names=names,
-        )
-        group_only = {"adapt": True, "stacked": False, "grad_centralization": False}
-        defaults = {name: arguments[name] for name in self.OPTIONS if name in arguments}
-        super().__init__(params, {**defaults, **group_only}, settings)
+        own = ("self", "__class__", "unknown")
+        super().__init__(params, {name: value for name, value in locals().items() if name not in own}, unknown)
+
+    def telemetry(self) -> LambTelemetry:
+        """Norms and trust ratios of the last step, as tensors on the parameters' device.
+
+        Empty before the first step, and after parameters were added or a state was loaded.
+        """
+        return LambTelemetry(*self._figures())
 
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
-        return dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
+        return dict.fromkeys(names, prototype(param, moments_dtype(param, group["state_dtype"])))
+
+    def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
+        del param
+        return False, int(group["stacked"])
 
     def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
         weight_decay = group["weight_decay"] if variant.decays else 0.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bighorn import kernels
-from bighorn.kernels import Bucket, Kernel, LambOptions
+from bighorn.kernels import Bucket, Kernel
 from bighorn.state import overlaps, real_view
 
 State = dict[str, Any]
@@ -20,12 +20,13 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Variant(NamedTuple):
-    """Which options hold for a bucket: its group's, less what exclusions take away, and whether they centre."""
+    """Which options hold for a bucket: its group's, less what exclusions and shapes take away."""
 
     group: int
     decays: bool
     adapts: bool
     centres: bool
+    factored: bool
 
 
 @dataclass
@@ -36,11 +37,8 @@ class Part:
     label: str
     variant: Variant
     stacked: bool
-
-    @property
-    def leading(self) -> int:
-        """How many leading dims must be the outermost in memory, since kernels take them apart."""
-        return self.stacked + self.variant.centres
+    leading: int
+    """How many leading dims must be the outermost in memory, since kernels take them apart."""
 
 
 @dataclass
@@ -92,7 +90,7 @@ class Plan:
     """Per label: its bucket and row."""
     fingerprint: object = None
 
-    def feed(self, grads: list[Tensor], options: dict[Variant, LambOptions]) -> None:
+    def feed(self, grads: list[Tensor], options: dict[Variant, Any]) -> None:
         """Hand this step's gradients and options to the buckets."""
         for slot in self.slots:
             slot.bucket.options = options[slot.variant]
@@ -137,7 +135,7 @@ def fingerprint(pairs: list[tuple[int, Tensor, Tensor]], state: dict[Tensor, Sta
 def build(
     parts: list[Part],
     grads: list[Tensor],
-    options: dict[Variant, LambOptions],
+    options: dict[Variant, Any],
     complete: Callable[[Part, Tensor], tuple[State, list[str]]],
     backend: str,
     algorithm: str,
@@ -168,15 +166,15 @@ def build(
         if overlaps(view):
             raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
         dense = view if is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
-        state, names = complete(part, dense)
+        state, kept = complete(part, dense)
         states.append(state)
         name, _ = kernels.pick(backend, dense, options[part.variant])
-        key = (part.variant, name, dense.device, dense.dtype, state[names[0]].dtype)
+        key = (part.variant, name, dense.device, dense.dtype, state[kept[0]].dtype, *kept)
         if key not in slots:
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
             backends.setdefault((name, dense.device), []).append(slots[key].bucket)
         slot = slots[key]
-        added = slot.add(Feed(index, view, dense, part.stacked), {name: state[name] for name in names}, state["step"])
+        added = slot.add(Feed(index, view, dense, part.stacked), {entry: state[entry] for entry in kept}, state["step"])
         slot.direct &= not part.stacked and dense is part.param and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
         rows += [(slot.bucket, row) for row in added]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bighorn.groups import Exclusion, Names
+from bighorn.groups import Exclusion, Names, check_exclusion, names_of
+from bighorn.kernels import BACKENDS
+from bighorn.optim import checks
+
+EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that belong to the optimizer as a whole, and so to no group and no checkpoint."""
+    """The options that belong to the optimizer as a whole, and so to no group and no checkpoint.
+
+    Those that only one optimizer has are None or False in the others.
+    """
 
     backend: str
     max_grad_norm: float | None
@@ -19,6 +27,27 @@ class Settings:
     exclude_from_layer_adaptation: Exclusion | None
     process_group: Any
     names: Names | None
+    relative_step: bool = False
+    warmup_init: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+        """From a constructor's arguments, checked; those that it does not have stay None."""
+        names, max_grad_norm = arguments["names"], checks.max_norm("max_grad_norm", arguments["max_grad_norm"])
+        skip_nonfinite = checks.flag("skip_nonfinite", arguments["skip_nonfinite"])
+        if names is not None:
+            names_of(names)
+        used = max_grad_norm is not None or skip_nonfinite
+        return cls(
+            backend=str(checks.choice("auto", *BACKENDS)("backend", arguments["backend"])),
+            max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite,
+            process_group=checks.process_group(arguments["process_group"], used=used),
+            names=names,
+            relative_step=arguments.get("relative_step", False),
+            warmup_init=arguments.get("warmup_init", False),
+            **{name: check_exclusion(name, arguments.get(name)) for name in EXCLUSIONS},
+        )
 
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group without these very options, which ZeroRedundancyOptimizer writes into every one."""
@@ -26,7 +55,7 @@ class Settings:
 
     def refuse_nameless(self) -> None:
         """Raise where an exclusion by name needs names that parameters do not have."""
-        for name in ("exclude_from_layer_adaptation", "exclude_from_weight_decay"):
+        for name in EXCLUSIONS:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} needs names: pass model.named_parameters() as params, or names=model")
 

@@ -1,0 +1,228 @@
+"""CAME: its options, and what they come to for a bucket. The mathematics is in `kernels/reference/came.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from bighorn.groups import Exclusion, Names
+from bighorn.kernels import CameOptions
+from bighorn.kernels.bucket import Factor
+from bighorn.optim import checks
+from bighorn.optim.base import KernelOptimizer
+from bighorn.optim.checks import Check, StepFunction
+from bighorn.optim.plan import Variant
+from bighorn.state import MOMENTUM_DTYPES, Spec, moments_dtype, momentum_spec, prototype
+
+
+@dataclass(frozen=True)
+class CameTelemetry:
+    """What the last step did, one entry per parameter (per slice of a stacked one).
+
+    Attributes:
+        names: The parameters' names, or their places in `param_groups`.
+        update_rms: Root mean square of u before it was clipped, `[names]`, float32, on the parameters' device.
+        clip_factor: What clipping multiplied u with, at most 1, likewise.
+        confidence: The mean of what multiplied the momentum, likewise; 1 for an unfactored parameter.
+        skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
+    """
+
+    names: tuple[str, ...]
+    update_rms: Tensor
+    clip_factor: Tensor
+    confidence: Tensor
+    skipped: Tensor
+
+
+@dataclass(frozen=True)
+class RelativeStep:
+    """The learning rate of `relative_step`: min(1e-2, 1 / sqrt(t)) at step t = step + 1, from 1e-6 t on to warm up."""
+
+    warmup_init: bool
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step, 0 for the first."""
+        t = step + 1
+        return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))
+
+
+class Came(KernelOptimizer[CameOptions]):
+    r"""CAME, Adafactor's memory with a momentum that trusts what it predicts.
+
+    The second moment of a matrix is kept as one average per row and one per column. The step is the momentum, divided
+    by how far it missed the update of late, again in averages per row and column. Luo et al., "CAME:
+    Confidence-guided Adaptive Memory Efficient Optimization", arXiv:2307.02047v2, Algorithm 2, as came-pytorch
+    computes it. State is a little more than one number per parameter, where Adam's is two.
+
+    Args:
+        params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
+            and any option below that is not marked *whole optimizer*. Groups have two more keys: `stacked` (True: dim
+            0 stacks independent layers, each factored and clipped by itself) and `grad_centralization` (True:
+            gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
+        lr: Learning rate, at least 0: a number; a tensor of one element, read anew at each step; an iterable, whose
+            entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
+            `bighorn.schedules`. Needed unless relative_step. Default: None.
+        betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1): the
+            instability is measured against the momentum, which at 0 is u itself, so that steps would be divided by
+            nothing but eps. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
+        eps: Added to the squared gradient and to the instability, each above 0. Default: (1e-30, 1e-16).
+        weight_decay: At least 0: a number, an iterable or a schedule; x shrinks by lr * weight_decay. Default: 0.0.
+        clip_threshold: u is scaled down to this root mean square, above 0. Default: 1.0.
+        factor: "matrix": a tensor of more than 2 dims is the matrix of dim 0 by everything else, and is left unfactored
+            where factors would not be smaller. "last_two": the published rule, a matrix for each index of the leading
+            dims. Default: "matrix".
+        decay_rate: Instead of betas[1], 1 - t ** -decay_rate at step t; 0.8 is mindformers'. Default: None.
+        scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
+        scale_eps: See scale_parameter; above 0. Default: 1e-3.
+        relative_step: lr is min(1e-2, 1 / sqrt(t)) at step t. *Whole optimizer.* Default: False.
+        warmup_init: With relative_step, lr is min(1e-6 t, 1 / sqrt(t)). *Whole optimizer.* Default: False.
+        bias_correction: Correct the averages of the instability for their start at 0. The published rule does not, and
+            takes a first step of about 11 times lr. Default: False.
+        max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
+        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite; `telemetry()` counts
+            them. *Whole optimizer.* Default: False.
+        maximize: Step uphill. Default: False.
+        exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
+            bool: no weight decay there. *Whole optimizer.* Default: None.
+        state_dtype: Of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a row, for
+            tensors of 4096 elements or more and 2 dims or more; others keep float32), or None for float32 (float64 for
+            float64 parameters). Averages of rows and columns are never below float32. Default: None.
+        process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own
+            (ZeroRedundancyOptimizer). *Whole optimizer.* Default: None.
+        names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
+            optimizer.* Default: None.
+        backend: "auto", or one to be used without falling back: "cpu" (the C library), "foreach" (any device) or
+            "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+
+    Raises:
+        TypeError: An unknown option, or a value of a wrong type.
+        ValueError: A value out of range, lr together with relative_step or neither of them, no parameters, a parameter
+            given twice, sharded or not floating-point, or a backend that cannot serve a parameter.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Came
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = Came(model.named_parameters(), lr=2e-4, weight_decay=0.01)
+        >>> model(torch.ones(3, 64)).square().sum().backward()
+        >>> optimizer.step()
+        >>> {name: tuple(value.shape) for name, value in optimizer.state[model.weight].items() if name != "step"}
+        {'exp_avg': (32, 64), 'exp_avg_sq_row': (32,), 'exp_avg_sq_col': (64,), 'exp_avg_res_row': (32,),
+         'exp_avg_res_col': (64,)}
+    """
+
+    ALGORITHM = "came"
+    OPTIONS: ClassVar[dict[str, Check]] = {
+        "lr": checks.learning_rate,
+        "betas": checks.came_betas,
+        "eps": checks.came_eps,
+        "weight_decay": checks.weight_decay,
+        "clip_threshold": checks.positive,
+        "factor": checks.choice("matrix", "last_two"),
+        "decay_rate": checks.optional(checks.number(0)),
+        "scale_parameter": checks.flag,
+        "scale_eps": checks.positive,
+        "bias_correction": checks.flag,
+        "maximize": checks.flag,
+        "state_dtype": checks.dtype_among(MOMENTUM_DTYPES),
+        "stacked": checks.flag,
+        "grad_centralization": checks.choice(True, False, "conv"),
+    }
+    GROUP_ONLY: ClassVar[dict[str, Any]] = {"stacked": False, "grad_centralization": False}
+    PASSED_ON: ClassVar[tuple[str, ...]] = (
+        "betas",
+        "eps",
+        "clip_threshold",
+        "decay_rate",
+        "scale_parameter",
+        "scale_eps",
+        "bias_correction",
+        "maximize",
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor | Iterable[float] | StepFunction | None = None,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        weight_decay: float | Iterable[float] | StepFunction = 0.0,
+        *,
+        clip_threshold: float = 1.0,
+        factor: Factor = "matrix",
+        decay_rate: float | None = None,
+        scale_parameter: bool = False,
+        scale_eps: float = 1e-3,
+        relative_step: bool = False,
+        warmup_init: bool = False,
+        bias_correction: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        maximize: bool = False,
+        exclude_from_weight_decay: Exclusion | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        process_group: Any = None,
+        names: Names | None = None,
+        backend: str = "auto",
+        **unknown: Any,
+    ) -> None:
+        lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init))
+        own = ("self", "__class__", "unknown")
+        super().__init__(params, {name: value for name, value in locals().items() if name not in own}, unknown)
+
+    def telemetry(self) -> CameTelemetry:
+        """What the last step did to updates, as tensors on the parameters' device.
+
+        Empty before the first step, and after parameters were added or a state was loaded.
+        """
+        return CameTelemetry(*self._figures())
+
+    def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
+        stacked = int(group["stacked"])
+        shape = param.shape[stacked:]
+        if group["factor"] == "last_two":
+            factored, leading = len(shape) >= 2 and param.numel() > 0, param.dim()
+        else:
+            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
+            factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
+        if "exp_avg_scale" in momentum_spec(param, group["state_dtype"], stacked):
+            return factored, param.dim()  # blocks lie in logical order
+        return factored, leading if factored else stacked
+
+    def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
+        stacked, wide = int(group["stacked"]), moments_dtype(param, None)
+        spec = momentum_spec(param, group["state_dtype"], stacked)
+        if not self._shape_of(group, param)[0]:
+            return {**spec, "exp_avg_sq": prototype(param, wide)}
+        if group["factor"] == "last_two":
+            row, col = param.select(-1, 0), param.select(-2, 0)
+        else:
+            row, col = torch.empty(param.shape[: stacked + 1], device="meta"), param.select(stacked, 0)
+        averages = {"row": prototype(row, wide), "col": prototype(col, wide)}
+        return {**spec, **{f"exp_avg_{of}_{name}": like for of in ("sq", "res") for name, like in averages.items()}}
+
+    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> CameOptions:
+        lr = group["lr"]
+        return CameOptions(
+            lr=float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
+            weight_decay=group["weight_decay"] if variant.decays else 0.0,
+            centre=variant.centres,
+            factor=group["factor"] if variant.factored else None,
+            **{name: group[name] for name in self.PASSED_ON},
+        )
+
+
+def _lr(lr: Any, relative_step: bool, warmup_init: bool) -> Any:
+    if warmup_init and not relative_step:
+        raise ValueError("warmup_init=True warms up the learning rate of relative_step: set relative_step=True too")
+    if relative_step and lr is not None:
+        raise ValueError(f"relative_step=True computes the learning rate itself: leave lr={lr!r} out")
+    if lr is None and not relative_step:
+        raise ValueError("lr is missing: give a learning rate, or set relative_step=True")
+    return RelativeStep(warmup_init) if relative_step else lr

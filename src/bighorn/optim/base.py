@@ -24,7 +24,7 @@ from bighorn.kernels.bucket import Options
 from bighorn.optim import checks, order
 from bighorn.optim.checks import Check
 from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
-from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over
+from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.state import Spec, complete, hold, real_view, release
 
@@ -81,8 +81,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         defaults = {name: arguments[name] for name in self.OPTIONS if name in arguments} | self.GROUP_ONLY
         checked = self._checked(defaults)
         self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked[name])}
+        checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
         super().__init__(params, checked)
-        self.defaults.update({name: self.param_groups[0][name] for name in self._default_schedules})
         self._order = order.places(ordered, self.param_groups)
 
     # ---- parameters and options ---------------------------------------------------------------------------

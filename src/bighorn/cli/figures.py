@@ -97,7 +97,7 @@ def line_picture(steps: Sequence[int], values: Sequence[float], label: str, kind
 def _line(steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> Figure:
     figure = Figure(figsize=(WIDTH, 2.2))
     axes = figure.add_subplot()
-    axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=colour, clip_on=False)
+    axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=colour, clip_on=False, zorder=3)
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.set_xlim(0, max(steps[-1], 1))

@@ -168,6 +168,7 @@ def test_another_environment_is_warned_of(invoke: Invoke) -> None:
         (["--seed", "1"], "--seed 1 contradicts"),
         (["--steps", "9"], "--steps 9 contradicts the checkpoint, whose run has no --steps"),
         (["--backend", "reference"], "--backend reference contradicts"),
+        (["--schedule", "cosine"], "--schedule cosine contradicts the checkpoint, whose run has --schedule linear"),
         (["--data", "x"], "the task digits has its data built in"),
     ],
 )
@@ -176,6 +177,17 @@ def test_contradictions_are_refused(invoke: Invoke, options: list[str], message:
     before = Path("run.pt").read_bytes()
     assert message in invoke("train", "--resume", "run.pt", *options, code=1).output
     assert Path("run.pt").read_bytes() == before
+
+
+def test_a_checkpoint_from_before_an_option_has_its_default(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    del checkpoint["config"]["schedule"]
+    torch.save(checkpoint, "run.pt")
+    invoke("train", "--resume", "run.pt", "--schedule", "linear")
+    assert (
+        "--schedule cosine contradicts" in invoke("train", "--resume", "run.pt", "--schedule", "cosine", code=1).output
+    )
 
 
 def test_other_data_are_refused(invoke: Invoke, text_file: Path) -> None:

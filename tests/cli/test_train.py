@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import torch
+from matplotlib import image
 
 import bighorn.cli
 from bighorn.cli.commands import COMMANDS
@@ -19,7 +22,9 @@ from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
 from bighorn.cli.config import RunConfig
 from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.schedule import DECAYS
 from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import Run
 from cli.helpers import Invoke
 
 
@@ -68,10 +73,63 @@ def test_lr_scaling_counts_from_batch_256(invoke: Invoke, scaling: str) -> None:
     assert json.loads(Path("run.json").read_text())["peak_lr"] == pytest.approx(expected)
 
 
-def test_the_schedule_is_what_was_asked_for(invoke: Invoke) -> None:
-    invoke("train", "--lr", 1e-2, "--steps", 10, "--warmup", 4, "--json", "run.json")
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [
+        (None, [left / 6 for left in range(6, 0, -1)]),
+        ("linear", [left / 6 for left in range(6, 0, -1)]),
+        ("cosine", [1, *((1 + math.cos(math.pi * done / 6)) / 2 for done in range(1, 6))]),
+        ("constant", [1] * 6),
+    ],
+)
+def test_the_schedule_is_what_was_asked_for(invoke: Invoke, name: str | None, decay: list[float]) -> None:
+    options = ["--schedule", name] if name else []
+    output = invoke("train", "--lr", 1e-2, "--steps", 10, "--warmup", 4, "--json", "run.json", *options).output
     lr = json.loads(Path("run.json").read_text())["history"]["lr"]
-    assert lr == pytest.approx([0.0025, 0.005, 0.0075, 0.01, *(0.01 * left / 6 for left in range(6, 0, -1))])
+    assert lr == pytest.approx([0.0025, 0.005, 0.0075, 0.01, *(0.01 * share for share in decay)])
+    assert f"10 steps, 4 warm-up, then {name or 'linear'}" in output
+
+
+@pytest.mark.parametrize("warmup", ["0", "100%"])
+def test_a_run_may_be_without_warmup_or_all_warmup(invoke: Invoke, warmup: str) -> None:
+    invoke("train", "--lr", 1e-2, "--steps", 4, "--warmup", warmup, "--json", "run.json")
+    lr = json.loads(Path("run.json").read_text())["history"]["lr"]
+    assert lr == pytest.approx({"0": [0.01, 0.0075, 0.005, 0.0025], "100%": [0.0025, 0.005, 0.0075, 0.01]}[warmup])
+
+
+def test_plot_schedule_draws_the_learning_rate_and_does_not_train(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "train_step", lambda _: pytest.fail("trained"))
+    output = invoke("train", "--steps", 10, "--warmup", 4, "--plot-schedule", "new/lr.svg").output
+    assert "Schedule: new/lr.svg; nothing was trained." in output
+    curve = re.search(r'<path d="M([^"]*)"[^>]*stroke: #2f5fd0', Path("new/lr.svg").read_text())
+    assert curve is not None
+    x, y = np.array([float(word) for word in re.findall(r"[\d.]+", curve[1])]).reshape(-1, 2).T
+    # Matplotlib leaves out points on the way along a straight line: the ends and the two corners stay.
+    steps, heights = 1 + 9 * (x - x[0]) / (x[-1] - x[0]), (y[0] - y) / (y[0] - y.min())
+    expected = np.interp(steps, range(1, 11), [0.25, 0.5, 0.75, 1, *(left / 6 for left in range(6, 0, -1))])
+    assert heights == pytest.approx((expected - 0.25) / 0.75, abs=1e-4)
+    assert {1, 4, 5, 10} <= set(steps.round(3))
+
+
+@pytest.mark.parametrize("schedule", list(DECAYS))
+def test_plot_schedule_as_png(invoke: Invoke, schedule: str) -> None:
+    invoke("train", "--schedule", schedule, "--plot-schedule", "lr.png")
+    pixels = image.imread("lr.png")
+    assert (pixels[0] == 1).all()  # white and opaque, whatever it is shown on
+    blue = (pixels[..., 2] - pixels[..., 0] > 0.4).nonzero()
+    assert np.ptp(blue[1]) > 0.8 * pixels.shape[1]
+    assert Path.cwd().joinpath("lr.png").stat().st_size < 100_000
+
+
+def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
+    invoke("train", "--steps", 3, "--schedule", "cosine", "--save", "run.pt")
+    before = Path("run.pt").read_bytes()
+    invoke("train", "--steps", 3, "--schedule", "cosine", "--plot-schedule", "first.png")
+    invoke("train", "--resume", "run.pt", "--plot-schedule", "again.png")
+    assert Path("again.png").read_bytes() == Path("first.png").read_bytes()
+    assert Path("run.pt").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -93,6 +151,9 @@ def test_the_schedule_is_what_was_asked_for(invoke: Invoke) -> None:
         (["--steps", "3", "--warmup", "4"], "--warmup 4 is longer than the run of 3 steps"),
         (["--warmup", "0.1"], "--warmup '0.1' is neither a number of steps (200) nor a share of the run"),
         (["--warmup", "101%"], "--warmup '101%'"),
+        (["--schedule", "cosin"], "'cosin' is not one of 'linear', 'cosine', 'constant'"),
+        (["--plot-schedule", "lr.pdf"], "--plot-schedule lr.pdf must end in .png or .svg"),
+        (["--plot-schedule", "lr.svg", "--report", "x"], "so --report would stay empty: leave one of them out"),
         (["--threads", "0"], "--threads is 0"),
         (["--seed", "-1"], "--seed is -1"),
         (["--backend", "cpu", "--optimizer", "adamw"], "leave --backend out"),

@@ -1,0 +1,30 @@
+"""The pages in docs: their Python runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGES = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+
+
+def blocks(text: str) -> list[str]:
+    """The Python blocks of a page, each below as many empty lines as stand above it, so that tracebacks fit."""
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, as one program in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in blocks(page.read_text()):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    assert blocks("text\n```python\nx = 1\n```\n```\nno\n```\n```python\ny\n```\n") == ["\n\nx = 1\n", "\n" * 8 + "y\n"]
+    assert PAGES

@@ -187,7 +187,7 @@ class Schedule(ABC):
             at: The first step of the second schedule, at least 1.
 
         Example:
-            >>> (WarmUp(1.0, 2).then(Polynomial(1.0, 4), at=2).then(PiecewiseConstant([], [0.1]), at=5)).as_list(7)
+            >>> WarmUp(1.0, 2).then(Polynomial(1.0, 4), at=2).then(PiecewiseConstant([], [0.1]), at=5).as_list(7)
             [0.0, 0.5, 1.0, 0.75, 0.5, 0.1, 0.1]
         """
         return Chain(self, second, at)

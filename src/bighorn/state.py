@@ -17,6 +17,9 @@ MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOMENTUM_DTYPES = {**MOMENT_DTYPES, "float16": torch.float16, "int8": torch.int8}
 """What CAME's momentum can be kept in. Its second moment is averages of many elements, which cost next to nothing."""
 
+STEP_BYTES = 4
+"""A parameter's count of steps is a float32, as in torch."""
+
 MIN_8BIT_SIZE = 4096
 """Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -26,7 +26,7 @@ from bighorn.optim.checks import Check
 from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
-from bighorn.state import Spec, complete, hold, real_view, release
+from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release
 
 LABELS = ("params", "param_names", "name")
 """Keys of a group that are no options: torch's own, and the one by which people label a group."""
@@ -336,6 +336,44 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
         first, second, third = norms.unbind(dim=1)
         return plan.labels if plan else (), first, second, third, skipped
+
+    @classmethod
+    def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:
+        """How many bytes of state each parameter will have, from shapes alone: nothing is allocated.
+
+        Args:
+            params: A module, or parameters as the constructor takes them; they may lie on the meta device.
+            options: Of the constructor; a learning rate is not needed.
+
+        Returns:
+            Bytes by the parameter's name, or by its place in `param_groups`; their sum is what the first step allocates
+            for good.
+
+        Raises:
+            TypeError: As the constructor.
+            ValueError: As the constructor.
+
+        Example:
+            >>> import torch
+            >>> from bighorn import Came, Lamb
+            >>> model = torch.nn.Linear(1000, 500, device="meta")
+            >>> Lamb.state_bytes(model)
+            {'weight': 4000004, 'bias': 4004}
+            >>> Came.state_bytes(model, state_dtype="int8")
+            {'weight': 520004, 'bias': 4004}
+        """
+        if isinstance(params, nn.Module):
+            params = params.named_parameters()
+        if not options.get("relative_step"):
+            options.setdefault("lr", 0.0)
+        optimizer = cls(params, **options)
+        sizes = {}
+        for index, position, param in optimizer._parameters():
+            spec = optimizer._state_spec(optimizer.param_groups[index], real_view(param))
+            sizes[optimizer._part(index, position, param).label] = STEP_BYTES + sum(
+                like.nbytes for like in spec.values()
+            )
+        return sizes
 
     def explain(self) -> str:
         """Which backend serves which tensors, and why: one line for each kind of tensor.

@@ -19,7 +19,7 @@ from bighorn import Lamb, kernels
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
-Fill = Literal["normal", "big", "zero"]
+Fill = Literal["normal", "big", "small", "zero"]
 Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
 Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded", "lazy"]
 
@@ -87,7 +87,7 @@ class Case:
         for index, leaf in enumerate(self.leaves):
             dtype = leaf.dtype or self.dtype
             values = self._normal(f"x{index}", leaf.shape, dtype)
-            values = values * {"normal": 0.5, "big": 3.0, "zero": 0.0}[leaf.fill]
+            values = values * {"normal": 0.5, "big": 3.0, "small": 1e-3, "zero": 0.0}[leaf.fill]
             parameters.append(Parameter(arranged(values.to(dtype), leaf.layout)))
         return parameters
 

@@ -3,7 +3,8 @@
 from bighorn import schedules
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.lamb import Lamb, LambTelemetry
+from bighorn.optim.presets import PRESETS, Preset
 
-__all__ = ["Came", "CameTelemetry", "Lamb", "LambTelemetry", "__version__", "schedules"]
+__all__ = ["PRESETS", "Came", "CameTelemetry", "Lamb", "LambTelemetry", "Preset", "__version__", "schedules"]
 
 __version__ = "0.1.0"

@@ -1,11 +1,12 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bighorn import kernels
+from bighorn import PRESETS, kernels
 from bighorn.cli import doctor
 from bighorn.kernels import Status
 from bighorn.kernels.cpu import library
@@ -80,3 +81,19 @@ def test_a_backend_whose_step_raises_does_not_work(invoke: Invoke, monkeypatch: 
     output = words(invoke("doctor").output)
     assert "foreach works plain torch, any device" in output
     assert "imaginary does not work a step fails:" in output
+
+
+def test_presets_are_listed_within_80_columns(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    output = invoke("doctor", "--presets", "--json", "presets.json").output
+    assert max(map(len, output.splitlines())) <= 80
+    rows = json.loads(Path("presets.json").read_text())["presets"]
+    assert [row["name"] for row in rows] == [preset.name for preset in PRESETS]
+    for row in rows:
+        assert all(re.search(rf"^{name} ", output, re.MULTILINE) for name in (row["name"], *row["aliases"]))
+        assert all(option in output for option in row["options"])
+        assert row["differs"] in " ".join(line[13:].strip() for line in output.splitlines())
+
+
+def test_presets_go_with_no_requirement(invoke: Invoke) -> None:
+    assert "leave out --require" in invoke("doctor", "--presets", "--require", "cpu", code=2).output

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bighorn import Lamb
+from bighorn import PRESETS, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
@@ -23,14 +23,17 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 @click.command
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
+@click.option("--presets", is_flag=True, help="List the LAMBs of other packages that Lamb.like() gives, instead.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the findings as JSON.")
-def doctor(require: tuple[str, ...], json_file: Path | None) -> None:
+def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> None:
     """Say which backends work here and why others do not, and what bighorn finds on this machine."""
+    if presets and require:
+        raise click.UsageError("--presets only prints a table: leave out --require.")
     if json_file is not None:
         files.check_writable(json_file, "--json")
-    content = findings()
+    content: dict[str, Any] = {"presets": preset_rows()} if presets else findings()
     console = Console(highlight=False)
-    console.print(_table(content))
+    console.print(_preset_table(content["presets"]) if presets else _table(content))
     if json_file is not None:
         files.write_text(json_file, json.dumps(content, indent=1) + "\n")
         console.print(f"JSON: {json_file}")
@@ -54,6 +57,20 @@ def findings() -> dict[str, Any]:
         "machine": machine() | built,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+
+
+def preset_rows() -> list[dict[str, Any]]:
+    """The presets of `Lamb.like`, as far as JSON can say."""
+    return [
+        {
+            "name": preset.name,
+            "aliases": list(preset.aliases),
+            "options": dict(preset.options),
+            "differs": preset.differs,
+            "source": preset.source,
+        }
+        for preset in PRESETS
+    ]
 
 
 def step_failure(backend: str) -> str | None:
@@ -89,4 +106,13 @@ def _table(content: dict[str, Any]) -> Table:
             table.add_row(f"[bold]{heading.capitalize()}")
         for name, value in content[heading].items():
             table.add_row(name, Text(str(value)))
+    return table
+
+
+def _preset_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("preset", "differs from version 5 of the paper, and by which options", box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        options = ", ".join(f"{name}={value!r}" for name, value in row["options"].items())
+        text = Text(row["differs"]).append(f"\n{options}" if options else "", "dim")
+        table.add_row("\n".join([row["name"], *row["aliases"]]), text)
     return table

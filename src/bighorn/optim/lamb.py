@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn.groups import Exclusion, Names
 from bighorn.kernels import LambOptions
 from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
-from bighorn.optim import checks
+from bighorn.optim import checks, presets
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
 from bighorn.optim.plan import Variant
@@ -174,6 +174,29 @@ class Lamb(KernelOptimizer[LambOptions]):
         Empty before the first step, and after parameters were added or a state was loaded.
         """
         return LambTelemetry(*self._figures())
+
+    @classmethod
+    def like(cls, name: str, params: ParamsT, **overrides: Any) -> Lamb:
+        """The LAMB of another package or of a version of the paper: a row of `bighorn.PRESETS`.
+
+        Args:
+            name: The preset; `bighorn doctor --presets` lists them.
+            params: As for `Lamb`.
+            overrides: Options of `Lamb`; they win over the preset's.
+
+        Raises:
+            TypeError: As `Lamb` does.
+            ValueError: As `Lamb` does, or there is no such preset.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = Lamb.like("timm", model.parameters(), lr=0.01)
+            >>> optimizer.defaults["weight_decay"], optimizer.defaults["always_adapt"]
+            (0.01, False)
+        """
+        params = list(params) if isinstance(params, Iterator) else params  # some presets look at them too
+        return cls(params, **presets.options(name, params, overrides))
 
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")

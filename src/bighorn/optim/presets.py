@@ -1,0 +1,133 @@
+"""Other packages' LAMBs by name: in which options each of them differs from the paper's version 5.
+
+Every row is proven in `tests/test_presets.py`, against the package itself or against its formula written out anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bighorn.optim import checks
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One LAMB that others wrote or described.
+
+    Attributes:
+        name: What `Lamb.like` calls it.
+        options: What to give to `Lamb` beyond its defaults.
+        differs: How it differs from version 5 of the paper, in words.
+        source: Where it was read: repository, file and commit, or package and version.
+        aliases: Others that do the same.
+        complete: Options that follow from the parameters and from what the caller gave. Default: None.
+    """
+
+    name: str
+    options: Options
+    differs: str
+    source: str
+    aliases: tuple[str, ...] = ()
+    complete: Callable[[Iterable[Any], Options], Options] | None = None
+
+
+def _exclusions_fall_back(_: Iterable[Any], given: Options) -> Options:
+    """What is not decayed is not adapted either, unless that has a list of its own."""
+    name = "exclude_from_layer_adaptation"
+    return {name: given.get(name) or given.get("exclude_from_weight_decay")}
+
+
+def _no_decay_for_norms(params: Iterable[Any], given: Options) -> Options:
+    """Parameters in no groups are told apart by their names; groups say themselves what they want."""
+    name = "exclude_from_weight_decay"
+    return {} if name in given or any(isinstance(param, dict) for param in params) else {name: ["beta", "gamma"]}
+
+
+_APEX = {"weight_decay": 0.01, "max_grad_norm": 1.0}
+_TIMM = {**_APEX, "always_adapt": False}
+
+PRESETS = (
+    Preset("paper-v5", {}, "nothing", "arXiv:1904.00962v5, Algorithm 2; optax 0.2.8, lamb", ("optax",)),
+    Preset("paper-v3", {"bias_correction": False}, "no bias correction", "arXiv:1904.00962v3, Algorithm 2"),
+    Preset(
+        "apex",
+        _TIMM,
+        "clips the global gradient norm to 1; no trust ratio where weight_decay is 0",
+        "NVIDIA/apex 06a83ce, csrc/multi_tensor_lamb.cu; timm 1.0.31, optim/lamb.py",
+        ("timm",),
+    ),
+    Preset(
+        "nvlamb",
+        _APEX,
+        "clips the global gradient norm to 1",
+        "NVIDIA/apex 06a83ce, csrc/multi_tensor_lamb.cu with use_nvlamb=True",
+    ),
+    Preset(
+        "lambc",
+        {**_TIMM, "trust_ratio_bounds": (0.0, 1.0)},
+        "as apex; trust ratio at most 1",
+        "timm 1.0.31, optim/lamb.py with trust_clip=True",
+    ),
+    Preset(
+        "lambw",
+        {**_TIMM, "decay_mode": "decoupled"},
+        "as apex; x decays first, by lr * weight_decay, and stays out of u",
+        "timm 1.0.31, optim/lamb.py with decoupled_decay=True",
+    ),
+    Preset(
+        "keras",
+        {"decay_mode": "decoupled", "eps": 1e-7},
+        "x decays first, by lr * weight_decay, and stays out of u; eps 1e-7",
+        "keras 3.15.1, src/optimizers/lamb.py",
+    ),
+    Preset(
+        "torch_npu",
+        {"bias_correction": False, "weight_norm_bounds": (0.0, 10.0)},
+        "no bias correction, nor with adam=True; weight norm clamped to 10",
+        "Ascend/pytorch 1178aa0, torch_npu/optim/npu_fused_lamb.py; jettify/pytorch-optimizer 06f9dbb, lamb.py",
+        ("cybertronai",),
+    ),
+    Preset(
+        "deepspeed",
+        {"bias_correction": "lr", "trust_ratio_bounds": (0.01, 10.0), "eps": 1e-8},
+        "bias correction in the learning rate; trust ratio from 0.01 to 10; eps 1e-8",
+        "microsoft/DeepSpeed 0c1913d, csrc/lamb/fused_lamb_cuda_kernel.cu; from e5d277f on: bias_correction=True",
+    ),
+    Preset(
+        "colossalai",
+        {"bias_correction": "lr"},
+        "bias correction in the learning rate",
+        "hpcaitech/ColossalAI 02aba63, nn/optimizer/distributed_lamb.py; its Lamb is paper-v3",
+    ),
+    Preset(
+        "tfa",
+        {},
+        "parameters excluded from weight decay are not adapted either, unless those are listed apart",
+        "tensorflow/addons 00beec0, optimizers/lamb.py",
+        complete=_exclusions_fall_back,
+    ),
+    Preset(
+        "mindspore",
+        {},
+        "without groups: no weight decay where a name contains beta or gamma",
+        "mindspore-ai/mindspore 0f4901b, ir_fission/lamb_fission.cc; before 08097c0 on GPUs: trust ratio at most 10",
+        complete=_no_decay_for_norms,
+    ),
+)
+"""THE table of presets."""
+
+
+def options(name: str, params: Iterable[Any], given: Options) -> dict[str, Any]:
+    """What a preset comes to for some parameters; options that are given win over its own.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    known = {word: preset for preset in PRESETS for word in (preset.name, *preset.aliases)}
+    checks.choice(*known)("preset", name)
+    preset = known[name]
+    return {**preset.options, **given, **(preset.complete(params, given) if preset.complete else {})}

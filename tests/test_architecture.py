@@ -14,20 +14,21 @@ from types import ModuleType
 import pytest
 
 import bighorn
-from bighorn import kernels, schedules
+from bighorn import groups, kernels, schedules
 
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"optim", "schedules"},
-    "optim": {"optim", "kernels", "sharding", "state", "gradients", "groups", "schedules"},
+    "bighorn": {"groups", "optim", "schedules"},
+    "optim": {"optim", "kernels", "sharding", "state", "gradients", "names", "schedules"},
     "kernels": {"kernels"},
     "sharding": set(),
     "state": {"kernels"},
     "gradients": {"sharding"},
-    "groups": set(),
+    "groups": {"names"},
+    "names": set(),
     "schedules": set(),
     "scaling": {"sharding"},
     "parallel": {"sharding"},
@@ -104,16 +105,18 @@ def test_only_one_place_probes_for_backends() -> None:
 
 
 def public() -> list[tuple[str, object]]:
-    """Every public name of the package, its schedules and its kernels, and the public methods of the classes."""
+    """Every public name of the package, its groups, schedules and kernels, and the public methods of the classes."""
     found: list[tuple[str, object]] = []
-    for module in (bighorn, schedules, kernels):
+    for module in (bighorn, groups, schedules, kernels):
         for name in module.__all__:
             thing = getattr(module, name)
             if not (inspect.isclass(thing) or inspect.isfunction(thing)):
                 continue
             found.append((f"{module.__name__}.{name}", thing))
             if inspect.isclass(thing):
-                methods = inspect.getmembers(thing, inspect.isfunction)
+                methods = inspect.getmembers(
+                    thing, lambda member: inspect.isfunction(member) or inspect.ismethod(member)
+                )
                 found += [
                     (f"{module.__name__}.{name}.{method}", function)
                     for method, function in methods

@@ -1,10 +1,10 @@
 """Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters live on."""
 
-from bighorn import schedules
+from bighorn import groups, schedules
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
 
-__all__ = ["PRESETS", "Came", "CameTelemetry", "Lamb", "LambTelemetry", "Preset", "__version__", "schedules"]
+__all__ = ["PRESETS", "Came", "CameTelemetry", "Lamb", "LambTelemetry", "Preset", "__version__", "groups", "schedules"]
 
 __version__ = "0.1.0"

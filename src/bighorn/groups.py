@@ -1,79 +1,185 @@
-"""Parameters by name: which ones an exclusion takes."""
+"""Parameter groups from rules on names: ordered, the first that matches a parameter takes it.
+
+Made for `bighorn.Lamb` and any other `torch.optim.Optimizer`.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
-"""Regular expressions, searched for in a parameter's name, or a function of name and parameter."""
+from bighorn.names import Exclusion, check_exclusion, excludes
 
-Names = nn.Module | Mapping[str, Tensor]
-"""Where names come from when a trainer hands over bare parameters."""
+__all__ = ["Rule", "by_rules", "report"]
+
+REST = "everything else"
+"""The name of the group of the parameters that no rule took."""
 
 
-def check_exclusion(name: str, value: object) -> Exclusion | None:
-    """An exclusion as it was given, if it is one.
+@dataclass(frozen=True, init=False)
+class Rule:
+    """Options for the parameters that it matches.
+
+    Args:
+        match: A regular expression, searched for in the parameter's name, several in a list, or a callable
+            (name, param) -> bool.
+        **options: What the group of these parameters gets: any option that the optimizer knows in a group, and `name`,
+            what the report calls the group.
 
     Raises:
-        TypeError: It is neither a list of regular expressions nor callable.
-        ValueError: A regular expression does not compile.
+        TypeError: `match` is nothing of this kind, or an option is one that `by_rules` writes itself.
+        ValueError: A regular expression does not compile, or there is none.
+
+    Example:
+        >>> Rule(r"bias|norm", weight_decay=0.0, adapt=False)
+        Rule('bias|norm', weight_decay=0.0, adapt=False)
     """
-    if value is None or callable(value):
-        return value
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise TypeError(
-            f"{name} must be regular expressions in a list or a callable (name, param) -> bool, not {value!r}"
+
+    match: Exclusion
+    options: Mapping[str, Any]
+
+    def __init__(self, match: str | Exclusion, **options: Any) -> None:
+        checked = check_exclusion("match", [match] if isinstance(match, str) else match)
+        if checked is None:
+            raise ValueError(f"match={match!r} matches nothing: give a regular expression, or leave out the rule")
+        for name in ("params", "param_names"):
+            if name in options:
+                raise TypeError(
+                    f"a Rule got {name!r}, but which parameters are in its group is decided by what it matches"
+                )
+        object.__setattr__(self, "match", checked)
+        object.__setattr__(self, "options", options)
+
+    def __repr__(self) -> str:
+        return f"Rule({', '.join([self._pattern, *(f'{name}={value!r}' for name, value in self.options.items())])})"
+
+    @property
+    def name(self) -> str:
+        """What a report calls the rule's group."""
+        return str(self.options.get("name", self._pattern.strip("'\"")))
+
+    @property
+    def _pattern(self) -> str:
+        if callable(self.match):
+            return getattr(self.match, "__name__", repr(self.match))
+        return repr(self.match[0] if len(self.match) == 1 else self.match)
+
+    def matches(self, name: str, param: Tensor) -> bool:
+        """Whether a parameter is one of its."""
+        return excludes(self.match, name, param)
+
+
+def by_rules(
+    named_parameters: Iterable[tuple[str, Tensor]], rules: Sequence[Rule], *, pairs: bool = True
+) -> list[dict[str, Any]]:
+    """Parameter groups for any optimizer: one for each rule, and one for what no rule takes, without options.
+
+    Args:
+        named_parameters: What `model.named_parameters()` gives. Their order is kept within each group.
+        rules: In order: the first that matches a parameter takes it.
+        pairs: Give (name, parameter) pairs, which `torch.optim` and `bighorn` keep as `param_names`. False: bare
+            parameters, for optimizers that want these. Default: True.
+
+    Returns:
+        Dicts with `name`, `params` and the rule's options; which options there are is known to the optimizer, which
+        refuses others. `print(report(...))` shows who took what.
+
+    Raises:
+        TypeError: Parameters come without names, or something among the rules is no `Rule`.
+        ValueError: There are no parameters, two have the same name, one has two names, or a rule takes nothing.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lamb
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+        >>> groups = by_rules(
+        ...     model.named_parameters(),
+        ...     [Rule("bias", weight_decay=0.0), Rule(lambda name, param: param.dim() < 2, name="scales", adapt=False)],
+        ... )
+        >>> print(report(groups))
+        bias: 2 parameters, 6 elements; weight_decay=0.0
+          0.bias [3]
+          1.bias [3]
+        scales: 1 parameter, 3 elements; adapt=False
+          1.weight [3]
+        everything else: 1 parameter, 12 elements
+          0.weight [3, 4]
+        >>> optimizer = Lamb(groups, lr=0.01, weight_decay=0.01)
+    """
+    params = _checked(named_parameters)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules must be a list of Rule, not of {type(rule).__name__} ({rule!r})")
+    taken: list[list[tuple[str, Tensor]]] = [[] for _ in (*rules, REST)]
+    for name, param in params:
+        index = next((i for i, rule in enumerate(rules) if rule.matches(name, param)), len(rules))
+        taken[index].append((name, param))
+    for rule, mine in zip(rules, taken, strict=False):
+        if not mine:
+            raise ValueError(f"{rule!r} takes no parameter: {_why_nothing(rule, params)}")
+    headers = [{"name": rule.name, **rule.options} for rule in rules] + [{"name": REST}]
+    return [
+        {**header, "params": mine if pairs else [param for _, param in mine]}
+        for header, mine in zip(headers, taken, strict=True)
+        if mine
+    ]
+
+
+def report(groups: Iterable[Mapping[str, Any]]) -> str:
+    """Which parameters each group has, and which options: of `by_rules`, or an optimizer's `param_groups`.
+
+    Args:
+        groups: Dicts with `params`, as optimizers take and keep them.
+    """
+    lines = []
+    for index, group in enumerate(groups):
+        params = [param if isinstance(param, tuple) else (None, param) for param in group["params"]]
+        names = group.get("param_names") or [name or f"params[{i}]" for i, (name, _) in enumerate(params)]
+        options = {key: value for key, value in group.items() if key not in ("name", "params", "param_names")}
+        count, elements = len(params), sum(param.numel() for _, param in params)
+        title = f"{group.get('name', f'group {index}')}: {count} parameter{'s' * (count != 1)}, {elements:,} elements"
+        lines.append(
+            "; ".join([title, ", ".join(f"{key}={value!r}" for key, value in options.items())]).removesuffix("; ")
         )
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
-    return list(value) or None
+        lines += [f"  {name} {list(param.shape)}" for name, (_, param) in zip(names, params, strict=True)]
+    return "\n".join(lines)
 
 
-def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bool:
-    """Whether an exclusion takes a parameter."""
-    if exclusion is None or name is None:
-        return False
-    if callable(exclusion):
-        return bool(exclusion(name, param))
-    return any(re.search(pattern, name) for pattern in exclusion)
+def _checked(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The (name, parameter) pairs, if they are that and each name and parameter comes once."""
+    if isinstance(named_parameters, nn.Module):
+        raise TypeError(f"rules need names: pass model.named_parameters(), not {type(named_parameters).__name__}")
+    params = list(named_parameters)
+    if not params:
+        raise ValueError(
+            "named_parameters is empty: pass model.named_parameters() of a model that has some, each time anew"
+        )
+    by_name: dict[str, Tensor] = {}
+    by_id: dict[int, str] = {}
+    for pair in params:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(f"rules need names: pass model.named_parameters(), not {type(pair).__name__} in a list")
+        name, param = pair
+        if name in by_name:
+            raise ValueError(f"two parameters are called {name!r}: give each model a prefix of its own")
+        if id(param) in by_id:
+            raise ValueError(f"{by_id[id(param)]!r} and {name!r} are the same parameter: pass it once")
+        by_name[name], by_id[id(param)] = param, name
+    return params
 
 
-def named(params: object, names: Names | None) -> list[Any]:
-    """Parameters in a list, as (name, parameter) pairs where `names` is given and they are not pairs already.
-
-    Raises:
-        TypeError: `params` has no order.
-        ValueError: `names` does not know a parameter.
-    """
-    if isinstance(params, set):
-        raise TypeError("params must be ordered, but a set is not: pass a list")
-    params = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[call-overload]
-    if names is None or any(isinstance(param, tuple) for param in params):
-        return params
-    known = names_of(names)
-    missing = [i for i, param in enumerate(params) if id(param) not in known]
-    if missing:
-        raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
-    return [(known[id(param)], param) for param in params]
-
-
-def names_of(names: object) -> dict[int, str]:
-    """The name of each parameter, by its id.
-
-    Raises:
-        TypeError: `names` is neither a module nor a mapping of names to tensors.
-    """
-    if isinstance(names, nn.Module):
-        names = dict(names.named_parameters())
-    if not isinstance(names, Mapping) or not all(
-        isinstance(name, str) and isinstance(param, Tensor) for name, param in names.items()
-    ):
-        raise TypeError(f"names must be a module or a mapping of names to parameters, not {type(names).__name__}")
-    return {id(param): name for name, param in names.items()}
+def _why_nothing(rule: Rule, params: list[tuple[str, Tensor]]) -> str:
+    matching = [name for name, param in params if rule.matches(name, param)]
+    if matching:
+        return f"rules before it took the {len(matching)} that it matches ({', '.join(matching[:3])}); put it first"
+    if callable(rule.match):
+        return "it was False for each of them"
+    words = " ".join(rule.match)
+    nearest = sorted(params, key=lambda pair: difflib.SequenceMatcher(None, words, pair[0]).ratio(), reverse=True)
+    return f"it matches no name; the nearest are {', '.join(repr(name) for name, _ in nearest[:3])}"

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn import kernels
-from bighorn.groups import excludes, named
 from bighorn.kernels.bucket import Options
+from bighorn.names import excludes, named
 from bighorn.optim import checks, order
 from bighorn.optim.checks import Check
 from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint

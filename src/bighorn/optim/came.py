@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.groups import Exclusion, Names
 from bighorn.kernels import CameOptions
 from bighorn.kernels.bucket import Factor
+from bighorn.names import Exclusion, Names
 from bighorn.optim import checks
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction

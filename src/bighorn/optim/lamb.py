@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.groups import Exclusion, Names
 from bighorn.kernels import LambOptions
 from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
+from bighorn.names import Exclusion, Names
 from bighorn.optim import checks, presets
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
@@ -182,7 +182,7 @@ class Lamb(KernelOptimizer[LambOptions]):
         Args:
             name: The preset; `bighorn doctor --presets` lists them.
             params: As for `Lamb`.
-            overrides: Options of `Lamb`; they win over the preset's.
+            **overrides: Options of `Lamb`; they win over the preset's.
 
         Raises:
             TypeError: As `Lamb` does.

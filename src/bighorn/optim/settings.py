@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bighorn.groups import Exclusion, Names, check_exclusion, names_of
 from bighorn.kernels import BACKENDS
+from bighorn.names import Exclusion, Names, check_exclusion, names_of
 from bighorn.optim import checks
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")

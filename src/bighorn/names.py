@@ -1,0 +1,79 @@
+"""Parameters by name: which ones an exclusion takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
+"""Regular expressions, searched for in a parameter's name, or a function of name and parameter."""
+
+Names = nn.Module | Mapping[str, Tensor]
+"""Where names come from when a trainer hands over bare parameters."""
+
+
+def check_exclusion(name: str, value: object) -> Exclusion | None:
+    """An exclusion as it was given, if it is one.
+
+    Raises:
+        TypeError: It is neither a list of regular expressions nor callable.
+        ValueError: A regular expression does not compile.
+    """
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise TypeError(
+            f"{name} must be regular expressions in a list or a callable (name, param) -> bool, not {value!r}"
+        )
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
+    return list(value) or None
+
+
+def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bool:
+    """Whether an exclusion takes a parameter."""
+    if exclusion is None or name is None:
+        return False
+    if callable(exclusion):
+        return bool(exclusion(name, param))
+    return any(re.search(pattern, name) for pattern in exclusion)
+
+
+def named(params: object, names: Names | None) -> list[Any]:
+    """Parameters in a list, as (name, parameter) pairs where `names` is given and they are not pairs already.
+
+    Raises:
+        TypeError: `params` has no order.
+        ValueError: `names` does not know a parameter.
+    """
+    if isinstance(params, set):
+        raise TypeError("params must be ordered, but a set is not: pass a list")
+    params = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[call-overload]
+    if names is None or any(isinstance(param, tuple) for param in params):
+        return params
+    known = names_of(names)
+    missing = [i for i, param in enumerate(params) if id(param) not in known]
+    if missing:
+        raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
+    return [(known[id(param)], param) for param in params]
+
+
+def names_of(names: object) -> dict[int, str]:
+    """The name of each parameter, by its id.
+
+    Raises:
+        TypeError: `names` is neither a module nor a mapping of names to tensors.
+    """
+    if isinstance(names, nn.Module):
+        names = dict(names.named_parameters())
+    if not isinstance(names, Mapping) or not all(
+        isinstance(name, str) and isinstance(param, Tensor) for name, param in names.items()
+    ):
+        raise TypeError(f"names must be a module or a mapping of names to parameters, not {type(names).__name__}")
+    return {id(param): name for name, param in names.items()}

@@ -1,0 +1,78 @@
+"""What the tests of the optimizer's contract, its storage and its checkpoints share."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from bighorn import Lamb
+from cases import CASES, LRS, ZOO, Case, set_gradients, set_lr
+
+BY_ID = {case.id: case for case in CASES}
+CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+def model() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def backward(net: nn.Module, step: int = 0) -> Tensor:
+    """Fill the gradients with those of a loss on fixed data."""
+    generator = torch.Generator().manual_seed(step)
+    dtype = next(net.parameters()).dtype
+    loss: Tensor = net(torch.randn(10, 6, generator=generator).to(dtype)).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def advance(case: Case, parameters: list[Parameter], optimizer: Lamb, steps: range) -> None:
+    for step in steps:
+        set_gradients(parameters, case.gradients(step))
+        set_lr(optimizer, LRS[step])
+        optimizer.step()
+
+
+def copies(parameters: list[Parameter]) -> list[Parameter]:
+    """The same values in the same layout, in other storage."""
+    return [copy.deepcopy(p) for p in parameters]
+
+
+def assert_bitwise(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    assert [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not a.equal(b)] == []
+
+
+def assert_same_everything(
+    ours: list[Parameter], optimizer: Lamb, theirs: list[Parameter], other: torch.optim.Optimizer
+) -> None:
+    assert_bitwise(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a in optimizer.state) == (b in other.state)
+        if a in optimizer.state:
+            assert optimizer.state[a].keys() == other.state[b].keys()
+            for key, value in optimizer.state[a].items():
+                assert value.dtype == other.state[b][key].dtype, key
+                assert value.equal(other.state[b][key]), key
+
+
+def saved_and_loaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

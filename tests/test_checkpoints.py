@@ -1,0 +1,343 @@
+"""What is saved, loaded, copied and pickled goes on bitwise as if it had never stopped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bighorn import Lamb
+from cases import CASES, FEW, Case, set_gradients
+from contract import (
+    BY_ID,
+    CASE,
+    Net,
+    advance,
+    assert_bitwise,
+    assert_same_everything,
+    backward,
+    copies,
+    model,
+    saved_and_loaded,
+)
+
+KEPT = [case for case in CASES if case.runs_on("cpu") and "large" not in case.id]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.id)
+def test_weights_only_checkpoint_continues_bitwise(case: Case) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(2))
+    others = copies(parameters)
+    other = case.optimizer(others, "auto")
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert_same_everything(parameters, optimizer, others, other)
+    advance(case, parameters, optimizer, range(2, 4))
+    advance(case, others, other, range(2, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+CHECKPOINTED = [
+    *("paper-v5", "everything", "clip-skip", "both-by-name", "amsgrad", "mixed-paper-v5", "stacked"),
+    "float32-states-bfloat16-paper-v5",
+    "bfloat16-paper-v5",
+    "complex64-paper-v5",
+]
+
+
+@pytest.mark.parametrize("case_id", CHECKPOINTED)
+def test_load_state_dict_continues_bitwise(case_id: str, backend: str) -> None:
+    case = BY_ID[case_id]
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    others = copies(parameters)
+    other = case.optimizer(others, backend, lr=7.0, weight_decay=0.9)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["weight_decay"] == optimizer.param_groups[0]["weight_decay"]
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    advance(case, parameters, optimizer, range(2, 4))
+    advance(case, others, other, range(2, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("case_id", CHECKPOINTED)
+def test_a_copy_continues_bitwise(case_id: str, way: str, backend: str) -> None:
+    """Everything that was given at construction must be in the copy, the exclusions and the clip too."""
+    case = BY_ID[case_id]
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    set_gradients(parameters, [None] * len(parameters))
+    both = (parameters, optimizer)
+    others, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    assert others[0] is not parameters[0]
+    advance(case, parameters, optimizer, range(2, 4))
+    advance(case, others, other, range(2, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+def test_a_copy_before_the_first_step(backend: str) -> None:
+    parameters = CASE.parameters()
+    others, other = copy.deepcopy((parameters, CASE.optimizer(parameters, backend)))
+    optimizer = CASE.optimizer(parameters, backend)
+    advance(CASE, parameters, optimizer, range(2))
+    advance(CASE, others, other, range(2))
+    assert_same_everything(parameters, optimizer, others, other)
+    other.add_param_group({"params": [("added", Parameter(torch.ones(2)))]})
+    assert other.param_groups[1]["weight_decay"] == 0.1
+
+
+def test_loaded_moments_keep_their_dtype_whatever_the_parameters() -> None:
+    """torch's own load_state_dict would cast the float32 moments of a bfloat16 parameter to bfloat16."""
+    case = Case("bf16", {}, FEW, dtype=torch.bfloat16)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(2))
+    other = case.optimizer(copies(parameters), "auto")
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    states = list(other.state.values())
+    assert states
+    assert {state[key].dtype for state in states for key in ("step", "exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_declared_state_dtype(dtype: torch.dtype, backend: str) -> None:
+    case = Case("declared", {"state_dtype": torch.bfloat16}, FEW, dtype=dtype)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    other = case.optimizer(copies(parameters), backend)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for each in (optimizer, other):
+        for state in each.state.values():
+            assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.bfloat16
+            assert state["step"].dtype is torch.float32
+
+
+def test_default_state_dtypes() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        parameter = Parameter(torch.ones(3, dtype=dtype))
+        optimizer = Lamb([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        expected = torch.float64 if dtype is torch.float64 else torch.float32
+        assert optimizer.state[parameter]["exp_avg"].dtype is expected
+        assert optimizer.state[parameter]["exp_avg_sq"].dtype is expected
+
+
+def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options() -> None:
+    parameters = CASE.parameters()
+    optimizer = CASE.optimizer(parameters, "auto")
+    advance(CASE, parameters, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["param_groups"][0]["trust_ratio_bounds"]
+    other = CASE.optimizer(copies(parameters), "auto")
+    other.load_state_dict(state)
+    assert other.param_groups[0]["trust_ratio_bounds"] is None
+
+
+def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:
+    """What torch's AdamW has made of some parameters, the last gradients much smaller than the first."""
+    torch.manual_seed(13)
+    parameters = [Parameter(torch.randn(7, 3)), Parameter(torch.full((9,), 1e-20))]
+    adamw = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01, **options)
+    for scale in (1.0, 1e-3):
+        for parameter in parameters:
+            parameter.grad = scale * torch.randn_like(parameter)
+        adamw.step()
+    return parameters, adamw
+
+
+def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(backend: str) -> None:
+    parameters, adamw = after_adamw(weight_decay=0.2, maximize=True)
+    own = {"adapt": False, "decay_mode": "l2", "bias_correction": "lr"}
+    groups: list[dict[str, Any]] = [{"params": [parameters[0]], **own}, {"params": [parameters[1]]}]
+    optimizer = Lamb(groups, lr=7.0, trust_ratio_bounds=(0.0, 2.0), backend=backend)
+    keys = optimizer.param_groups[0].keys()
+    optimizer.load_state_dict(saved_and_loaded(adamw.state_dict()))
+    first, second = optimizer.param_groups
+    assert first.keys() == second.keys() == keys
+    assert {key: first[key] for key in own} == own
+    assert (second["adapt"], second["decay_mode"], second["bias_correction"]) == (True, "ratio", True)
+    for group in (first, second):
+        assert (group["lr"], group["weight_decay"], group["maximize"]) == (0.01, 0.2, True)
+        assert group["trust_ratio_bounds"] == (0.0, 2.0)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [3, 3]
+
+
+def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
+    """Its maximum is gone on with by amsgrad alone, which without one starts from the second moment."""
+    runs = []
+    for second_moment, keep in (("adam", True), ("adam", False), ("amsgrad", True), ("amsgrad", False)):
+        parameters, adamw = after_adamw(amsgrad=True)
+        state = copy.deepcopy(adamw.state_dict())
+        for group in state["param_groups"]:
+            group["amsgrad"] = False
+        for each in state["state"].values():
+            assert not each["max_exp_avg_sq"].equal(each["exp_avg_sq"])
+            if not keep:
+                del each["max_exp_avg_sq"]
+        groups = [{"params": [p]} for p in parameters]
+        optimizer = Lamb(groups, weight_decay=0.1, second_moment=second_moment, backend=backend)  # type: ignore[arg-type]
+        optimizer.load_state_dict(state)
+        if second_moment == "amsgrad" and not keep:
+            assert all(each["max_exp_avg_sq"].equal(each["exp_avg_sq"]) for each in optimizer.state.values())
+        optimizer.step()
+        runs.append(parameters)
+    with_maximum, without, maximum, started_anew = runs
+    assert_bitwise(with_maximum, without)
+    assert not maximum[0].equal(started_anew[0])
+    assert not maximum[0].equal(without[0])
+
+
+def test_a_checkpoint_that_counts_steps_per_group(backend: str) -> None:
+    """As those of apex and timm do."""
+    case = Case("grouped", {}, FEW)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["step"] = 3
+    for each in state["state"].values():
+        del each["step"]
+    others = copies(parameters)
+    other = case.optimizer(others, backend)
+    other.load_state_dict(state)
+    assert "step" not in other.param_groups[0]
+    advance(case, parameters, optimizer, range(3, 4))
+    advance(case, others, other, range(3, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+SCHEDULED: dict[str, float] = {
+    "initial_lr": 0.1,
+    "max_lr": 0.3,
+    "min_lr": 0.01,
+    "swa_lr": 0.05,
+    "max_momentum": 0.95,
+    "base_momentum": 0.85,
+}
+
+
+def test_the_keys_of_schedulers_stay() -> None:
+    """They lie in groups, and so in checkpoints, and in groups that another optimizer is built from."""
+    net = model()
+    groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
+    optimizer = Lamb(groups)
+    other = Lamb(optimizer.param_groups)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for each in (optimizer, other):
+        assert {key: each.param_groups[0][key] for key in SCHEDULED} == SCHEDULED
+        assert not each.param_groups[1].keys() & SCHEDULED.keys()
+
+
+def test_a_one_cycle_schedule_is_resumed() -> None:
+    """What it needs for that lies in the groups."""
+
+    def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        optimizer = Lamb(net.parameters(), weight_decay=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, last_epoch=steps.start - 1)
+        for step in steps:
+            net.zero_grad()
+            backward(net, step)
+            optimizer.step()
+            scheduler.step()
+        return optimizer.state_dict()
+
+    whole, resumed = model(), model()
+    go(whole, range(9))
+    go(resumed, range(4, 9), saved_and_loaded(go(resumed, range(4))))
+    assert_bitwise(list(whole.parameters()), list(resumed.parameters()))
+
+
+def test_load_state_dict_hooks_still_run() -> None:
+    parameters = CASE.parameters()
+    optimizer = CASE.optimizer(parameters, "auto")
+    advance(CASE, parameters, optimizer, range(1))
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert calls == ["pre", "post"] * 2
+
+
+def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(backend: str) -> None:
+    """DCP makes the state by a step at lr = 0 with zero gradients."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net, untouched = model(), model()
+    optimizer = Lamb(net.named_parameters(), lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
+    state = get_optimizer_state_dict(net, optimizer)
+    assert set(state["state"]) == {name for name, _ in net.named_parameters()}
+    assert_bitwise(list(net.parameters()), list(untouched.parameters()))
+    assert all(p.grad is None for p in net.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for state_of_one in optimizer.state.values():
+        assert not any(state_of_one[key].any() for key in ("exp_avg", "exp_avg_sq"))
+
+
+def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(backend: str) -> None:
+    """The dummy step is not counted: the first real one is corrected as the first."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net, other = model(), model()
+    optimizer = Lamb(net.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    twin = Lamb(other.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    get_optimizer_state_dict(net, optimizer)
+    for network, each in ((net, optimizer), (other, twin)):
+        backward(network)
+        each.step()
+    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), twin)
+
+
+def test_a_real_step_at_lr_0_counts(backend: str) -> None:
+    """As a warm-up from 0 takes it: the moments and the count move, the parameters do not."""
+    net, untouched = model(), model()
+    optimizer = Lamb(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend)
+    backward(net)
+    optimizer.step()
+    assert_bitwise(list(net.parameters()), list(untouched.parameters()))
+    for state in optimizer.state.values():
+        assert state["step"] == 1
+        assert state["exp_avg"].any()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_distributed_checkpoint_continues_bitwise(flatten: bool, backend: str) -> None:
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, "trust_ratio_bounds": (0.0, 10.0)}
+    net = model()
+    optimizer = Lamb(net.named_parameters(), lr=0.1, backend=backend, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+    state = saved_and_loaded(get_optimizer_state_dict(net, optimizer, options=how))
+    other = copy.deepcopy(net)
+    other.zero_grad()
+    fresh = Lamb(other.named_parameters(), lr=0.5, backend=backend, **options)
+    before = copies(list(other.parameters()))
+    set_optimizer_state_dict(other, fresh, state, options=how)
+    assert_bitwise(list(other.parameters()), before)
+    for network, each in ((net, optimizer), (other, fresh)):
+        each.zero_grad()
+        backward(network, 3)
+        each.step()
+    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ REST = "everything else"
 """The name of the group of the parameters that no rule took."""
 
 
-@dataclass(frozen=True, init=False)
 class Rule:
     """Options for the parameters that it matches.
 
@@ -39,34 +37,19 @@ class Rule:
         Rule('bias|norm', weight_decay=0.0, adapt=False)
     """
 
-    match: Exclusion
-    options: Mapping[str, Any]
-
     def __init__(self, match: str | Exclusion, **options: Any) -> None:
         checked = check_exclusion("match", [match] if isinstance(match, str) else match)
         if checked is None:
             raise ValueError(f"match={match!r} matches nothing: give a regular expression, or leave out the rule")
         for name in ("params", "param_names"):
             if name in options:
-                raise TypeError(
-                    f"a Rule got {name!r}, but which parameters are in its group is decided by what it matches"
-                )
-        object.__setattr__(self, "match", checked)
-        object.__setattr__(self, "options", options)
+                raise TypeError(f"a Rule got {name!r}, but what it matches decides which parameters are in its group")
+        self.match, self.options = checked, options
+        self.label = getattr(checked, "__name__", repr(checked)) if callable(checked) else "|".join(checked)
 
     def __repr__(self) -> str:
-        return f"Rule({', '.join([self._pattern, *(f'{name}={value!r}' for name, value in self.options.items())])})"
-
-    @property
-    def name(self) -> str:
-        """What a report calls the rule's group."""
-        return str(self.options.get("name", self._pattern.strip("'\"")))
-
-    @property
-    def _pattern(self) -> str:
-        if callable(self.match):
-            return getattr(self.match, "__name__", repr(self.match))
-        return repr(self.match[0] if len(self.match) == 1 else self.match)
+        match = self.label if callable(self.match) else repr(self.label)
+        return f"Rule({', '.join([match, *(f'{name}={value!r}' for name, value in self.options.items())])})"
 
     def matches(self, name: str, param: Tensor) -> bool:
         """Whether a parameter is one of its."""
@@ -121,7 +104,7 @@ def by_rules(
     for rule, mine in zip(rules, taken, strict=False):
         if not mine:
             raise ValueError(f"{rule!r} takes no parameter: {_why_nothing(rule, params)}")
-    headers = [{"name": rule.name, **rule.options} for rule in rules] + [{"name": REST}]
+    headers = [{"name": rule.label, **rule.options} for rule in rules] + [{"name": REST}]
     return [
         {**header, "params": mine if pairs else [param for _, param in mine]}
         for header, mine in zip(headers, taken, strict=True)

@@ -343,7 +343,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
         Args:
             params: A module, or parameters as the constructor takes them; they may lie on the meta device.
-            options: Of the constructor; a learning rate is not needed.
+            **options: Of the constructor; a learning rate is not needed.
 
         Returns:
             Bytes by the parameter's name, or by its place in `param_groups`; their sum is what the first step allocates

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +23,7 @@ from bighorn.cli.environment import commit, environment, machine, package_versio
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
 from bighorn.cli.options import command_line, config_options, option
-from bighorn.cli.peers import BASELINE, PEERS, Build
+from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
 from bighorn.cli.shapes import SHAPES, Shape
 from bighorn.cli.values import at_least, names, positive
 
@@ -34,12 +34,18 @@ FILE = click.Path(path_type=Path)
 class BenchConfig:
     """The options of a benchmark."""
 
-    shapes: str = option(
-        "tiny,efficientnet_b0,vit_small,resnet50",
+    table: str = option(
+        "steps",
+        "Against torch's fused AdamW (steps), or LAMBrrr's benchmark: against a loop over the tensors (lambrrr).",
+        choices=tuple(TABLES),
+    )
+    shapes: str | None = option(
+        None,
         f"Parameter sets, of {', '.join(SHAPES)}; the largest takes 13 GB.",
+        shown="; ".join(f"{name} {','.join(table.shapes)}" for name, table in TABLES.items()),
     )
     optimizers: str | None = option(
-        None, f"What to time against {BASELINE}, of {', '.join(PEERS)}.", shown="all that are installed"
+        None, f"What to time against the first row, of {', '.join(PEERS)}.", shown="the table's that are installed"
     )
     precision: str = option("fp32", "Type of weights and gradients; bf16 has bf16 states.", choices=tuple(PRECISIONS))
     clip: float | None = option(None, "Clip gradients to this norm.", shown="no clipping")
@@ -59,14 +65,15 @@ class BenchConfig:
 def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None:
     """Time optimizer steps on the CPU: this package's, torch's, and those of other packages that are installed.
 
-    Each optimizer takes turns with torch's fused AdamW on parameters of real models' shapes, with random gradients
+    Each optimizer takes turns with the table's first row on parameters of real models' shapes, with random gradients
     and its state in place. Times are medians; ratios are of each round, as median and 10th to 90th percentile.
     Temporaries are what resident memory rises by during a step. The error is the weights', relative to float64,
-    after two steps.
+    after two steps. Compile is what the first step of a compiled optimizer takes longer, without any cache.
     """
     config = BenchConfig(**options)
-    sets = names("--shapes", config.shapes, SHAPES)
-    builds, absent = _load(config.optimizers)
+    layout = TABLES[config.table]
+    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
+    builds, absent = _load(layout, config.optimizers)
     if json_file is not None:
         files.check_writable(json_file, "--json")
     if config.threads is not None:
@@ -81,7 +88,7 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         "packages": {PEERS[name].package: package_version(PEERS[name].package) for name in builds},
         "absent": absent,
         "config": asdict(config),
-        "baseline": BASELINE,
+        "baseline": layout.baseline,
         "results": [],
     }
     console = Console(soft_wrap=True, highlight=False)
@@ -97,7 +104,7 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
             {"shapes": name, "tensors": len(shapes), "parameters": parameters, "optimizers": rows}
         )
         console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(parameters)} parameters")
-        console.print(_table(rows))
+        console.print(_table(rows, layout.columns))
         noise = rows[0]["ratio"]
         if noise["p90"] > 1.2 * noise["p10"]:
             console.print("The baseline against itself varies this much: close other programs for steadier figures.")
@@ -108,9 +115,9 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         console.print(f"JSON: {json_file}")
 
 
-def _load(asked: str | None) -> tuple[dict[str, Build], dict[str, str]]:
+def _load(layout: BenchTable, asked: str | None) -> tuple[dict[str, Build], dict[str, str]]:
     """The baseline and the others by name, and why some are absent, which is an error for one that was asked for."""
-    wanted = list(PEERS) if asked is None else [BASELINE, *names("--optimizers", asked, PEERS)]
+    wanted = (layout.baseline, *(layout.peers if asked is None else names("--optimizers", asked, PEERS)))
     builds, absent = {}, {}
     for name in dict.fromkeys(wanted):
         try:
@@ -128,18 +135,20 @@ def _measure(
     """One row per optimizer. The baseline's compares it with itself: what it shows beside 1.00 is the noise."""
     dtype = PRECISIONS[config.precision]
     weights, grads = draw(shapes, 0.02, dtype, seed=0), draw(shapes, 1e-3, dtype, seed=1)
-    with console.status("errors"):
-        errors = {name: error(build, weights, grads) for name, build in builds.items()}
-    baseline = prepared(builds[BASELINE], weights, grads, config.clip)
+    first, *_ = builds.values()
+    baseline, _ = prepared(first, weights, grads, config.clip)
     rows = []
     for name, build in builds.items():
         with console.status(PEERS[name].label):
-            measured = _beside(baseline, prepared(build, weights, grads, config.clip), config.seconds)
-        rows.append({"name": name, "label": PEERS[name].label, "error": errors[name], **measured})
+            measured = _beside(baseline, *prepared(build, weights, grads, config.clip), config.seconds)
+            compiling = measured["first_step_s"] - 1e-3 * measured["ms"]["median"] if PEERS[name].compiles else None
+            # After the first step, since what is compiled for one optimizer serves the next.
+            off = error(build, weights, grads)
+        rows.append({"name": name, "label": PEERS[name].label, **measured, "compile_s": compiling, "error": off})
     return rows
 
 
-def _beside(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
+def _beside(baseline: Optimizer, optimizer: Optimizer, first_step: float, seconds: float) -> dict[str, Any]:
     extra = temporaries(optimizer.step)
     theirs, mine = rounds(baseline, optimizer, seconds)
     return {
@@ -147,6 +156,7 @@ def _beside(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[s
         "ms": _spread([1e3 * second for second in mine]),
         "baseline_ms": _spread([1e3 * second for second in theirs]),
         "ratio": _spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
+        "first_step_s": first_step,
         "temporaries_bytes": extra,
         "explain": optimizer.explain() if isinstance(optimizer, Lamb) else None,
     }
@@ -157,19 +167,27 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"p10": deciles[0], "median": deciles[4], "p90": deciles[8]}
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ms": lambda row: f"{row['ms']['median']:.2f}",
+    "ms p10-p90": lambda row: f"{row['ms']['p10']:.2f}-{row['ms']['p90']:.2f}",
+    "ratio": lambda row: f"{row['ratio']['median']:.2f}",
+    "p10-p90": lambda row: f"{row['ratio']['p10']:.2f}-{row['ratio']['p90']:.2f}",
+    "compile": lambda row: "-" if row["compile_s"] is None else f"{row['compile_s']:.1f} s",
+    "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
+    "error": lambda row: f"{row['error']:.1e}",
+}
+"""A measured row in words."""
+
+
+def _megabytes(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("optimizer")
-    for name in ("ms", "ratio", "p10-p90", "temporaries", "error"):
+    for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
-        ratio, extra = row["ratio"], row["temporaries_bytes"]
-        table.add_row(
-            row["label"],
-            f"{row['ms']['median']:.2f}",
-            f"{ratio['median']:.2f}",
-            f"{ratio['p10']:.2f}-{ratio['p90']:.2f}",
-            "unknown" if extra is None else f"{extra / 1e6:.1f} MB",
-            f"{row['error']:.1e}",
-        )
+        table.add_row(row["label"], *(COLUMNS[name](row) for name in columns))
     return table

@@ -29,14 +29,20 @@ def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, seed: int) -
     return [torch.randn(shape, generator=generator).mul_(scale).to(dtype) for shape in shapes]
 
 
-def prepared(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None) -> Optimizer:
-    """An optimizer over copies of ``weights``, with gradients, after its first step: the state exists."""
+def prepared(
+    build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None
+) -> tuple[Optimizer, float]:
+    """An optimizer over copies of ``weights``, with gradients, after its first step, and the seconds that step took.
+
+    The state exists then, and what compiles has compiled.
+    """
     params = [weight.clone() for weight in weights]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     optimizer = build(params, LR, clip)
+    start = time.perf_counter()
     optimizer.step()
-    return optimizer
+    return optimizer, time.perf_counter() - start
 
 
 def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:

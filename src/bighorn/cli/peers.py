@@ -1,4 +1,4 @@
-"""What ``bighorn bench`` times: this package's backends, torch's AdamW as the baseline, and other packages' LAMBs."""
+"""What ``bighorn bench`` times: this package's backends, torch's AdamW, other packages' LAMBs, and the usual loop."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Lamb
+from bighorn.cli.plain import LoopLamb, Step, compiled_loop, loop
 
 WEIGHT_DECAY = 0.01
-BASELINE = "adamw"
 
 Build = Callable[[Sequence[Tensor], float, float | None], Optimizer]
 """From parameters, learning rate and the norm to clip gradients to (None: no clipping) to an optimizer."""
@@ -29,11 +29,30 @@ class Peer:
         label: What the table calls it.
         load: Imports what it needs and gives the function that builds it; ImportError says why it is absent.
         package: The distribution that it comes from.
+        compiles: Whether its first step compiles what the others run.
     """
 
     label: str
     load: Callable[[], Build]
     package: str
+    compiles: bool = False
+
+
+@dataclass(frozen=True)
+class BenchTable:
+    """A table that ``bighorn bench`` prints.
+
+    Attributes:
+        baseline: The peer of the first row, which every ratio is to.
+        peers: The other rows, where nothing else is asked for.
+        shapes: The parameter sets, likewise.
+        columns: Names of :data:`bighorn.cli.bench.COLUMNS`.
+    """
+
+    baseline: str
+    peers: tuple[str, ...]
+    shapes: tuple[str, ...]
+    columns: tuple[str, ...]
 
 
 def _ours(backend: str = "auto", **options: Any) -> Callable[[], Build]:
@@ -54,16 +73,41 @@ def _ours(backend: str = "auto", **options: Any) -> Callable[[], Build]:
 
 def _torch_adamw() -> Build:
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
-        if clip is not None:
-            optimizer.register_step_pre_hook(lambda *_: _discard(torch.nn.utils.clip_grad_norm_(params, clip)))
-        return optimizer
+        return _clipped(torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=True), params, clip)
 
     return build
 
 
+def _loop() -> Build:
+    return lambda params, lr, clip: _clipped(LoopLamb(params, lr, WEIGHT_DECAY), params, clip)
+
+
+def _compiled() -> Build:
+    compiled = compiled_loop()
+
+    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+        # float64 serves to measure errors, a tensor at a time: hundreds of compilations, and no need of one.
+        step: Step = loop if params[0].dtype == torch.float64 else compiled
+        return _clipped(LoopLamb(params, lr, WEIGHT_DECAY, step), params, clip)
+
+    return build
+
+
+def _clipped(optimizer: Optimizer, params: Sequence[Tensor], clip: float | None) -> Optimizer:
+    """For an optimizer that has no clip of its own, torch's before each step."""
+    if clip is not None:
+        optimizer.register_step_pre_hook(lambda *_: _discard(torch.nn.utils.clip_grad_norm_(params, clip)))
+    return optimizer
+
+
 def _discard(_: object) -> None:
     """A hook's value would replace the step's arguments."""
+
+
+def _apex() -> Build:
+    raise ImportError(
+        "its FusedLAMB takes CUDA tensors alone, and this times the CPU" if find_spec("apex") else "not installed"
+    )
 
 
 def _timm() -> Build:
@@ -93,10 +137,30 @@ def _pytorch_optimizer() -> Build:
 
 
 PEERS = {
-    BASELINE: Peer("torch AdamW, fused", _torch_adamw, "torch"),
+    "adamw": Peer("torch AdamW, fused", _torch_adamw, "torch"),
     "lamb": Peer("Lamb", _ours(), "bighorn"),
     "lamb-adam": Peer("Lamb, adam=True", _ours(adam=True, decay_mode="decoupled"), "bighorn"),
     "lamb-foreach": Peer("Lamb, foreach", _ours("foreach"), "bighorn"),
     "timm": Peer("timm Lamb", _timm, "timm"),
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
+    "loop": Peer("reference loop", _loop, "torch"),
+    "compiled": Peer("compiled loop", _compiled, "torch", compiles=True),
+    "apex": Peer("apex FusedLAMB", _apex, "apex"),
+}
+
+TABLES = {
+    "steps": BenchTable(
+        baseline="adamw",
+        peers=("lamb", "lamb-adam", "lamb-foreach", "timm", "pytorch_optimizer"),
+        shapes=("tiny", "efficientnet_b0", "vit_small", "resnet50"),
+        columns=("ms", "ratio", "p10-p90", "temporaries", "error"),
+    ),
+    # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
+    # timm's Lamb, which takes part as itself where it is installed.
+    "lambrrr": BenchTable(
+        baseline="loop",
+        peers=("timm", "apex", "compiled", "lamb"),
+        shapes=("linears",),
+        columns=("ms", "ms p10-p90", "ratio", "p10-p90", "compile", "error"),
+    ),
 }

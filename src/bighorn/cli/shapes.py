@@ -132,5 +132,6 @@ SHAPES: dict[str, Callable[[], Iterable[Shape]]] = {
     "bert_base": lambda: bert(12, 768),
     "bert_large": lambda: bert(24, 1024),
     "one": lambda: [(30522, 1024)],
+    "linears": lambda: [(1024, 1024)] * 100,
 }
-"""By name: `tiny` shows the overhead of a step, `one` a single tensor larger than any cache."""
+"""By name: `tiny` shows the overhead of a step, `one` a tensor larger than any cache, `linears` is LAMBrrr's model."""

@@ -1,10 +1,8 @@
 """``bighorn bench``: what a step costs here, beside its peers."""
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from bighorn import Lamb
 from bighorn.cli import files
 from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity
-from bighorn.cli.environment import commit, environment, machine, package_version
+from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
-from bighorn.cli.options import command_line, config_options, option
+from bighorn.cli.options import config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
 from bighorn.cli.shapes import SHAPES, Shape
 from bighorn.cli.values import at_least, names, positive
@@ -80,11 +78,7 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         torch.set_num_threads(config.threads)
 
     content: dict[str, Any] = {
-        "command": command_line(ctx),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **commit(),
-        "environment": environment(),
-        "machine": machine(),
+        **provenance(ctx),
         "packages": {PEERS[name].package: package_version(PEERS[name].package) for name in builds},
         "absent": absent,
         "config": asdict(config),
@@ -111,7 +105,7 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
     for name, reason in absent.items():
         console.print(f"Absent: {PEERS[name].label} ({reason})")
     if json_file is not None:
-        files.write_text(json_file, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        files.write_json(json_file, content)
         console.print(f"JSON: {json_file}")
 
 

@@ -1,6 +1,5 @@
 """``bighorn compare``: can I raise the batch and keep my accuracy?"""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +14,11 @@ from rich.table import Table
 
 from bighorn.cli import files, sweep
 from bighorn.cli.config import PRECISIONS, RunConfig
-from bighorn.cli.environment import environment
+from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.options import command_line, config_options, option
+from bighorn.cli.studies import STUDIES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
 from bighorn.cli.values import at_least, check_name, names, numbers
@@ -32,7 +32,10 @@ class CompareConfig:
 
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
     data: str | None = option(None, "Data for the task, as in bighorn train.", shown="built in, but mnist")
-    optimizers: str = option("lamb,adamw", f"Optimizers, of {', '.join(OPTIMIZERS)}.")
+    study: str | None = option(
+        None, "A comparison that has a name, instead of --optimizers and --batch-sizes.", choices=tuple(STUDIES)
+    )
+    optimizers: str | None = option(None, f"Optimizers, of {', '.join(OPTIMIZERS)}.", shown="lamb,adamw")
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
@@ -40,7 +43,8 @@ class CompareConfig:
     )
     lrs: tuple[str, ...] = option(
         (),
-        "Learning rates to try, as OPTIMIZER=LR,LR,...; may be repeated.",
+        "Learning rates to try, as OPTIMIZER=LR,LR,...; may be repeated. Two or more are continued while the last "
+        f"one is the best, by {sweep.BEYOND} at most.",
         shown="; ".join(f"{name}={','.join(f'{lr:g}' for lr in recipe.grid)}" for name, recipe in OPTIMIZERS.items()),
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
@@ -54,10 +58,22 @@ class CompareConfig:
     processes: int | None = option(None, "Runs at a time, each on one thread.", shown="one per processor")
 
     def __post_init__(self) -> None:
+        if self.study is not None:
+            for flag, value in (("--optimizers", self.optimizers), ("--batch-sizes", self.batch_sizes)):
+                if value is not None:
+                    raise InputError(f"{flag} {value}: --study {self.study} has its own. Leave one of the two out.")
         at_least("--seeds", self.seeds, 1)
         at_least("--processes", self.processes, 1)
         if self.target is not None and not 0 < self.target <= 1:
             raise InputError(f"--target is {self.target}, but an accuracy lies above 0 and is at most 1.")
+
+    def cells(self) -> dict[str, tuple[int, ...]]:
+        """The batch sizes of each optimizer."""
+        task = TASKS[self.task]
+        if self.study is not None:
+            return STUDIES[self.study].batch_sizes(task)
+        sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
+        return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", OPTIMIZERS), sizes)
 
 
 @click.command
@@ -69,14 +85,14 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     """Compare optimizers over batch sizes at a fixed number of epochs.
 
     Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried on every seed
-    with a fifth of the training data held out, and the one with the highest mean accuracy on that fifth is taken.
-    Then each seed trains on all training data, and the test data are looked at for the first time.
+    with a fifth of the training data held out, and the one with the highest mean accuracy on that fifth is taken; a
+    grid whose end is the best is continued. Then each seed trains on all training data, and the test data are looked
+    at for the first time.
     """
     config = CompareConfig(**options)
-    optimizers = names("--optimizers", config.optimizers, OPTIMIZERS)
-    grids = learning_rates(config.lrs, optimizers)
+    batch_sizes = config.cells()
+    grids = learning_rates(config.lrs, list(batch_sizes))
     task = TASKS[config.task]
-    batch_sizes = task.batch_sizes if config.batch_sizes is None else numbers("--batch-sizes", config.batch_sizes, int)
     target = config.target or task.target
     processes = config.processes or sweep.available_processors()
     for flag, path in (("--report", report), ("--json", json_file)):
@@ -88,51 +104,58 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         RunConfig(
             config.task, config.data, name, size, epochs=config.epochs, precision=config.precision, threads=1
         ).resolved()
-        for name in optimizers
-        for size in batch_sizes
+        for name, sizes in batch_sizes.items()
+        for size in sizes
     ]
     dataset = task.load(config.data)
     for base in bases:  # what would fail in the last cell fails now
         Run(base, dataset.held_out(sweep.HELD_OUT))
     settings = asdict(config) | {
-        "batch_sizes": ", ".join(map(str, batch_sizes)),
-        "lrs": "; ".join(f"{name} {', '.join(f'{lr:g}' for lr in grids[name])}" for name in optimizers),
+        "optimizers": ", ".join(batch_sizes),
+        "batch_sizes": _sizes(batch_sizes),
+        "lrs": "; ".join(f"{name} {_rates(grids[name])}" for name in grids),
         "epochs": bases[0].epochs,
         "target": target,
         "processes": processes,
     }
+    about = provenance(ctx)  # before the runs: what is committed meanwhile is not what ran
     runs = sweep.count(bases, grids, config.seeds)
+    if config.study is not None:
+        console.print(STUDIES[config.study].asks)
     console.print(
         f"{config.task}: {dataset.description}; {bases[0].epochs:g} epochs, {runs} runs, {processes} at a time"
     )
-    for name in optimizers:
-        console.print(f"{name}: learning rates {', '.join(f'{lr:g}' for lr in grids[name])}")
+    for name in grids:
+        console.print(f"{name}: learning rates {_rates(grids[name])}")
     with _bar(console) as bar:
         task_id = bar.add_task("runs", total=runs)
-        cells, tried = sweep.compare(bases, grids, config.seeds, target, processes, lambda: bar.advance(task_id))
+        cells = sweep.compare(
+            bases,
+            grids,
+            config.seeds,
+            target,
+            processes,
+            made=lambda: bar.advance(task_id),
+            added=lambda more: bar.update(task_id, total=(bar.tasks[0].total or 0) + more),
+        )
 
     head = [name.format(target=f"{target:.0%}") for name in COLUMNS]
     console.print(_table(cells, head))
-    notes = [*verdicts(cells), *warnings(cells)]
+    notes = [*verdicts(cells), *continued(cells, grids), *warnings(cells)]
     for note in notes:
         console.print(note)
     if report is not None:
         from bighorn.cli.report import compare_report
 
         rows = [row(cell) for cell in cells]
-        page = compare_report(cells, dataset.description, head, rows, notes, command_line(ctx), settings)
+        asks = "Can the batch grow and the accuracy stay?" if config.study is None else STUDIES[config.study].asks
+        page = compare_report(asks, cells, dataset.description, head, rows, notes, command_line(ctx), settings)
         files.write_text(report, page)
         console.print(f"Report: {report}")
     if json_file is not None:
-        content = {
-            "command": command_line(ctx),
-            "config": settings,
-            "environment": environment(),
-            "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
-            "tuning": [_as_json(trial) for trial in tried],
-            "final": [_as_json(trial) for cell in cells for trial in cell.trials],
-        }
-        files.write_text(json_file, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        data = {"description": dataset.description, "sha256": dataset.fingerprint()}
+        content = {**about, "config": settings, "data": data, "cells": [as_json(cell) for cell in cells]}
+        files.write_json(json_file, content)
         console.print(f"JSON: {json_file}")
 
 
@@ -148,13 +171,55 @@ def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[s
     return grids
 
 
+def _rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{lr:g}" for lr in rates)
+
+
+def _sizes(batch_sizes: Mapping[str, Sequence[int]]) -> str:
+    """The batch sizes, by optimizer where they differ."""
+    texts = {name: ", ".join(map(str, sizes)) for name, sizes in batch_sizes.items()}
+    different = set(texts.values())
+    return different.pop() if len(different) == 1 else "; ".join(f"{name} {text}" for name, text in texts.items())
+
+
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _as_json(trial: sweep.Trial) -> dict[str, Any]:
-    return asdict(trial) | {"loss": trial.loss if math.isfinite(trial.loss) else None}
+def as_json(cell: sweep.Cell) -> dict[str, Any]:
+    """Everything about a cell: its configuration, what it came to, and every run."""
+    low, middle, high = cell.accuracy
+    config = asdict(cell.trials[0].config)
+    return {
+        "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
+        "tuned": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in cell.tuned],
+        "on_edge": cell.on_edge,
+        "accuracy": {"lowest": low, "median": middle, "highest": high},
+        "steps": cell.trials[0].steps,
+        "steps_to_target": _finite(cell.steps_to_target),
+        "seconds": cell.seconds,
+        "state_bytes": cell.trials[0].state_bytes,
+        "curve": {"steps": [step for step, _ in cell.curve], "accuracy": [accuracy for _, accuracy in cell.curve]},
+        "final": [_run_as_json(trial) for trial in cell.trials],
+        "tuning": [_run_as_json(trial) for trial in cell.tuning],
+    }
+
+
+def _run_as_json(trial: sweep.Trial) -> dict[str, Any]:
+    return {
+        "lr": trial.config.lr,
+        "seed": trial.config.seed,
+        "accuracy": trial.accuracy,
+        "loss": _finite(trial.loss),
+        "steps_to_target": trial.steps_to_target,
+        "seconds": round(trial.seconds, 3),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
 
 
 def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
@@ -199,19 +264,31 @@ def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
                 f"{name}: batch {small.batch_size} -> {large.batch_size}, median accuracy {small.accuracy[1]:.1%} -> "
                 f"{large.accuracy[1]:.1%} ({100 * (large.accuracy[1] - small.accuracy[1]):+.1f} points)."
             )
-    largest = [mine[-1] for mine in by_name.values()]
+    top = max(cell.batch_size for cell in cells)
+    largest = [cell for cell in cells if cell.batch_size == top]
     if len(largest) > 1:
         first, second = sorted(largest, key=lambda cell: -cell.accuracy[1])[:2]
         apart = first.accuracy[0] > second.accuracy[2]
         lines.append(
-            f"At batch {first.batch_size}: {first.optimizer} {first.accuracy[1]:.1%}, {second.optimizer} "
+            f"At batch {top}: {first.optimizer} {first.accuracy[1]:.1%}, {second.optimizer} "
             f"{second.accuracy[1]:.1%}; " + ("no seed overlaps." if apart else "the seeds' ranges overlap.")
         )
     return lines
 
 
+def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]]) -> list[str]:
+    """Cells that tried learning rates beyond their grid, since its end was the best."""
+    lines = []
+    for cell in cells:
+        beyond = [lr for lr, _ in cell.tuned if lr not in grids[cell.optimizer]]
+        if beyond:
+            where = f"{cell.optimizer} at batch {cell.batch_size}"
+            lines.append(f"{where}: the end of the grid was the best, so it went on to {_rates(beyond)}.")
+    return lines
+
+
 def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
-    """Cells whose best learning rate lies on the edge of the grid, so that a better one may lie beyond."""
+    """Cells whose best learning rate lies on the edge of all that were tried, so that a better one may lie beyond."""
     return [
         f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the "
         f"edge of its grid: give a wider one with --lrs {cell.optimizer}=..."

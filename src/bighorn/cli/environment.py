@@ -3,14 +3,29 @@
 import os
 import platform
 import subprocess
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import click
 import torch
 
 import bighorn
 from bighorn import kernels
+from bighorn.cli.options import command_line
 from bighorn.kernels.cpu import library
+
+
+def provenance(ctx: click.Context) -> dict[str, Any]:
+    """What it takes to judge figures: the command, when and from which sources it ran, on what."""
+    return {
+        "command": command_line(ctx),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **commit(),
+        "environment": environment(),
+        "machine": machine(),
+    }
 
 
 def environment() -> dict[str, str | int]:

@@ -159,21 +159,37 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         return to_svg(figure, f"test accuracy by {xlabel}")
 
 
-def tuning(panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]) -> str:
+Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]
+"""A name per panel, and in it lines: a batch size, its x and its accuracies."""
+
+
+def tuning(panels: Panels) -> str:
     """Draw held-out accuracy over the learning rates tried: a panel per optimizer, a line per batch size."""
+    return _panels(panels, "learning rate", "held-out accuracy", log=True)
+
+
+def convergence(panels: Panels) -> str:
+    """Draw test accuracy over the epochs: a panel per optimizer, a line per batch size."""
+    return _panels(panels, "epoch", "test accuracy", log=False)
+
+
+def _panels(panels: Panels, xlabel: str, ylabel: str, *, log: bool) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.2))
         grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (name, lines) in zip(grid, panels, strict=True):
-            for index, (label, rates, accuracies) in enumerate(lines):
-                axes.plot(rates, accuracies, "o-", color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
-            axes.set_xscale("log")
+            for index, (label, xs, accuracies) in enumerate(lines):
+                axes.plot(
+                    xs, accuracies, "o-" if log else "-", color=SERIES[index % len(SERIES)], markersize=4.5, label=label
+                )
+            if log:
+                axes.set_xscale("log")
             axes.set_title(name, fontsize=11, loc="left")
-            axes.set_xlabel("learning rate")
+            axes.set_xlabel(xlabel)
         grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        grid[0].set_ylabel("held-out accuracy")
+        grid[0].set_ylabel(ylabel)
         grid[0].legend(title="batch size", fontsize=9, title_fontsize=9)
-        return to_svg(figure, "held-out accuracy by learning rate")
+        return to_svg(figure, f"{ylabel} by {xlabel}")
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:

@@ -1,10 +1,12 @@
 """Files that are either whole or not there."""
 
+import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from bighorn.cli.errors import InputError
 
@@ -39,3 +41,15 @@ def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` atomically by ``text``."""
     write(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace ``path`` atomically by JSON whose innermost lists and objects have a line each where they are short."""
+
+    def joined(match: re.Match[str]) -> str:
+        tight = re.sub(r"(?<=[\[{])\n *|\n *(?=[\]}])", "", match[0])
+        line = re.sub(r"\n *", " ", tight)  # line breaks stand between values alone, never within
+        return line if len(line) <= 200 else match[0]
+
+    text = json.dumps(content, indent=1, allow_nan=False)
+    write_text(path, re.sub(r"[\[{][^\[\]{}]*[\]}]", joined, text) + "\n")

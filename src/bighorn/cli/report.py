@@ -140,6 +140,7 @@ def _heat_map(run: Run) -> Section:
 
 
 def compare_report(
+    asks: str,
     cells: Sequence[Cell],
     data: str,
     head: Sequence[str],
@@ -155,6 +156,9 @@ def compare_report(
         [(name, [cell.batch_size for cell in of[name]], [cell.accuracy for cell in of[name]]) for name in names],
         "batch size",
     )
+    convergence = figures.convergence(
+        [(name, [(str(cell.batch_size), *_by_epoch(cell)) for cell in of[name]]) for name in names]
+    )
     rates = figures.tuning(
         [
             (
@@ -169,7 +173,7 @@ def compare_report(
     )
     seeds = len(cells[0].trials)
     return render(
-        "Can the batch grow and the accuracy stay?",
+        asks,
         f"{' against '.join(names)} on {data}; {cells[0].trials[0].config.epochs:g} epochs, {seeds} seeds.",
         {
             f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}"
@@ -189,6 +193,11 @@ def compare_report(
             ),
             Section("In words", "\n".join(notes)),
             Section(
+                "Convergence",
+                "Test accuracy on the way, median of the seeds, each cell at its best learning rate.",
+                convergence,
+            ),
+            Section(
                 "Learning rates",
                 "Each rate was tried on every seed with a fifth of the training data held out; the highest mean "
                 "accuracy on that fifth was taken, the lower loss deciding ties.",
@@ -198,3 +207,11 @@ def compare_report(
         [command],
         settings,
     )
+
+
+def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
+    """The epochs of a cell's evaluations, and the median accuracy at each."""
+    trial = cell.trials[0]
+    assert trial.config.epochs is not None
+    epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]
+    return epochs, [accuracy for _, accuracy in cell.curve]

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -25,6 +26,9 @@ HELD_OUT = 0.2
 EVALUATIONS = 40
 """Evaluations of each final run, which is how finely steps to the target are known."""
 
+BEYOND = 4
+"""Learning rates that a cell may try beyond its grid while the last one is the best."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -38,6 +42,7 @@ class Trial:
         steps_to_target: Steps after which the target accuracy was first seen, None if never.
         seconds: Time in training steps.
         state_bytes: Bytes of the optimizer's state.
+        curve: Each evaluation's step and accuracy.
     """
 
     config: RunConfig
@@ -47,6 +52,7 @@ class Trial:
     steps_to_target: int | None
     seconds: float
     state_bytes: int
+    curve: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Cell:
     """Each learning rate with its mean held-out accuracy, rates ascending."""
     lr: float
     trials: tuple[Trial, ...]
+    tuning: tuple[Trial, ...] = ()
+    """The runs that the learning rate was chosen by."""
 
     @property
     def accuracy(self) -> tuple[float, float, float]:
@@ -86,6 +94,15 @@ class Cell:
     def seconds(self) -> float:
         """The median."""
         return statistics.median(trial.seconds for trial in self.trials)
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """The median accuracy after each evaluated step, of the seeds that got there."""
+        reached: dict[int, list[float]] = {}
+        for trial in self.trials:
+            for step, accuracy in trial.curve:
+                reached.setdefault(step, []).append(accuracy)
+        return [(step, statistics.median(reached[step])) for step in sorted(reached)]
 
     @property
     def on_edge(self) -> bool:
@@ -111,30 +128,28 @@ def make(job: Job) -> Trial:
         steps_to_target = run.history.steps_to(job.target)
     except DivergedError:
         loss, accuracy, steps_to_target = math.inf, 0.0, None
+    curve = tuple((step, reached) for step, _, reached in run.history.tests)
     return Trial(
-        job.config, accuracy, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer)
+        job.config, accuracy, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
     )
 
 
-def make_all(jobs: Sequence[Job], processes: int, done: Callable[[], None]) -> list[Trial]:
-    """Make all runs, ``processes`` at a time, calling ``done`` after each; the result is in the order of ``jobs``."""
-    trials: dict[int, Trial] = {}
-    for index, trial in _unordered(jobs, processes):
-        trials[index] = trial
-        done()
-    return [trials[index] for index in range(len(jobs))]
-
-
-def _unordered(jobs: Sequence[Job], processes: int) -> Iterator[tuple[int, Trial]]:
+@contextmanager
+def workers(processes: int) -> Iterator[Callable[[Sequence[Job]], Iterable[tuple[int, Trial]]]]:
+    """Give a function that makes runs, ``processes`` at a time, and yields each with its index when it is made."""
     if processes == 1:
-        yield from enumerate(map(make, jobs))
+        yield lambda jobs: enumerate(map(make, jobs))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
-        futures = {pool.submit(make, job): index for index, job in enumerate(jobs)}
-        try:
+
+        def make_all(jobs: Sequence[Job]) -> Iterator[tuple[int, Trial]]:
+            futures = {pool.submit(make, job): index for index, job in enumerate(jobs)}
             for future in as_completed(futures):
                 yield futures[future], future.result()
+
+        try:
+            yield make_all
         except BaseException:  # also Ctrl-C: nobody waits for runs whose result nobody sees
             for process in multiprocessing.active_children():
                 process.terminate()
@@ -146,42 +161,87 @@ def _leave_interrupts_to_parent() -> None:
 
 
 def count(bases: Sequence[RunConfig], grids: Grids, seeds: int) -> int:
-    """How many runs :func:`compare` makes."""
+    """How many runs :func:`compare` makes if no grid has to be continued."""
     return seeds * sum(len(grids[base.optimizer]) + 1 for base in bases)
 
 
 def compare(
-    bases: Sequence[RunConfig], grids: Grids, seeds: int, target: float, processes: int, done: Callable[[], None]
-) -> tuple[list[Cell], list[Trial]]:
+    bases: Sequence[RunConfig],
+    grids: Grids,
+    seeds: int,
+    target: float,
+    processes: int,
+    *,
+    made: Callable[[], None],
+    added: Callable[[int], None],
+) -> list[Cell]:
     """Tune the learning rate of each of ``bases``, then make its final runs.
 
     Args:
         bases: One resolved configuration per cell; its learning rate and seed do not matter.
-        grids: The learning rates to try, by optimizer.
+        grids: The learning rates to try, by optimizer. One of two or more whose end is best is continued.
         seeds: Seeds per cell.
         target: The test accuracy to count steps to.
         processes: Runs at a time.
-        done: Called after each run.
+        made: Called after each run.
+        added: Called with a number of runs to make beyond those of :func:`count`.
 
     Returns:
-        The cells in the order of ``bases``, and the trials of the tuning.
+        The cells in the order of ``bases``.
     """
+    with workers(processes) as make_all:
 
-    def jobs(base: RunConfig, rates: Sequence[float], tuning: bool) -> list[Job]:
-        configs = [dataclasses.replace(base, lr=lr, seed=seed) for lr in rates for seed in range(seeds)]
-        return [Job(config, target, tuning) for config in configs]
+        def trials(rates: Sequence[Sequence[float]], tuning: bool) -> list[tuple[Trial, ...]]:
+            """The runs of each cell with its rates."""
+            jobs = [
+                [
+                    Job(dataclasses.replace(base, lr=lr, seed=seed), target, tuning)
+                    for lr in mine
+                    for seed in range(seeds)
+                ]
+                for base, mine in zip(bases, rates, strict=True)
+            ]
+            found: dict[int, Trial] = {}
+            for index, trial in make_all([job for cell in jobs for job in cell]):
+                found[index] = trial
+                made()
+            rest = iter([found[index] for index in range(len(found))])
+            return [tuple(islice(rest, len(cell))) for cell in jobs]
 
-    tuning = [jobs(base, grids[base.optimizer], tuning=True) for base in bases]
-    tried = make_all([job for cell in tuning for job in cell], processes, done)
-    parts = _split(tried, [len(cell) for cell in tuning])
-    chosen = [choose(part) for part in parts]
-    final = [jobs(base, [lr], tuning=False) for base, (lr, _) in zip(bases, chosen, strict=True)]
-    trials = _split(make_all([job for cell in final for job in cell], processes, done), [seeds] * len(bases))
-    cells = [
-        Cell(base.optimizer, base.batch_size or 0, tuned, lr, tuple(part))
-        for base, (lr, tuned), part in zip(bases, chosen, trials, strict=True)
+        tuning: list[tuple[Trial, ...]] = [()] * len(bases)
+        rates: list[tuple[float, ...]] = [tuple(grids[base.optimizer]) for base in bases]
+        while any(rates):
+            more = trials(rates, tuning=True)
+            tuning = [before + new for before, new in zip(tuning, more, strict=True)]
+            rates = [
+                beyond(*choose(cell), len(grids[base.optimizer])) for base, cell in zip(bases, tuning, strict=True)
+            ]
+            added(seeds * sum(map(len, rates)))
+        chosen = [choose(cell) for cell in tuning]
+        final = trials([(lr,) for lr, _ in chosen], tuning=False)
+    return [
+        Cell(base.optimizer, base.batch_size or 0, tuned, lr, runs, tried)
+        for base, (lr, tuned), runs, tried in zip(bases, chosen, final, tuning, strict=True)
     ]
-    return cells, tried
+
+
+def beyond(lr: float, tuned: Sequence[tuple[float, float]], given: int) -> tuple[float, ...]:
+    """The learning rate to try next where the best one, ``lr``, is the end of a grid that had ``given`` rates.
+
+    None (an empty tuple) if it lies inside, if :data:`BEYOND` were tried already, and for a grid of one rate, which is
+    a rate that somebody has settled on.
+
+    Example:
+        >>> beyond(0.4, [(0.1, 0.7), (0.2, 0.8), (0.4, 0.9)], given=3)
+        (0.8,)
+        >>> beyond(0.2, [(0.1, 0.7), (0.2, 0.9), (0.4, 0.8)], given=3)
+        ()
+    """
+    rates = [rate for rate, _ in tuned]
+    if given == 1 or len(rates) >= given + BEYOND or lr not in (rates[0], rates[-1]):
+        return ()
+    neighbour = rates[1] if lr == rates[0] else rates[-2]
+    return (float(f"{lr * lr / neighbour:.3g}"),)
 
 
 def choose(trials: Sequence[Trial]) -> tuple[float, tuple[tuple[float, float], ...]]:
@@ -192,11 +252,6 @@ def choose(trials: Sequence[Trial]) -> tuple[float, tuple[tuple[float, float], .
     mean = {lr: statistics.fmean(trial.accuracy for trial in runs[lr]) for lr in sorted(runs)}
     loss = {lr: statistics.fmean(trial.loss for trial in runs[lr]) for lr in runs}
     return max(mean, key=lambda lr: (mean[lr], -loss[lr])), tuple(mean.items())
-
-
-def _split(trials: Sequence[Trial], lengths: Sequence[int]) -> list[list[Trial]]:
-    rest = iter(trials)
-    return [list(islice(rest, length)) for length in lengths]
 
 
 def available_processors() -> int:

@@ -1,6 +1,5 @@
 """``bighorn train``."""
 
-import json
 import math
 import shlex
 from dataclasses import asdict
@@ -125,7 +124,7 @@ def _write(run: Run, report: Path | None, json_file: Path | None) -> None:
 
         files.write_text(report, run_report(run))
     if json_file is not None:
-        files.write_text(json_file, json.dumps(as_json(run), indent=1, allow_nan=False) + "\n")
+        files.write_json(json_file, as_json(run))
 
 
 def _check_plot(path: Path, results: dict[str, Path | None]) -> None:

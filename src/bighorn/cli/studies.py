@@ -1,0 +1,31 @@
+"""The comparisons that have a name, as ``bighorn compare --study`` runs them: adding one is one entry."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bighorn.cli.tasks import Task
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, and the cells that answer it.
+
+    Attributes:
+        asks: The question.
+        batches: By optimizer, its batch sizes as multiples of the task's.
+    """
+
+    asks: str
+    batches: Mapping[str, tuple[int, ...]]
+
+    def batch_sizes(self, task: Task) -> dict[str, tuple[int, ...]]:
+        """The batch sizes of each optimizer on a task."""
+        return {name: tuple(factor * task.batch_size for factor in factors) for name, factors in self.batches.items()}
+
+
+STUDIES = {
+    # The line of LAMBrrr's TODO, and Adam at 4 times the batch: without it nobody sees whether that takes LAMB.
+    "lambrrr": Study(
+        "Adam, LAMB, and both at 4 times the batch: do they converge alike?", {"adam": (1, 4), "lamb": (1, 4)}
+    ),
+}

@@ -13,6 +13,7 @@ from torch import Tensor
 import bighorn
 from bighorn import Lamb, kernels
 from bighorn.cli import bench, environment, measure, peers
+from bighorn.cli.plain import compiled_loop
 from bighorn.cli.shapes import SHAPES
 from cli.helpers import Invoke
 
@@ -53,6 +54,7 @@ def bench_json(invoke: Invoke, *arguments: object) -> tuple[dict[str, Any], str]
         ("bert_base", 199, 109_482_240),
         ("bert_large", 391, 335_141_888),
         ("one", 1, 31_254_528),
+        ("linears", 100, 104_857_600),
     ],
 )
 def test_shapes_add_up_to_the_models_they_are_named_after(name: str, tensors: int, parameters: int) -> None:
@@ -75,7 +77,8 @@ def test_every_figure_is_written(invoke: Invoke) -> None:
     ]
     for result in content["results"]:
         rows = {row["name"]: row for row in result["optimizers"]}
-        assert list(rows) == [name for name in peers.PEERS if name not in content["absent"]]
+        steps = peers.TABLES["steps"]
+        assert list(rows) == [name for name in (steps.baseline, *steps.peers) if name not in content["absent"]]
         for row in rows.values():
             assert row["rounds"] == measure.LEAST_ROUNDS
             for figure in ("ms", "baseline_ms", "ratio"):
@@ -115,9 +118,10 @@ def test_the_optimizers_asked_for_run_beside_the_baseline(invoke: Invoke) -> Non
 def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.optim.Optimizer] = []
 
-    def prepared(*arguments: Any) -> torch.optim.Optimizer:
-        made.append(measure.prepared(*arguments))
-        return made[-1]
+    def prepared(*arguments: Any) -> tuple[torch.optim.Optimizer, float]:
+        optimizer, seconds = measure.prepared(*arguments)
+        made.append(optimizer)
+        return optimizer, seconds
 
     monkeypatch.setattr(bench, "prepared", prepared)
     content, _ = bench_json(
@@ -131,6 +135,60 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         averages = torch.cat([state["exp_avg"].flatten().float() for state in optimizer.state.values()])
         # Gradients alike in each step make the average approach them, and so their norm, from below.
         assert 0 < averages.norm() <= 1.01e-4
+
+
+@pytest.mark.usefixtures("small_shapes", "only_ours")
+def test_the_table_of_lambrrr(invoke: Invoke) -> None:
+    content, output = bench_json(invoke, "--table", "lambrrr", "--shapes", "small", "--clip", 1e-4)
+    assert content["baseline"] == "loop"
+    assert set(content["absent"]) == {"timm", "apex"}
+    assert "Absent: apex FusedLAMB (not installed)" in output
+    rows = {row["name"]: row for row in content["results"][0]["optimizers"]}
+    assert list(rows) == ["loop", "compiled", "lamb"]
+    assert all(row["error"] < 2e-7 for row in rows.values())
+    assert rows["loop"]["compile_s"] is None
+    assert 0.1 < rows["compiled"]["compile_s"] < rows["compiled"]["first_step_s"]
+    [heading] = [line for line in output.splitlines() if "compile" in line and "ratio" in line]
+    assert heading.split() == ["optimizer", "ms", "ms", "p10-p90", "ratio", "p10-p90", "compile", "error"]
+    [compiled] = [line for line in output.splitlines() if line.startswith(" compiled loop")]
+    assert f"{rows['compiled']['compile_s']:.1f} s" in compiled
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+@pytest.mark.parametrize("table", peers.TABLES.values(), ids=peers.TABLES)
+def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
+    assert {table.baseline, *table.peers} <= set(peers.PEERS)
+    assert set(table.shapes) <= set(SHAPES)
+    assert set(table.columns) <= set(bench.COLUMNS)
+
+
+def test_apex_is_refused_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: name)
+    with pytest.raises(ImportError, match="takes CUDA tensors alone"):
+        peers.PEERS["apex"].load()
+
+
+def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiled_loop.cache_clear()
+    with pytest.raises(ImportError, match="there is no no-such-compiler"):
+        peers.PEERS["compiled"].load()
+
+
+def test_the_loop_is_lamb() -> None:
+    """The paper's, on every kind of layer: zero weights and zero gradients move by Adam's step or not at all."""
+    weights = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.zeros(4)]
+    pairs: list[list[Tensor]] = []
+    for name in ("loop", "lamb"):
+        params = [weight.double().clone() for weight in weights]
+        optimizer = peers.PEERS[name].load()(params, 0.1, None)
+        for step in range(3):
+            for param in params:
+                param.grad = torch.linspace(-1, 2, param.numel(), dtype=torch.float64).view_as(param).roll(step)
+            optimizer.step()
+        pairs.append(params)
+    for ours, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +244,8 @@ def test_temporaries_are_those_of_the_step(megabytes: int) -> None:
 @pytest.mark.skipif(not kernels.status()["cpu"].available, reason="needs the cpu backend")
 def test_temporaries_of_the_cpu_backend_are_bounded() -> None:
     weights, grads = measure.draw([(4000, 4000)], 0.02, torch.float32, 0), [torch.full((4000, 4000), 1e-3)]
-    step = measure.prepared(peers.PEERS["lamb"].load(), weights, grads, None).step
-    found = measure.temporaries(step)
+    optimizer, _ = measure.prepared(peers.PEERS["lamb"].load(), weights, grads, None)
+    found = measure.temporaries(optimizer.step)
     assert found is not None
     assert 1 << 20 < found <= 16 << 20  # above: it keeps a part of the update
 

@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from bighorn.cli import sweep
-from bighorn.cli.compare import row, verdicts, warnings
+from bighorn.cli.compare import continued, row, verdicts, warnings
 from bighorn.cli.config import RunConfig
-from bighorn.cli.tasks import Dataset
+from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.studies import STUDIES, Study
+from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import Run
 from cli.helpers import Invoke, assert_self_contained
 
 
 def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:
     config = RunConfig(lr=lr, seed=seed)
-    return sweep.Trial(config, accuracy, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000)
+    curve = ((5, accuracy / 2), (10, accuracy))
+    return sweep.Trial(config, accuracy, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000, curve=curve)
 
 
 def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> sweep.Cell:
@@ -26,24 +29,96 @@ def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> swee
 
 def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
     """In two processes, so that what is sent between them is what arrives."""
-    options = ["--lrs", "lamb=0.02,0.05", "--lrs", "sgd=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]
+    options = ["--lrs", "lamb=0.005,0.01", "--lrs", "sgd=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]
     output = invoke(
         "compare", "--optimizers", "lamb,sgd", *options, "--processes", 2, "--report", "c.html", "--json", "c.json"
     ).output
-    assert all(len(line) <= 80 for line in output.splitlines() if "Warning" not in line)
+    assert all(len(line) <= 80 for line in output.splitlines() if "Warning" not in line and "went on" not in line)
     result = json.loads(Path("c.json").read_text())
-    assert len(result["tuning"]) == (2 + 1) * 2 * 2
-    assert len(result["final"]) == 2 * 2 * 2
-    assert {run["config"]["seed"] for run in result["final"]} == {0, 1}
-    assert "the best learning rate of sgd at batch 128, 0.1, lies on the edge" in output
+    assert result["command"].startswith("bighorn compare --optimizers lamb,sgd")
+    assert result["environment"]["torch"]
+    cells = {(cell["config"]["optimizer"], cell["config"]["batch_size"]): cell for cell in result["cells"]}
+    assert list(cells) == [("lamb", 128), ("lamb", 256), ("sgd", 128), ("sgd", 256)]
+    for (name, size), cell in cells.items():
+        assert len(cell["tuning"]) == 2 * len(cell["tuned"])
+        assert [run["seed"] for run in cell["final"]] == [0, 1]
+        assert cell["on_edge"] is (f"Warning: the best learning rate of {name} at batch {size}" in output)
+        assert len(cell["curve"]["steps"]) == len(cell["curve"]["accuracy"])
+        assert f"{cell['config']['lr']:g}" in output
+    # The low rates of lamb's grid are far from the best: it went on, up to a rate inside of what was tried or 4 times.
+    assert len(cells["lamb", 128]["tuned"]) > 2
+    assert "lamb at batch 128: the end of the grid was the best, so it went on to 0.02" in output
+    assert [len(cells["sgd", size]["tuned"]) for size in (128, 256)] == [1, 1]
     page = assert_self_contained(Path("c.html"))
-    for part in ("Accuracy by batch size", "steps to 95%", "lamb 0.02, 0.05; sgd 0.1", "held out", "--seeds 2"):
+    for part in ("Accuracy by batch size", "steps to 95%", "lamb 0.005, 0.01; sgd 0.1", "Convergence", "--seeds 2"):
         assert part in page.text
-    for run in result["final"]:
-        assert f"{run['config']['lr']:g}" in output
-    again = sweep.make(sweep.Job(RunConfig(**result["final"][0]["config"]), 0.95, tuning=False))
-    assert again.accuracy == result["final"][0]["accuracy"]
-    assert again.loss == result["final"][0]["loss"]
+    cell = cells["sgd", 256]
+    again = sweep.make(sweep.Job(RunConfig(**cell["config"], seed=1), 0.95, tuning=False))
+    assert (again.accuracy, again.loss) == (cell["final"][1]["accuracy"], cell["final"][1]["loss"])
+
+
+def test_a_study_is_its_row_of_the_table(invoke: Invoke) -> None:
+    rates = ["--lrs", "adam=0.01", "--lrs", "lamb=0.03"]
+    options = ["--study", "lambrrr", *rates, "--seeds", 1, "--epochs", 2, "--processes", 1]
+    output = invoke("compare", *options, "--report", "c.html", "--json", "c.json").output
+    assert output.startswith(STUDIES["lambrrr"].asks)
+    cells = json.loads(Path("c.json").read_text())["cells"]
+    named = [(cell["config"]["optimizer"], cell["config"]["batch_size"]) for cell in cells]
+    assert named == [("adam", 128), ("adam", 512), ("lamb", 128), ("lamb", 512)]
+    assert STUDIES["lambrrr"].asks in assert_self_contained(Path("c.html")).text
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_a_study_names_what_there_is(study: Study) -> None:
+    assert study.asks.endswith("?")
+    assert set(study.batches) <= set(OPTIMIZERS)
+    for sizes in study.batch_sizes(TASKS["digits"]).values():
+        assert sizes == tuple(sorted(sizes))
+
+
+def test_batch_sizes_may_differ_between_optimizers() -> None:
+    cells = [cell("adam", 32, 0.2, 0.9), cell("lamb", 64, 0.2, 0.8), cell("sgd", 64, 0.2, 0.7)]
+    assert verdicts(cells) == ["At batch 64: lamb 80.0%, sgd 70.0%; no seed overlaps."]
+    assert verdicts(cells[:2]) == []
+
+
+def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accuracies that fall off from 0.35 for one cell, and rise for ever for the other."""
+
+    def fake(job: sweep.Job) -> sweep.Trial:
+        lr = job.config.lr or 0.0
+        return trial(lr, job.config.seed, 1 - abs(lr - 0.35) if job.config.optimizer == "lamb" else lr / 1e3)
+
+    monkeypatch.setattr(sweep, "make", fake)
+    bases = [RunConfig(optimizer=name).resolved() for name in ("lamb", "sgd")]
+    grids = {"lamb": (0.1, 0.2), "sgd": (0.1, 0.2)}
+    counted = [sweep.count(bases, grids, 2), 0]
+
+    def made() -> None:
+        counted[1] += 1
+
+    def added(more: int) -> None:
+        counted[0] += more
+
+    lamb, sgd = sweep.compare(bases, grids, 2, 0.9, 1, made=made, added=added)
+    assert [lr for lr, _ in lamb.tuned] == [0.1, 0.2, 0.4, 0.8]
+    assert (lamb.lr, lamb.on_edge) == (0.4, False)
+    assert [lr for lr, _ in sgd.tuned] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
+    assert (sgd.lr, sgd.on_edge) == (3.2, True)
+    assert counted[0] == counted[1]
+    assert continued([lamb, sgd], grids) == [
+        "lamb at batch 128: the end of the grid was the best, so it went on to 0.4, 0.8.",
+        "sgd at batch 128: the end of the grid was the best, so it went on to 0.4, 0.8, 1.6, 3.2.",
+    ]
+    assert "sgd at batch 128, 3.2, lies on the edge" in warnings([lamb, sgd])[0]
+
+
+def test_a_grid_goes_on_downwards_too() -> None:
+    assert sweep.beyond(0.1, [(0.1, 0.9), (0.2, 0.8)], given=2) == (0.05,)
+
+
+def test_the_curve_of_a_cell_is_the_median_of_its_seeds() -> None:
+    assert cell("lamb", 32, 0.2, 0.9, 0.7, 0.8).curve == [(5, 0.4), (10, 0.8)]
 
 
 def test_the_rate_of_the_best_held_out_accuracy_is_chosen() -> None:
@@ -115,6 +190,8 @@ def test_the_words_say_what_the_figures_say() -> None:
         (["--batch-sizes", "32,1400"], "--batch-size 1400 is more than the 1151 training samples"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--processes", "0"], "--processes is 0"),
+        (["--study", "lambrrr", "--batch-sizes", "32"], "--batch-sizes 32: --study lambrrr has its own"),
+        (["--study", "lambrrr", "--optimizers", "lamb"], "--optimizers lamb: --study lambrrr has its own"),
         (["--target", "95"], "--target is 95.0, but an accuracy"),
         (["--epochs", "-1"], "--epochs is -1.0"),
         (["--task", "mnist"], "--task mnist needs --data DIR"),

@@ -136,7 +136,9 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.add_subplot()
+        ticks: set[float] = set()
         for index, (name, xs, triples) in enumerate(groups):
+            ticks.update(xs)
             low, middle, high = np.array(triples).T
             shift = 2 ** (0.04 * index)  # or bars of equal batch sizes would hide one another
             axes.errorbar(
@@ -150,7 +152,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
                 label=name,
             )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(list(xs), [f"{x:g}" for x in xs])
+        axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         axes.set_xlabel(xlabel)
@@ -160,35 +162,38 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
 
 
 Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]
-"""A name per panel, and in it lines: a batch size, its x and its accuracies."""
+"""A name per panel, and in it lines: a batch size, its x and its accuracies or errors."""
 
 
 def tuning(panels: Panels) -> str:
     """Draw held-out accuracy over the learning rates tried: a panel per optimizer, a line per batch size."""
-    return _panels(panels, "learning rate", "held-out accuracy", log=True)
+    return _panels(panels, "learning rate", "held-out accuracy", "o-", xscale="log")
 
 
 def convergence(panels: Panels) -> str:
-    """Draw test accuracy over the epochs: a panel per optimizer, a line per batch size."""
-    return _panels(panels, "epoch", "test accuracy", log=False)
+    """Draw the test error, 1 - accuracy, over the epochs: a panel per optimizer, a line per batch size."""
+    return _panels(panels, "epoch", "test error", "-", yscale="log")
 
 
-def _panels(panels: Panels, xlabel: str, ylabel: str, *, log: bool) -> str:
+def _panels(
+    panels: Panels, xlabel: str, ylabel: str, style: str, xscale: str = "linear", yscale: str = "linear"
+) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.2))
         grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (name, lines) in zip(grid, panels, strict=True):
-            for index, (label, xs, accuracies) in enumerate(lines):
-                axes.plot(
-                    xs, accuracies, "o-" if log else "-", color=SERIES[index % len(SERIES)], markersize=4.5, label=label
-                )
-            if log:
-                axes.set_xscale("log")
+            for index, (label, xs, ys) in enumerate(lines):
+                axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
+            axes.set_xscale(xscale)
             axes.set_title(name, fontsize=11, loc="left")
             axes.set_xlabel(xlabel)
+        grid[0].set_yscale(yscale)
+        if yscale == "log":
+            grid[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            grid[0].yaxis.set_minor_locator(NullLocator())
         grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         grid[0].set_ylabel(ylabel)
-        grid[0].legend(title="batch size", fontsize=9, title_fontsize=9)
+        grid[-1].legend(title="batch size", fontsize=9, title_fontsize=9)
         return to_svg(figure, f"{ylabel} by {xlabel}")
 
 

@@ -194,7 +194,7 @@ def compare_report(
             Section("In words", "\n".join(notes)),
             Section(
                 "Convergence",
-                "Test accuracy on the way, median of the seeds, each cell at its best learning rate.",
+                "The test error on the way: median of the seeds, at the learning rate chosen.",
                 convergence,
             ),
             Section(
@@ -210,8 +210,8 @@ def compare_report(
 
 
 def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
-    """The epochs of a cell's evaluations, and the median accuracy at each."""
+    """The epochs of a cell's evaluations, and the test error at each."""
     trial = cell.trials[0]
     assert trial.config.epochs is not None
     epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]
-    return epochs, [accuracy for _, accuracy in cell.curve]
+    return epochs, [1 - accuracy for _, accuracy in cell.curve]

@@ -154,7 +154,13 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         console.print(f"Report: {report}")
     if json_file is not None:
         data = {"description": dataset.description, "sha256": dataset.fingerprint()}
-        content = {**about, "config": settings, "data": data, "cells": [as_json(cell) for cell in cells]}
+        content = {
+            **about,
+            "config": settings,
+            "data": data,
+            "cells": [as_json(cell) for cell in cells],
+            "words": notes,
+        }
         files.write_json(json_file, content)
         console.print(f"JSON: {json_file}")
 

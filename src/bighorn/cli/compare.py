@@ -43,8 +43,8 @@ class CompareConfig:
     )
     lrs: tuple[str, ...] = option(
         (),
-        "Learning rates to try, as OPTIMIZER=LR,LR,...; may be repeated. Two or more are continued while the last "
-        f"one is the best, by {sweep.BEYOND} at most.",
+        "Learning rates to try, as OPTIMIZER=LR,LR,...; may be repeated. Two or more are continued while one "
+        f"at the end is the best, by {sweep.BEYOND} at most.",
         shown="; ".join(f"{name}={','.join(f'{lr:g}' for lr in recipe.grid)}" for name, recipe in OPTIMIZERS.items()),
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")

@@ -1,4 +1,4 @@
-"""LAMB re-derived from the paper (arXiv:1904.00962v5, Algorithm 2) in plain Python floats.
+"""LAMB and CAME re-derived from their papers (arXiv:1904.00962v5 and arXiv:2307.02047v2, both Algorithm 2) in floats.
 
 The witness that the reference backend is judged by, so it shares nothing with it: no bighorn, no torch, flat lists of
 floats and `math` only. Slow on purpose; read it beside the paper.
@@ -183,3 +183,125 @@ def _cautious(r: Floats, g: Floats) -> Floats:
     mask = [float(a * b > 0) for a, b in zip(r, g, strict=True)]
     share = math.fsum(mask) / len(mask) if mask else 1.0
     return [a * keep / max(share, 1e-3) for a, keep in zip(r, mask, strict=True)]
+
+
+# ---- CAME -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CameOptions:
+    """The defaults are came-pytorch's."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float, float] = (0.9, 0.999, 0.9999)
+    eps: tuple[float, float] = (1e-30, 1e-16)
+    clip_threshold: float = 1.0
+    weight_decay: float = 0.0
+    decay_rate: float | None = None
+    bias_correction: bool = False
+    scale_parameter: bool = False
+    scale_eps: float = 1e-3
+    maximize: bool = False
+    centre: bool = False
+    factor: Literal["matrix", "last_two"] | None = "matrix"
+
+
+@dataclass
+class Factors:
+    """The averages of one matrix's rows and columns."""
+
+    row: Floats
+    col: Floats
+
+    def advance(self, squares: Floats, beta: float) -> None:
+        rows, cols = len(self.row), len(self.col)
+        for i in range(rows):
+            self.row[i] = beta * self.row[i] + (1 - beta) * math.fsum(squares[i * cols : (i + 1) * cols]) / cols
+        for j in range(cols):
+            self.col[j] = beta * self.col[j] + (1 - beta) * math.fsum(squares[j::cols]) / rows
+
+    def rsqrt(self, correction: float = 1.0) -> Floats:
+        """1 / sqrt of every element of the matrix that the averages stand for."""
+        row, col = [a / correction for a in self.row], [a / correction for a in self.col]
+        mean = math.fsum(row) / len(row)
+        return [1 / math.sqrt(a / mean) / math.sqrt(b) for a in row for b in col]
+
+
+@dataclass
+class CameTensor:
+    """A parameter as a flat list in row-major order, with its state; its matrices lie one behind the other."""
+
+    x: Floats
+    shape: tuple[int, ...]
+    factor: Literal["matrix", "last_two"] | None = "matrix"
+    t: int = 0
+    m: Floats = field(default_factory=list)
+    v: Floats = field(default_factory=list)
+    sq: list[Factors] = field(default_factory=list)
+    res: list[Factors] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.shape)
+        assert len(self.x) == size
+        self.m, self.v = [0.0] * size, [0.0] * size
+        if self.factor and size:
+            split = 1 if self.factor == "matrix" else len(self.shape) - 1
+            rows, cols = self.shape[split - 1], math.prod(self.shape[split:])
+            for averages in (self.sq, self.res):
+                averages += [Factors([0.0] * rows, [0.0] * cols) for _ in range(size // (rows * cols))]
+
+
+@dataclass(frozen=True)
+class CameFigures:
+    """What telemetry shows of one tensor."""
+
+    update_rms: float
+    clip: float
+    confidence: float
+
+
+def came_step(tensor: CameTensor, g: Floats, o: CameOptions) -> CameFigures:
+    """One step of one tensor, in place."""
+    (b1, b2, b3), size = o.betas, len(tensor.x)
+    tensor.t += 1
+    if not size:
+        return CameFigures(0.0, 1.0, 1.0)
+    if o.maximize:
+        g = [-a for a in g]
+    if o.centre:
+        g = _centralised(g, rows=tensor.shape[0])
+    if o.decay_rate is not None:
+        b2 = 1 - tensor.t ** (-o.decay_rate)
+
+    squares = [a * a + o.eps[0] for a in g]
+    if tensor.factor:
+        u = [a * s for a, s in zip(g, _factored(tensor.sq, squares, b2), strict=True)]
+    else:
+        tensor.v = [b2 * v + (1 - b2) * q for v, q in zip(tensor.v, squares, strict=True)]
+        u = [a / math.sqrt(v) for a, v in zip(g, tensor.v, strict=True)]
+    update_rms = norm(u) / math.sqrt(size)
+    clip = 1 / max(1.0, update_rms / o.clip_threshold)
+    u = [a * clip for a in u]
+
+    tensor.m = [b1 * m + (1 - b1) * a for m, a in zip(tensor.m, u, strict=True)]
+    confidence = [1.0] * size
+    if tensor.factor:
+        instability = [(a - m) ** 2 + o.eps[1] for a, m in zip(u, tensor.m, strict=True)]
+        confidence = _factored(tensor.res, instability, b3, 1 - b3**tensor.t if o.bias_correction else 1.0)
+
+    lr = o.lr
+    if o.scale_parameter:
+        lr *= max(o.scale_eps, norm(tensor.x) / math.sqrt(size))
+    tensor.x = [
+        w - lr * o.weight_decay * w - lr * m * s for w, m, s in zip(tensor.x, tensor.m, confidence, strict=True)
+    ]
+    return CameFigures(update_rms, clip, math.fsum(confidence) / size)
+
+
+def _factored(averages: list[Factors], squares: Floats, beta: float, correction: float = 1.0) -> Floats:
+    size = len(squares) // len(averages)
+    out: Floats = []
+    for i, matrix in enumerate(averages):
+        matrix.advance(squares[i * size : (i + 1) * size], beta)
+        out += matrix.rsqrt(correction)
+    return out

@@ -46,7 +46,7 @@ class Backend:
 
 BACKENDS = {
     "cpu": Backend(cpu.why_not, cpu.Lamb, reference.Came),
-    "foreach": Backend(foreach.why_not, foreach.Lamb, reference.Came),
+    "foreach": Backend(foreach.why_not, foreach.Lamb, foreach.Came),
     "reference": Backend(reference.why_not, reference.Lamb, reference.Came),
 }
 """By name, in the order in which `auto` prefers them."""

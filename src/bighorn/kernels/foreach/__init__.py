@@ -1,6 +1,7 @@
 """Plain torch on batches of tensors of bounded size, for any device."""
 
+from bighorn.kernels.foreach.came import Came
 from bighorn.kernels.foreach.lamb import Lamb
 from bighorn.kernels.reference import why_not
 
-__all__ = ["Lamb", "why_not"]
+__all__ = ["Came", "Lamb", "why_not"]

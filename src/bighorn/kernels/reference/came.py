@@ -42,16 +42,17 @@ def came(
     b2 = beta2 if o.decay_rate is None else 1 - t**-o.decay_rate
 
     q = g * g + eps1
+    axis = 0 if o.factor is None else row_axis(x, o.factor)
     if o.factor is None:
         v = b2 * state["exp_avg_sq"] + (1 - b2) * q
         new_state = {"exp_avg_sq": v}
         u = g * v.rsqrt()  # CAME-u
     else:
-        q_row, q_col = means(q, o.factor)
+        q_row, q_col = means(q, axis)
         row = b2 * state["exp_avg_sq_row"] + (1 - b2) * q_row  # CAME-row
         col = b2 * state["exp_avg_sq_col"] + (1 - b2) * q_col  # CAME-col
         new_state = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
-        r, c = rsqrt_factors(row, col, o.factor)
+        r, c = rsqrt_factors(row, col, axis)
         u = g * r * c  # CAME-u
     rms_u = rms(u)
     excess = (rms_u / o.clip_threshold).clamp(min=1)
@@ -64,12 +65,12 @@ def came(
 
     confidence = torch.ones_like(m)
     if o.factor is not None:
-        w_row, w_col = means((u - m) ** 2 + eps2, o.factor)
+        w_row, w_col = means((u - m) ** 2 + eps2, axis)
         row = beta3 * state["exp_avg_res_row"] + (1 - beta3) * w_row  # CAME-res
         col = beta3 * state["exp_avg_res_col"] + (1 - beta3) * w_col  # CAME-res
         new_state |= {"exp_avg_res_row": row, "exp_avg_res_col": col}
         correction = (1 - beta3**t).to(dtype) if o.bias_correction else 1.0
-        r, c = rsqrt_factors(row / correction, col / correction, o.factor)
+        r, c = rsqrt_factors(row / correction, col / correction, axis)
         confidence = r * c
 
     lr = o.lr * rms(x).clamp(min=o.scale_eps) if o.scale_parameter else o.lr
@@ -79,19 +80,26 @@ def came(
     return x, new_state, figures
 
 
-def means(a: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-    """The mean of each row and of each column, as a rule of factoring sees rows and columns."""
-    if factor == "matrix":
-        return a.flatten(1).mean(dim=1), a.mean(dim=0)
-    return a.mean(dim=-1), a.mean(dim=-2)
+def row_axis(x: Tensor, factor: Factor) -> int:
+    """The dim (from the end) that counts the rows of a matrix; those behind it are its columns, those before it batch.
+
+    Example:
+        >>> x = torch.zeros(64, 3, 7, 7)
+        >>> row_axis(x, "matrix"), row_axis(x, "last_two")
+        (-4, -2)
+    """
+    return -x.dim() if factor == "matrix" else -2
 
 
-def rsqrt_factors(row: Tensor, col: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-    """Two tensors whose product is 1 / sqrt(row col / mean(row)), elementwise in the shape of the parameter."""
-    r, c = (row / row.mean(dim=-1, keepdim=True)).rsqrt(), col.rsqrt()
-    if factor == "matrix":
-        return r.view(-1, *[1] * c.dim()), c
-    return r.unsqueeze(-1), c.unsqueeze(-2)
+def means(a: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """The mean of each row and of each column."""
+    return a.mean(dim=tuple(range(axis + 1, 0))), a.mean(dim=axis)
+
+
+def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
+    r = (row / row.mean(dim=-1, keepdim=True)).rsqrt()
+    return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
 
 
 def rms(a: Tensor) -> Tensor:

@@ -1,0 +1,244 @@
+"""CAME in plain torch, for any device: the reference's mathematics on pieces of tensors of bounded size.
+
+Temporaries are a handful of chunks and the factors of one tensor, never copies of the model. Where the lines tagged
+`CAME-...` leave a question open, `reference/came.py` answers it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels import reference
+from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
+from bighorn.kernels.bucket import Bucket, CameOptions
+from bighorn.kernels.foreach.pieces import CHUNK, chunks
+from bighorn.kernels.reference.came import rounded, row_axis, rsqrt_factors, stored
+
+SMALL = CHUNK // 16
+"""Tensors up to this size are copied together, since calls cost more than copies; larger ones stay where they lie."""
+
+Index = tuple[slice, ...]
+Values = Callable[[Index], Tensor]
+"""Makes a piece of a tensor that exists only in pieces."""
+
+ALL = slice(None)
+
+
+class Came(reference.Came):
+    """CAME for some buckets on one device."""
+
+    def square_sum(self) -> Tensor:
+        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
+        return square_sums(pieces, self.buckets[0].norms).sum()
+
+    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+        """One step of every bucket, as `reference.Came.step`."""
+        for bucket in self.buckets:
+            for rows in batches(bucket.params):
+                Batch(bucket, rows, grad_scale, commit).step()
+            torch._foreach_add_(bucket.counts, 1.0 if commit is None else commit.to(torch.float32))
+
+
+def batches(params: list[Tensor]) -> Iterator[list[int]]:
+    """Which rows are worked on together: small ones of one shape, up to CHUNK elements in all, or one alone."""
+    small: dict[torch.Size, list[int]] = defaultdict(list)
+    for i, x in enumerate(params):
+        if x.numel() > SMALL:
+            yield [i]
+        else:
+            small[x.shape].append(i)
+    for shape, rows in small.items():
+        count = CHUNK // max(shape.numel(), 1)
+        yield from (rows[i : i + count] for i in range(0, len(rows), count))
+
+
+class Batch:
+    """One step of tensors of one shape: a single one as it lies, or several that are stacked.
+
+    Dim 0 of every array counts the tensors; a piece of an array has all of them.
+    """
+
+    def __init__(
+        self, bucket: Bucket[CameOptions], rows: list[int], grad_scale: Tensor | float, commit: Tensor | None
+    ) -> None:
+        o, x = bucket.options, as_vector(bucket.params[rows[0]])
+        columns = {"x": bucket.params, **bucket.state, "figures": list(bucket.norms)}
+        self.options, self.commit, self.dtype, self.size = o, commit, compute_dtype(x), x.numel()
+        self.targets = {name: [as_vector(tensors[i]) for i in rows] for name, tensors in columns.items()}
+        self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
+        self.g = together([as_vector(bucket.grads[i]) for i in rows])
+        self.grad_scale = -grad_scale if o.maximize else grad_scale
+        self.mean = self.g.mean(dim=tuple(range(2, self.g.dim())), keepdim=True, dtype=self.dtype) if o.centre else None
+        self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x)) + 1
+        self.axis = row_axis(x, o.factor) if o.factor else -1
+        # Blocks of 8 bits stay whole, since they run along a row.
+        self.pieces = [(ALL, *at) for at in slices(x.shape, deep="exp_avg_scale" not in bucket.state)]
+
+    def step(self) -> None:
+        """Four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
+        figures = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
+        if self.size:
+            update = self.second_moment()
+            if len(self.pieces) == 1:
+                update = kept(update(self.pieces[0]))
+            rms_u = self.rms(update)
+            excess = (rms_u / self.options.clip_threshold).clamp(min=1)
+            r, c = self.confidence(update, excess)
+            self.move(r, c)
+            figures = [rms_u, 1 / excess, self.mean_of_product(r, c).to(rms_u.dtype)]
+        write(self.arrays["figures"], torch.stack(figures, dim=1), self.commit)
+        if len(self.targets["x"]) > 1:
+            for name, array in self.arrays.items():
+                torch._foreach_copy_(self.targets[name], list(array.unbind()))
+
+    def second_moment(self) -> Values:
+        """Advance it, and return what makes a piece of u."""
+        o = self.options
+        b2 = torch.full_like(self.t, o.betas[1]) if o.decay_rate is None else 1 - self.t**-o.decay_rate
+        if o.factor is None:
+            v = self.arrays["exp_avg_sq"]
+            for at in self.pieces:
+                q = self.gradient(at).square().add_(o.eps[0])
+                write(v[at], q.mul_(each(1 - b2, q)).add_(each(b2, q) * v[at]), self.commit)
+            return lambda at: v[at].rsqrt().mul_(self.gradient(at))  # CAME-u
+        r, c = self.factors("exp_avg_sq", self.gradient, b2, o.eps[0])  # CAME-row, CAME-col
+        return lambda at: (self.gradient(at) * part(r, at)).mul_(part(c, at))  # CAME-u
+
+    def confidence(self, update: Values, excess: Tensor) -> tuple[Tensor, Tensor]:
+        """Advance the average and its residual, and return r and c, whose product is the confidence."""
+        o = self.options
+
+        def residual(at: Index) -> Tensor:
+            u = update(at)
+            u = u / each(excess, u)  # CAME-clip
+            return u.sub_(self.advance(at, u))
+
+        if o.factor is None:
+            for at in self.pieces:
+                residual(at)
+            one = self.g.new_ones([1] * self.g.dim(), dtype=self.dtype)
+            return one, one
+        correction = 1 - o.betas[2] ** self.t if o.bias_correction else None
+        return self.factors("exp_avg_res", residual, torch.full_like(self.t, o.betas[2]), o.eps[1], correction)
+
+    def factors(
+        self, name: str, values: Values, beta: Tensor, eps: float, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Advance the averages of rows and columns of squared values, and return r and c of `rsqrt_factors`."""
+        axis, columns, shape = self.axis, tuple(range(self.axis + 1, 0)), self.g.shape
+        row = self.g.new_zeros([*shape[: axis + 1], *[1] * len(columns)], dtype=self.dtype)
+        col = self.g.new_zeros([*shape[:axis], 1, *shape[axis + 1 :]], dtype=self.dtype)
+        for at in self.pieces:
+            q = values(at).square()
+            part(row, at).add_(q.sum(dim=columns, keepdim=True))
+            part(col, at).add_(q.sum(dim=axis, keepdim=True))
+
+        old_row, old_col = self.arrays[f"{name}_row"], self.arrays[f"{name}_col"]
+        row = (row / math.prod(shape[axis + 1 :]) + eps).view_as(old_row)
+        col = (col / shape[axis] + eps).view_as(old_col)
+        row = each(beta, row) * old_row + each(1 - beta, row) * row  # CAME-row, CAME-res
+        col = each(beta, col) * old_col + each(1 - beta, col) * col  # CAME-col, CAME-res
+        write(old_row, row, self.commit)
+        write(old_col, col, self.commit)
+        if correction is not None:
+            row, col = row / each(correction, row), col / each(correction, col)
+        return rsqrt_factors(row, col, axis)
+
+    def advance(self, at: Index, u: Tensor) -> Tensor:
+        """Advance a piece of the average, and return it as it is (or would be) stored."""
+        beta1 = self.options.betas[0]
+        m = self.average(at).to(self.dtype, copy=self.commit is not None)
+        m = m.mul_(beta1).add_(u, alpha=1 - beta1)  # CAME-m
+        array = self.arrays["exp_avg"]
+        if array.dtype == self.dtype and self.commit is None:
+            return m  # it was computed where it lies
+        new = rounded(m.flatten(0, 1), array.dtype)
+        for name, value in new.items():
+            target = self.arrays[name][at if name == "exp_avg" else at[:2]]
+            write(target, value.view(target.shape), self.commit)
+        return stored(new).view(u.shape).to(self.dtype)
+
+    def average(self, at: Index) -> Tensor:
+        """A piece of the average as it is stored."""
+        m = self.arrays["exp_avg"][at]
+        if m.dtype != torch.int8:
+            return m
+        scales = self.arrays["exp_avg_scale"][at[:2]]
+        return stored({"exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}).view(m.shape)
+
+    def move(self, r: Tensor, c: Tensor) -> None:
+        """The parameter's step, with the confidence r c."""
+        o = self.options
+        lr = torch.ones_like(self.t) * o.lr
+        if o.scale_parameter:
+            lr = lr * self.rms(lambda at: self.arrays["x"][at].to(self.dtype)).clamp(min=o.scale_eps)
+        r = r * each(lr, r)
+        for at in self.pieces:
+            stored = self.arrays["x"][at]
+            x = stored.to(self.dtype, copy=self.commit is not None)
+            x.mul_(each(1 - lr * o.weight_decay, x))
+            x.addcmul_(self.average(at).to(self.dtype) * part(r, at), part(c, at), value=-1)  # CAME-x
+            if x is not stored:
+                write(stored, x, self.commit)
+
+    def gradient(self, at: Index) -> Tensor:
+        """A piece of the gradient as the equations take it; perhaps the gradient itself, so nobody writes it."""
+        g = self.g[at].to(self.dtype)
+        if self.mean is not None:
+            g = g - part(self.mean, at)
+        return g if isinstance(self.grad_scale, float) and self.grad_scale == 1 else g * self.grad_scale
+
+    def rms(self, values: Values) -> Tensor:
+        """The root of the mean square of each tensor, float64."""
+        dims = tuple(range(1, self.g.dim()))
+        squares = [values(at).to(self.t.dtype).square().sum(dim=dims) for at in self.pieces]
+        return torch.stack(squares).sum(dim=0).div(self.size).sqrt()
+
+    def mean_of_product(self, r: Tensor, c: Tensor) -> Tensor:
+        """The mean of r c over each tensor, without the product: the mean over its matrices of those of r and c."""
+        columns = tuple(range(self.axis + 1, 0))
+        if not columns:
+            return torch.ones_like(self.t)
+        return (r.mean(dim=self.axis, keepdim=True) * c.mean(dim=columns, keepdim=True)).flatten(1).mean(dim=1)
+
+
+def slices(shape: torch.Size, deep: bool) -> Iterator[Index]:
+    """Cut a shape into pieces of about CHUNK elements along its outermost dims; not `deep`: along dim 0 alone."""
+    size = math.prod(shape[1:])
+    count = max(CHUNK // max(size, 1), 1)
+    for i in range(0, shape[0], count):
+        if deep and size > CHUNK:
+            yield from ((slice(i, i + 1), *inner) for inner in slices(shape[1:], deep))
+        else:
+            yield (slice(i, i + count), *[ALL] * (len(shape) - 1))
+
+
+def part(a: Tensor, at: Index) -> Tensor:
+    """What of an array of the parameter's dims, or of dims that are 1 instead, belongs to a piece of the parameter."""
+    return a[tuple(ALL if size == 1 else index for index, size in zip(at, a.shape, strict=True))]
+
+
+def as_vector(a: Tensor) -> Tensor:
+    """A number as a vector of one element; anything else as it is."""
+    return a if a.dim() else a.view(1)
+
+
+def together(tensors: list[Tensor]) -> Tensor:
+    """Tensors of one shape along a new dim 0: a view of a single one, copies of several."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def each(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each tensor, to be multiplied with `like`."""
+    return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+
+def kept(value: Tensor) -> Values:
+    """The only piece of a tensor that has a single one."""
+    return lambda _: value

@@ -32,6 +32,10 @@ ALL = slice(None)
 class Came(reference.Came):
     """CAME for some buckets on one device."""
 
+    def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
+        super().__init__(buckets)
+        self.scratch = Scratch()
+
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
@@ -41,7 +45,7 @@ class Came(reference.Came):
         """One step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
             for rows in batches(bucket.params):
-                Batch(bucket, rows, grad_scale, commit).step()
+                Batch(bucket, rows, self.scratch, grad_scale, commit).step()
             torch._foreach_add_(bucket.counts, 1.0 if commit is None else commit.to(torch.float32))
 
 
@@ -58,6 +62,21 @@ def batches(params: list[Tensor]) -> Iterator[list[int]]:
         yield from (rows[i : i + count] for i in range(0, len(rows), count))
 
 
+class Scratch:
+    """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, Tensor] = {}
+
+    def like(self, name: str, a: Tensor) -> Tensor:
+        """Memory under a name, whatever it holds, in the shape, order and dtype of `a`."""
+        strides = torch.empty_like(a, device="meta").stride()
+        memory = self.memory.get(name)
+        if memory is None or memory.numel() < a.numel() or memory.dtype != a.dtype:
+            memory = self.memory[name] = torch.empty(a.numel(), dtype=a.dtype, device=a.device)
+        return memory.as_strided(a.shape, strides)
+
+
 class Batch:
     """One step of tensors of one shape: a single one as it lies, or several that are stacked.
 
@@ -65,10 +84,16 @@ class Batch:
     """
 
     def __init__(
-        self, bucket: Bucket[CameOptions], rows: list[int], grad_scale: Tensor | float, commit: Tensor | None
+        self,
+        bucket: Bucket[CameOptions],
+        rows: list[int],
+        scratch: Scratch,
+        grad_scale: Tensor | float,
+        commit: Tensor | None,
     ) -> None:
         o, x = bucket.options, as_vector(bucket.params[rows[0]])
         columns = {"x": bucket.params, **bucket.state, "figures": list(bucket.norms)}
+        self.scratch = scratch
         self.options, self.commit, self.dtype, self.size = o, commit, compute_dtype(x), x.numel()
         self.targets = {name: [as_vector(tensors[i]) for i in rows] for name, tensors in columns.items()}
         self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
@@ -104,11 +129,11 @@ class Batch:
         if o.factor is None:
             v = self.arrays["exp_avg_sq"]
             for at in self.pieces:
-                q = self.gradient(at).square().add_(o.eps[0])
-                write(v[at], q.mul_(each(1 - b2, q)).add_(each(b2, q) * v[at]), self.commit)
-            return lambda at: v[at].rsqrt().mul_(self.gradient(at))  # CAME-u
+                q = self.square(self.gradient(at)).add_(o.eps[0])
+                write(v[at], q.mul_(each(1 - b2, q)).addcmul_(v[at], each(b2, q)), self.commit)
+            return lambda at: torch.rsqrt(v[at], out=self.scratch.like("u", v[at])).mul_(self.gradient(at))  # CAME-u
         r, c = self.factors("exp_avg_sq", self.gradient, b2, o.eps[0])  # CAME-row, CAME-col
-        return lambda at: (self.gradient(at) * part(r, at)).mul_(part(c, at))  # CAME-u
+        return lambda at: self.times(self.gradient(at), r, at).mul_(part(c, at))  # CAME-u
 
     def confidence(self, update: Values, excess: Tensor) -> tuple[Tensor, Tensor]:
         """Advance the average and its residual, and return r and c, whose product is the confidence."""
@@ -116,7 +141,7 @@ class Batch:
 
         def residual(at: Index) -> Tensor:
             u = update(at)
-            u = u / each(excess, u)  # CAME-clip
+            u.div_(each(excess, u))  # CAME-clip
             return u.sub_(self.advance(at, u))
 
         if o.factor is None:
@@ -135,7 +160,7 @@ class Batch:
         row = self.g.new_zeros([*shape[: axis + 1], *[1] * len(columns)], dtype=self.dtype)
         col = self.g.new_zeros([*shape[:axis], 1, *shape[axis + 1 :]], dtype=self.dtype)
         for at in self.pieces:
-            q = values(at).square()
+            q = self.square(values(at))
             part(row, at).add_(q.sum(dim=columns, keepdim=True))
             part(col, at).add_(q.sum(dim=axis, keepdim=True))
 
@@ -182,8 +207,8 @@ class Batch:
         for at in self.pieces:
             stored = self.arrays["x"][at]
             x = stored.to(self.dtype, copy=self.commit is not None)
-            x.mul_(each(1 - lr * o.weight_decay, x))
-            x.addcmul_(self.average(at).to(self.dtype) * part(r, at), part(c, at), value=-1)  # CAME-x
+            x.addcmul_(x, each(lr * o.weight_decay, x), value=-1)
+            x.addcmul_(self.times(self.average(at).to(self.dtype), r, at), part(c, at), value=-1)  # CAME-x
             if x is not stored:
                 write(stored, x, self.commit)
 
@@ -192,13 +217,23 @@ class Batch:
         g = self.g[at].to(self.dtype)
         if self.mean is not None:
             g = g - part(self.mean, at)
-        return g if isinstance(self.grad_scale, float) and self.grad_scale == 1 else g * self.grad_scale
+        if isinstance(self.grad_scale, float) and self.grad_scale == 1:
+            return g
+        return torch.mul(g, self.grad_scale, out=self.scratch.like("gradient", g))
 
     def rms(self, values: Values) -> Tensor:
         """The root of the mean square of each tensor, float64."""
         dims = tuple(range(1, self.g.dim()))
-        squares = [values(at).to(self.t.dtype).square().sum(dim=dims) for at in self.pieces]
+        squares = [self.square(values(at)).sum(dim=dims).to(self.t.dtype) for at in self.pieces]
         return torch.stack(squares).sum(dim=0).div(self.size).sqrt()
+
+    def square(self, a: Tensor) -> Tensor:
+        """The squares of a piece, until the next ones."""
+        return torch.mul(a, a, out=self.scratch.like("square", a))
+
+    def times(self, a: Tensor, r: Tensor, at: Index) -> Tensor:
+        """A piece times its part of r, until the next one."""
+        return torch.mul(a, part(r, at), out=self.scratch.like("u", a))
 
     def mean_of_product(self, r: Tensor, c: Tensor) -> Tensor:
         """The mean of r c over each tensor, without the product: the mean over its matrices of those of r and c."""

@@ -195,6 +195,9 @@ FEW = tuple(
     in {"plain.weight", "page.bias", "empty", "zero.weight", "zero.bias", "strided.weight", "big.weight", "conv.weight"}
 )
 
+# More than a workspace of foreach holds, so that its second phase computes the update again.
+HUGE = (Leaf("huge.weight", (1301, 2050), grad_layout="transposed"), Leaf("huge.bias", (1301,)))
+
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "paper-v5": {},
     "paper-v3": {"bias_correction": False},
@@ -337,6 +340,8 @@ def _table() -> Iterator[Case]:
         yield Case(f"mixed-{option}", OPTIONS[option], MIXED)
         yield Case(f"large-{option}", OPTIONS[option], LARGE)
     yield Case("large-stacked", {}, _stackable(LARGE), ({"stacked": True},))
+    yield Case("huge-clip-skip", OPTIONS["clip-skip"], HUGE)
+    yield Case("huge-amsgrad-states-bfloat16", {"second_moment": "amsgrad", "state_dtype": torch.bfloat16}, HUGE)
     yield Case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
 
 

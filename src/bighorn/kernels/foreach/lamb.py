@@ -1,164 +1,237 @@
-"""LAMB in plain torch, for any device: the reference's mathematics on batches of tensors of bounded size.
+"""LAMB in plain torch, for any device: the reference's mathematics on pieces of bounded size.
 
-Temporaries are a handful of 1 MB chunks, which stay in cache, never copies of the model (a cautious step alone takes
-whole tensors, since its mask is averaged over them). Where the lines tagged
-`LAMB-...` leave a question open, `reference/lamb.py` answers it.
+u lies in a workspace until its norm is known. For a tensor too large for that, phase 1 works on copies of the moments
+and phase 2 computes u again. Where the lines tagged `LAMB-...` leave a question open, `reference/lamb.py` answers it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels import reference
-from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
+from bighorn.kernels.arithmetic import compute_dtype, wide, write
 from bighorn.kernels.bucket import Bucket, LambOptions
-from bighorn.kernels.foreach.pieces import CHUNK, borrow, chunks, flat, give_back, in_order_of, per_row
+from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
+
+WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
+"""The rooms of the workspace, in chunks, and how many these are: x is computed only when all norms are known."""
+
+BATCH = 1 << 20
+"""Elements of the rows whose norms are taken together: few enough for phase 2 to find x and u in cache."""
+
+
+@dataclass
+class Piece:
+    """Whole rows, or a part of one, as flat tensors in their order in memory."""
+
+    rows: slice
+    x: list[Tensor]
+    m: list[Tensor]
+    v: list[Tensor]
+    peak: list[Tensor]
 
 
 class Lamb(reference.Lamb):
     """LAMB for some buckets on one device."""
 
+    def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
+        super().__init__(buckets)
+        self.space = Workspace(CHUNKS, buckets[0].norms.device)
+        self.batches = [Batch(bucket, rows, self.space) for bucket in buckets for rows in groups(bucket.params, BATCH)]
+
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
-        return square_sums(pieces, self.buckets[0].norms).sum()
+        grads, norms = [grad for bucket in self.buckets for grad in bucket.grads], self.buckets[0].norms
+        sums = [self.space.square_sums(WIDE, piece) for _, piece in pieces(grads, CHUNK // 8)]
+        return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Lamb.step`."""
+        for batch in self.batches:
+            batch.step(grad_scale, commit)
         for bucket in self.buckets:
-            for batch in batches(bucket):
-                lamb_batch(batch, grad_scale, commit)
             torch._foreach_add_(bucket.counts, 1.0 if commit is None else commit.to(torch.float32))
 
 
 class Batch:
-    """Rows of a bucket that are worked on together: many small ones, or a single one that is cut into pieces."""
+    """Consecutive rows of a bucket, whose norms are taken together."""
 
-    def __init__(self, bucket: Bucket[LambOptions], rows: list[int]) -> None:
-        self.options = bucket.options
-        self.norms = bucket.norms[rows[0] : rows[-1] + 1]
-        self.steps = bucket.steps[rows[0] : rows[-1] + 1]
-        self.arrays = {
-            name: [tensors[i] for i in rows]
-            for name, tensors in {"x": bucket.params, "g": bucket.grads, **bucket.state}.items()
-        }
-        x = self.arrays["x"][0]
-        self.cut = len(rows) == 1 and x.numel() > CHUNK and not bucket.options.cautious
-        self.fan = x.numel() // max(x.shape[0], 1) if bucket.options.centre else 1
+    def __init__(self, bucket: Bucket[LambOptions], rows: slice, space: Workspace) -> None:
+        self.bucket, self.rows, self.space = bucket, rows, space
+        self.dtype = compute_dtype(bucket.params[0])
+        self.orders = [memory_order(x) for x in bucket.params[rows]]
+        self.stored = bucket.state["exp_avg"][0].dtype
+        size = sum(x.numel() for x in bucket.params[rows])
+        self.keeps = bucket.options.cautious or size * self.dtype.itemsize <= (U[1] - U[0]) * CHUNK
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        state = [self._flat(bucket.state[name]) if name in bucket.state else itertools.repeat([]) for name in names]
+        places = [place for place, _ in self._pieces(bucket.params[rows])]
+        self.pieces = [Piece(*each) for each in zip(places, self._flat(bucket.params), *state, strict=False)]
 
-    def pieces(self) -> Iterator[dict[str, list[Tensor]]]:
-        """The batch as it is, or its one row in flat pieces of whole slices along dim 0 (where these matter)."""
-        if not self.cut:
-            yield self.arrays
-            return
-        size = max(CHUNK // self.fan, 1) * self.fan
-        whole = {name: tensors[0] for name, tensors in self.arrays.items()}
-        whole["g"] = in_order_of(whole["x"], whole["g"])
-        splits = {name: torch.split(flat(tensor), size) for name, tensor in whole.items()}
-        for i in range(len(splits["x"])):
-            yield {name: [split[i].view(-1, self.fan)] for name, split in splits.items()}
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Tensors like the bucket's parameters, those of this batch, in the parameters' order in memory."""
+        ordered = [x.permute(order) for x, order in zip(tensors, self.orders, strict=True)]
+        return pieces(ordered, CHUNK // self.dtype.itemsize, cut=not self.bucket.options.cautious)
+
+    def _flat(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        return ([x.view(-1) for x in piece] for _, piece in self._pieces(tensors[self.rows]))
+
+    def step(self, grad_scale: Tensor | float, commit: Tensor | None) -> None:
+        """Both phases: moments and norms of all pieces, then the parameters of all pieces."""
+        o, norms = self.bucket.options, self.bucket.norms[self.rows]
+        t = torch.stack(self.bucket.steps[self.rows]) + 1
+        corrections = bias_corrections(t.to(wide(t)), o)
+        sums = torch.zeros(len(t), 2, dtype=wide(t), device=t.device)
+        decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
+
+        updates = []
+        for piece, u in self._updates(t, corrections, grad_scale, commit, discard=not self.keeps):
+            updates.append((piece, u))
+            sums[piece.rows] += torch.stack([self.space.square_sums(WIDE, each) for each in (piece.x, u)], dim=1)
+
+        weight_norm, update_norm = sums.sqrt().unbind(dim=1)
+        weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
+        q = torch.ones_like(weight_norm)
+        if o.adapt:
+            q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
+        write(norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
+
+        step = (corrections[2] * q * o.lr).to(self.dtype).unbind()
+        for piece, u in updates if self.keeps else self._updates(t, corrections, grad_scale, commit):
+            x = self.space.borrow(X, piece.x, self.dtype, copy=commit is not None)
+            if o.decay_mode == "decoupled":
+                torch._foreach_mul_(x, decay)
+            torch._foreach_addcmul_(x, u, step[piece.rows], value=-1)  # LAMB-x
+            give_back(piece.x, x, commit)
+
+    def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
+        """The gradients of each piece as the moments take them, but for an l2 decay; only copies are written."""
+        o, grads = self.bucket.options, self.bucket.grads[self.rows]
+        means: Iterator[list[Tensor]] = itertools.repeat([])
+        if o.centre:
+            wholes = [g.mean(dim=tuple(range(1, g.dim())), keepdim=True, dtype=self.dtype).expand_as(g) for g in grads]
+            means = (piece for _, piece in self._pieces(wholes))
+        plain = not o.centre and o.decay_mode != "l2" and isinstance(scale, float) and scale == 1
+        for (_, piece), mean in zip(self._pieces(grads), means, strict=False):
+            g = self.space.borrow(G, [each.contiguous().view(-1) for each in piece], self.dtype, copy=not plain)
+            for each, its_mean in zip(g, mean, strict=False):
+                each.view(its_mean.shape).sub_(its_mean)
+            if not plain:
+                torch._foreach_mul_(g, scale)
+            yield g
+
+    def _updates(
+        self,
+        t: Tensor,
+        corrections: tuple[Tensor, Tensor, Tensor],
+        grad_scale: Tensor | float,
+        commit: Tensor | None,
+        discard: bool = False,
+    ) -> Iterator[tuple[Piece, list[Tensor]]]:
+        """Advance the moments of each piece, or copies of them, and compute its u."""
+        o, space = self.bucket.options, self.space
+        fused = self.fused()
+        offset = 0
+        for piece, g in zip(self.pieces, self._gradients(-grad_scale if o.maximize else grad_scale), strict=True):
+            if o.decay_mode == "l2":
+                torch._foreach_add_(g, piece.x, alpha=o.weight_decay)
+            copy = discard or (commit is not None and not fused)
+            m, v, peak = (
+                space.borrow(room, tensors, self.dtype, copy)
+                for room, tensors in ((M, piece.m), (V, piece.v), (PEAK, piece.peak))
+            )
+            u = space.views(U, piece.x, self.dtype, offset)
+            if self.keeps:
+                offset += sum(each.nbytes for each in u)
+            if fused:
+                fused_update(u, g, m, v, peak, t[piece.rows], o, commit)
+            else:
+                plain_update(u, g, m, v, peak, [c[piece.rows] for c in corrections], o, self.stored)
+            if not discard:
+                for tensors, values in ((piece.m, m), (piece.v, v), (piece.peak, peak)):
+                    give_back(tensors, values, commit)
+            if o.cautious:
+                masks = [(u * g > 0).to(self.dtype) for u, g in zip(u, g, strict=True)]
+                torch._foreach_mul_(u, [mask / mask.mean().clamp(min=1e-3) for mask in masks])
+            if o.decay_mode == "ratio":
+                torch._foreach_add_(u, piece.x, alpha=o.weight_decay)  # LAMB-u
+            yield piece, u
+
+    def fused(self) -> bool:
+        """Whether torch's fused Adam computes what the options ask for, from moments as they are stored."""
+        o = self.bucket.options
+        return (
+            o.grad_averaging
+            and o.second_moment != "adagrad"
+            and self.stored == self.dtype
+            and self.bucket.norms.device.type in ("cpu", "cuda")
+        )
 
 
-def batches(bucket: Bucket[LambOptions]) -> Iterator[Batch]:
-    """Consecutive rows up to CHUNK elements in all, at least one row each."""
-    rows: list[int] = []
-    total = 0
-    for i, x in enumerate(bucket.params):
-        if rows and total + x.numel() > CHUNK:
-            yield Batch(bucket, rows)
-            rows, total = [], 0
-        rows.append(i)
-        total += x.numel()
-    if rows:
-        yield Batch(bucket, rows)
-
-
-def lamb_batch(batch: Batch, grad_scale: Tensor | float, commit: Tensor | None) -> None:
-    """Both phases of a batch: moments and norms of all its pieces, then the parameters of all its pieces."""
-    o = batch.options
-    t = torch.stack(batch.steps) + 1
-    corrections = bias_corrections(t.to(wide(t)), o)
-    sums = torch.zeros(len(t), 2, dtype=wide(t), device=t.device)
-    decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
-    u: list[Tensor] = []
-
-    for piece in batch.pieces():
-        u = moments(piece, o, corrections, grad_scale, commit)
-        sums += torch.stack([square_sums(tensors, sums) for tensors in (piece["x"], u)], dim=1)
-
-    weight_norm, update_norm = sums.sqrt().unbind(dim=1)
-    weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
-    q = torch.ones_like(weight_norm)
-    if o.adapt:
-        q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
-    write(batch.norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
-
-    step = per_row(corrections[2] * q * o.lr, batch.arrays["x"][0])
-    for piece in batch.pieces():
-        if batch.cut:
-            u = update(piece, o, corrections)
-        x = borrow(piece["x"], compute_dtype(piece["x"][0]), commit)
-        if o.decay_mode == "decoupled":
-            torch._foreach_mul_(x, decay)
-        torch._foreach_mul_(u, step)
-        torch._foreach_sub_(x, u)  # LAMB-x
-        give_back(piece["x"], x, commit)
-
-
-def moments(
-    piece: dict[str, list[Tensor]],
+def fused_update(
+    u: list[Tensor],
+    g: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    peak: list[Tensor],
+    t: Tensor,
     o: LambOptions,
-    corrections: tuple[Tensor, Tensor, Tensor],
-    grad_scale: Tensor | float,
     commit: Tensor | None,
-) -> list[Tensor]:
-    """Advance the moments of a piece and return its u."""
-    beta1, beta2 = o.betas
-    dtype = compute_dtype(piece["x"][0])
-    scale = -grad_scale if o.maximize else grad_scale
-    g = [g.to(dtype) if isinstance(scale, float) and scale == 1 else g.to(dtype) * scale for g in piece["g"]]
-    if o.centre:
-        g = [g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True) for g in g]
-    if o.decay_mode == "l2":
-        g = list(torch._foreach_add(g, [x.to(dtype) for x in piece["x"]], alpha=o.weight_decay))
+) -> None:
+    """Moments and r in one pass: of a parameter that is 0, Adam with lr -1 makes r."""
+    torch._foreach_zero_(u)
+    torch._fused_adam_(  # LAMB-m, LAMB-v
+        u,
+        g,
+        m,
+        v,
+        peak,
+        list((t if o.bias_correction is True else torch.full_like(t, math.inf)).unbind()),  # at infinity beta^t is 0
+        lr=-1.0,
+        beta1=o.betas[0],
+        beta2=o.betas[1],
+        weight_decay=0.0,
+        eps=o.eps,
+        amsgrad=bool(peak),
+        maximize=False,
+        found_inf=None if commit is None else (~commit).to(torch.float32),
+    )
 
-    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if o.second_moment == "amsgrad" else [])
-    work = {name: borrow(piece[name], dtype, commit) for name in names}
-    m, v = work["exp_avg"], work["exp_avg_sq"]
+
+def plain_update(
+    u: list[Tensor],
+    g: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    peak: list[Tensor],
+    corrections: list[Tensor],
+    o: LambOptions,
+    stored: torch.dtype,
+) -> None:
+    """The same in many passes, for every option and dtype."""
+    beta1, beta2 = o.betas
     torch._foreach_mul_(m, beta1)
     torch._foreach_add_(m, g, alpha=1 - beta1 if o.grad_averaging else 1.0)  # LAMB-m
     if o.second_moment != "adagrad":
         torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, g, g, value=1.0 if o.second_moment == "adagrad" else 1 - beta2)  # LAMB-v
-    for name in names:
-        if name == "max_exp_avg_sq":
-            torch._foreach_maximum_(work[name], work["exp_avg_sq"])
-        work[name] = give_back(piece[name], work[name], commit)
-    return update({**piece, **work}, o, corrections, g)
-
-
-def update(
-    piece: dict[str, list[Tensor]],
-    o: LambOptions,
-    corrections: tuple[Tensor, Tensor, Tensor],
-    g: list[Tensor] | None = None,
-) -> list[Tensor]:
-    """The u of a piece, from its moments as stored; `g` is needed by a cautious update alone."""
-    dtype = compute_dtype(piece["x"][0])
-    correction1, correction2, _ = corrections
-    v = piece["max_exp_avg_sq"] if o.second_moment == "amsgrad" else piece["exp_avg_sq"]
+    for moment in (*m, *v) if u[0].dtype != stored else ():
+        moment.copy_(moment.to(stored))
+    if peak:
+        torch._foreach_maximum_(peak, v)
     # m / c1 / (sqrt(v / c2) + eps), with both corrections moved where they cost a pass less.
-    denominator = torch._foreach_sqrt([v.to(dtype) for v in v])
-    torch._foreach_add_(denominator, per_row(correction2.sqrt() * o.eps, piece["x"][0]))
-    u = list(torch._foreach_div([m.to(dtype) for m in piece["exp_avg"]], denominator))
-    torch._foreach_mul_(u, per_row(correction2.sqrt() / correction1, piece["x"][0]))
-    if o.cautious and g is not None:
-        masks = [(u * g > 0).to(dtype) for u, g in zip(u, g, strict=True)]
-        u = [u * mask / mask.mean().clamp(min=1e-3) for u, mask in zip(u, masks, strict=True)]
-    if o.decay_mode == "ratio":
-        torch._foreach_add_(u, [x.to(dtype) for x in piece["x"]], alpha=o.weight_decay)  # LAMB-u
-    return u
+    correction1, correction2, _ = corrections
+    root = correction2.sqrt()
+    torch._foreach_copy_(u, peak or v)
+    torch._foreach_sqrt_(u)
+    torch._foreach_add_(u, list((root * o.eps).to(u[0].dtype).unbind()))
+    torch._foreach_reciprocal_(u)
+    torch._foreach_mul_(u, m)
+    torch._foreach_mul_(u, list((root / correction1).to(u[0].dtype).unbind()))

@@ -1,54 +1,99 @@
-"""Large tensors in pieces, and what the dtypes of tensors ask for."""
+"""Tensors in pieces of bounded size, and the buffer in which temporaries of a step lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, write
+from bighorn.kernels.arithmetic import wide, write
 
-CHUNK = 1 << 18  # elements; 1 MB of float32, a core's second-level cache
+CHUNK = 1 << 20  # bytes of a piece; less, and calls cost more than the arithmetic; more, and it leaves the cache
 
-
-def borrow(tensors: list[Tensor], dtype: torch.dtype, commit: Tensor | None) -> list[Tensor]:
-    """The tensors themselves to compute in, or copies where their dtype or a pending decision forbids that."""
-    return [tensor.to(dtype, copy=commit is not None) for tensor in tensors]
+Room = tuple[int, int]
+"""A part of the workspace: from and to which chunk."""
 
 
-def give_back(tensors: list[Tensor], work: list[Tensor], commit: Tensor | None) -> list[Tensor]:
-    """Store what was computed in borrowed tensors, and return it as it is (or would be) stored."""
-    for tensor, value in zip(tensors, work, strict=True):
-        if value is not tensor:
-            write(tensor, value, commit)
-    return tensors if commit is None else [w.to(t.dtype) for t, w in zip(tensors, work, strict=True)]
+class Workspace:
+    """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB."""
+
+    def __init__(self, chunks: int, device: torch.device) -> None:
+        self.memory = torch.empty(chunks * CHUNK, dtype=torch.uint8, device=device)
+
+    def views(self, room: Room, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        """Memory in a room, flat, for each of `like`; fresh memory where these could not be cut and do not fit."""
+        sizes = [tensor.numel() for tensor in like]
+        start = room[0] * CHUNK + offset
+        end = start + sum(sizes) * dtype.itemsize
+        if end <= room[1] * CHUNK:
+            return list(self.memory[start:end].view(dtype).split_with_sizes(sizes))
+        return list(torch.empty(sum(sizes), dtype=dtype, device=self.memory.device).split_with_sizes(sizes))
+
+    def copies(self, room: Room, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The tensors' elements in row-major order, flat, in a room."""
+        copies = self.views(room, tensors, dtype)
+        torch._foreach_copy_([copy.view(t.shape) for copy, t in zip(copies, tensors, strict=True)], list(tensors))
+        return copies
+
+    def borrow(self, room: Room, tensors: list[Tensor], dtype: torch.dtype, copy: bool) -> list[Tensor]:
+        """Tensors to compute in: these themselves, or copies where their dtype asks for that, or `copy` does."""
+        if not tensors or (not copy and all(tensor.dtype == dtype for tensor in tensors)):
+            return tensors
+        return self.copies(room, tensors, dtype)
+
+    def square_sums(self, room: Room, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor vanish."""
+        copies = self.copies(room, tensors, wide(tensors[0]))
+        if len(copies) == 1:
+            return torch.dot(copies[0], copies[0]).view(1)  # faster than the norm, which runs on one thread
+        return torch.stack(torch._foreach_norm(copies)).square()
 
 
-def chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor of any layout in pieces of about CHUNK elements, in no order that matters."""
-    if tensor.numel() <= CHUNK or tensor.dim() == 0:
+def groups(tensors: Sequence[Tensor], limit: int) -> Iterator[slice]:
+    """Consecutive tensors of up to `limit` elements in all, at least one each time."""
+    first, total = 0, 0
+    for i, tensor in enumerate(tensors):
+        if i > first and total + tensor.numel() > limit:
+            yield slice(first, i)
+            first, total = i, 0
+        total += tensor.numel()
+    if tensors:
+        yield slice(first, len(tensors))
+
+
+def pieces(tensors: Sequence[Tensor], limit: int, cut: bool = True) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Small tensors together, up to `limit` elements, large ones alone and cut (if `cut`), each with their places.
+
+    Only shapes matter: sequences of the same shapes are cut alike.
+    """
+    for rows in groups(tensors, limit):
+        together = list(tensors[rows])
+        if len(together) == 1 and cut:
+            yield from ((rows, [chunk]) for chunk in chunks(together[0], limit))
+        else:
+            yield rows, together
+
+
+def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """A tensor in pieces of up to `limit` elements, each of consecutive elements in row-major order."""
+    if tensor.numel() <= limit:
         yield tensor
         return
-    for part in torch.split(tensor, max(1, CHUNK * tensor.shape[0] // tensor.numel())):
+    for part in torch.split(tensor, max(1, limit * tensor.shape[0] // tensor.numel())):
         if part.shape[0] == 1:
-            yield from chunks(part[0])
+            yield from chunks(part[0], limit)
         else:
             yield part
 
 
-def in_order_of(x: Tensor, g: Tensor) -> Tensor:
-    """A gradient in the memory order of its parameter: a copy only where it lies otherwise."""
-    if g.stride() == x.stride():
-        return g
-    return torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=x.device).copy_(g)
+def memory_order(x: Tensor) -> list[int]:
+    """The dims of a dense tensor, outermost in memory first: permuted so, it is contiguous."""
+    return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
-    return tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def per_row(values: Tensor, like: Tensor) -> list[Tensor]:
-    """One 0-dim tensor per row, in the dtype of the arithmetic."""
-    return list(values.to(compute_dtype(like)).unbind())
+def give_back(tensors: Sequence[Tensor], work: Sequence[Tensor], commit: Tensor | None) -> None:
+    """Store what was computed in borrowed tensors."""
+    for tensor, value in zip(tensors, work, strict=True):
+        if value is not tensor:
+            write(tensor, value, commit)

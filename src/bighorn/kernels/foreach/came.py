@@ -16,8 +16,11 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, CameOptions
-from bighorn.kernels.foreach.pieces import CHUNK, chunks
+from bighorn.kernels.foreach import pieces
 from bighorn.kernels.reference.came import rounded, row_axis, rsqrt_factors, stored
+
+CHUNK = pieces.CHUNK // 4
+"""Elements of a piece, in float32."""
 
 SMALL = CHUNK // 16
 """Tensors up to this size are copied together, since calls cost more than copies; larger ones stay where they lie."""
@@ -38,8 +41,8 @@ class Came(reference.Came):
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        pieces = [piece for bucket in self.buckets for grad in bucket.grads for piece in chunks(grad)]
-        return square_sums(pieces, self.buckets[0].norms).sum()
+        parts = [part for bucket in self.buckets for grad in bucket.grads for part in pieces.chunks(grad, CHUNK)]
+        return square_sums(parts, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Came.step`."""

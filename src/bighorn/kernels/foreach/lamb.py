@@ -17,7 +17,7 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, wide, write
 from bighorn.kernels.bucket import Bucket, LambOptions
-from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces
+from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 
 WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
@@ -43,13 +43,17 @@ class Lamb(reference.Lamb):
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
-        self.space = Workspace(CHUNKS, buckets[0].norms.device)
-        self.batches = [Batch(bucket, rows, self.space) for bucket in buckets for rows in groups(bucket.params, BATCH)]
+        self.batches = [Batch(bucket, rows) for bucket in buckets for rows in groups(bucket.params, BATCH)]
+
+    def prepare(self) -> None:
+        """Do whatever can fail, before any kernel of a step writes."""
+        workspace(CHUNKS, self.buckets[0].norms.device)
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads, norms = [grad for bucket in self.buckets for grad in bucket.grads], self.buckets[0].norms
-        sums = [self.space.square_sums(WIDE, piece) for _, piece in pieces(grads, CHUNK // 8)]
+        space = workspace(CHUNKS, norms.device)
+        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, CHUNK // 8)]
         return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -63,8 +67,8 @@ class Lamb(reference.Lamb):
 class Batch:
     """Consecutive rows of a bucket, whose norms are taken together."""
 
-    def __init__(self, bucket: Bucket[LambOptions], rows: slice, space: Workspace) -> None:
-        self.bucket, self.rows, self.space = bucket, rows, space
+    def __init__(self, bucket: Bucket[LambOptions], rows: slice) -> None:
+        self.bucket, self.rows = bucket, rows
         self.dtype = compute_dtype(bucket.params[0])
         self.orders = [memory_order(x) for x in bucket.params[rows]]
         self.stored = bucket.state["exp_avg"][0].dtype
@@ -74,6 +78,11 @@ class Batch:
         state = [self._flat(bucket.state[name]) if name in bucket.state else itertools.repeat([]) for name in names]
         places = [place for place, _ in self._pieces(bucket.params[rows])]
         self.pieces = [Piece(*each) for each in zip(places, self._flat(bucket.params), *state, strict=False)]
+
+    @property
+    def space(self) -> Workspace:
+        """The memory for temporaries."""
+        return workspace(CHUNKS, self.bucket.norms.device)
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Tensors like the bucket's parameters, those of this batch, in the parameters' order in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -48,6 +49,18 @@ class Workspace:
         if len(copies) == 1:
             return torch.dot(copies[0], copies[0]).view(1)  # faster than the norm, which runs on one thread
         return torch.stack(torch._foreach_norm(copies)).square()
+
+
+_kept = threading.local()
+
+
+def workspace(chunks: int, device: torch.device) -> Workspace:
+    """The calling thread's workspace on a device, made once: all optimizers share it."""
+    key = (chunks, device)
+    spaces: dict[tuple[int, torch.device], Workspace] = _kept.__dict__.setdefault("spaces", {})
+    if key not in spaces:
+        spaces[key] = Workspace(chunks, device)
+    return spaces[key]
 
 
 def groups(tensors: Sequence[Tensor], limit: int) -> Iterator[slice]:

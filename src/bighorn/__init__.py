@@ -4,7 +4,22 @@ from bighorn import groups, schedules
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
+from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
-__all__ = ["PRESETS", "Came", "CameTelemetry", "Lamb", "LambTelemetry", "Preset", "__version__", "groups", "schedules"]
+__all__ = [
+    "PRESETS",
+    "Came",
+    "CameTelemetry",
+    "ExponentialScale",
+    "FixedScale",
+    "Lamb",
+    "LambTelemetry",
+    "LossScaler",
+    "Preset",
+    "WindowScale",
+    "__version__",
+    "groups",
+    "schedules",
+]
 
 __version__ = "0.1.0"

@@ -53,6 +53,12 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     GROUP_ONLY: ClassVar[dict[str, Any]]
     """Those of them that are no argument of the constructor, and what they are where a group does not say."""
 
+    takes_grad_scale: ClassVar[bool] = True
+    """`step` unscales, and skips an overflow, if it finds `grad_scale` and `found_inf`. LossScaler sees to it.
+
+    `_step_supports_amp_scaling` would tell torch's GradScaler the same, but where it is True Lightning refuses to clip.
+    """
+
     _settings: Settings
     _plan: Plan | None = None
     _plans: dict[tuple[int, ...], Plan]

@@ -1,0 +1,115 @@
+"""Which gradients are not finite, and who decides."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bighorn import sharding
+
+MOST_NAMES = 5
+"""How many overflowed parameters of a rank an error names."""
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Which gradients overflowed: as many flags as names, still on the device."""
+
+    names: list[str]
+    flags: list[Tensor]
+    group: Any
+
+    def describe(self) -> str:
+        """Names by rank. All ranks of a group raise in the same step, so they can ask each other."""
+        bad = [name for name, flag in zip(self.names, self.flags, strict=True) if flag.item()]
+        if not dist.is_initialized():
+            return _shortened(bad)
+        by_rank = {dist.get_rank(): bad}
+        if self.group is not None:
+            gathered: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(gathered, bad, self.group)
+            by_rank = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
+        return "; ".join(f"{_shortened(names)} on rank {rank}" for rank, names in by_rank.items() if names)
+
+
+class Late:
+    """A device's number that the host reads a step later, when it has long been computed."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.to("cpu", non_blocking=True)
+        self.event: torch.Event | None = None
+        if value.device.type != "cpu":
+            self.event = torch.Event(value.device)
+            self.event.record(torch.accelerator.current_stream(value.device))
+
+    def read(self) -> int:
+        """Its value. All ranks know the same at the same step, which a query of the event would not promise."""
+        if self.event is not None:
+            self.event.synchronize()
+        return int(self.value)
+
+
+def group_of(optimizer: Optimizer) -> Any:
+    """The ranks that see different gradients: all, if a parameter is sharded. Gradients may be missing on a rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    sharded = any(sharding.is_sharded(param) for group in optimizer.param_groups for param in group["params"])
+    return dist.group.WORLD if sharded else None
+
+
+def local_grads(optimizer: Optimizer, allow_fp16: bool) -> tuple[list[str], list[Tensor]]:
+    """What lies on this rank of each gradient, real and dense, in the same memory; and the parameters' names."""
+    names, grads = [], []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            label = f"param_groups[{index}].params[{position}]"
+            name = group["param_names"][position] if "param_names" in group else label
+            if param.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError(
+                    f"the gradient of {name} is float16, and would lose its small values if it was unscaled in place: "
+                    "keep parameters in float32 under autocast, or use an optimizer that unscales inside its step, as "
+                    "Bighorn's do"
+                )
+            if param.grad.is_sparse and param.grad.dtype == torch.float16:
+                param.grad = param.grad.coalesce()  # duplicates are added up, which may overflow
+            names.append(name)
+            grads.append(_real(sharding.local(param.grad)))
+    return names, grads
+
+
+def _real(grad: Tensor) -> Tensor:
+    values = grad._values() if grad.is_sparse else grad
+    if not values.is_complex():
+        return values
+    return torch.view_as_real(values.conj() if values.is_conj() else values)
+
+
+def batches(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients by device and dtype."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_kind[grad.device, grad.dtype].append(grad)
+    return list(by_kind.values())
+
+
+@torch.no_grad()
+def unscale(batch: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """Multiply gradients of one device and dtype; 1.0 if one is not finite, else 0.0, where `found_inf` lies."""
+    device = batch[0].device
+    flag = torch.zeros_like(found_inf, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(batch), flag, inv_scale.to(device, non_blocking=True))
+    return flag.to(found_inf.device, non_blocking=True)
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,187 @@
+"""How the scale moves: pure transitions from one step's state to the next one's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class ScaleState(NamedTuple):
+    """What a policy goes by, as 0-dim tensors on any device, so that nobody waits for their values.
+
+    Attributes:
+        scale: What the loss is multiplied with, float32.
+        good_steps: Steps without an overflow since the last overflow or change of the scale, int32.
+        bad_steps: Steps with an overflow since the last change of the scale, int32.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    bad_steps: Tensor
+
+
+def number(low: float, high: float, span: str) -> Callable[[str, object], float]:
+    """A check: a real number in [low, high]."""
+
+    def check(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
+        if not low <= float(value) <= high:
+            raise ValueError(f"{name}={value!r} is out of range: it must be a number {span}")
+        return float(value)
+
+    return check
+
+
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """A check: a whole number of steps."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number of steps, not {value!r} ({type(value).__name__})")
+    if value < low:
+        raise ValueError(f"{name}={value!r} is out of range: it must be at least {low}")
+    return value
+
+
+FLOAT32 = torch.finfo(torch.float32)
+check_scale = number(FLOAT32.tiny, FLOAT32.max, "above 0 that float32 can hold")
+
+CHECKS: dict[str, Callable[[str, object], float]] = {
+    "init_scale": check_scale,
+    "growth_factor": number(math.nextafter(1, 2), FLOAT32.max, "above 1"),
+    "backoff_factor": number(FLOAT32.tiny, math.nextafter(1, 0), "between 0 and 1, both excluded"),
+    "growth_interval": check_count,
+    "backoff_interval": check_count,
+}
+"""What each number of a policy may be."""
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """A scale that stays as it is. TensorFlow's and MindSpore's `FixedLossScaleManager`.
+
+    Args:
+        init_scale: The scale, above 0.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of range.
+    """
+
+    init_scale: float
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:  # noqa: ARG002 - a policy's signature
+        """The state after a step: the same."""
+        return state
+
+
+@dataclass(frozen=True)
+class WindowScale:
+    """Grows after so many good steps in a row, shrinks at every overflow.
+
+    `torch.amp.GradScaler`'s way, with its names and defaults, and that of MindSpore's `DynamicLossScaleManager`.
+
+    Args:
+        init_scale: The scale to start at, above 0. Default: 65536.0.
+        growth_factor: What the scale is multiplied with to grow, above 1. Default: 2.0.
+        backoff_factor: What the scale is multiplied with to shrink, between 0 and 1. Default: 0.5.
+        growth_interval: After how many consecutive good steps it grows. Default: 2000.
+
+    Raises:
+        TypeError: A value is no number, or `growth_interval` no whole one.
+        ValueError: A value is out of range.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
+        """The state after a step.
+
+        Args:
+            state: The one before.
+            overflow: Whether a gradient was not finite; 0-dim, bool, on the state's device.
+        """
+        return _adapted(self, 1, state, overflow)
+
+
+@dataclass(frozen=True)
+class ExponentialScale:
+    """Grows after so many good steps in a row, shrinks after so many overflows, which need not be in a row.
+
+    TensorFlow's `ExponentialUpdateLossScaleManager`, which Ascend's npu_bridge takes over: a good step does not clear
+    the count of bad ones, a bad step clears the count of good ones, and a change of the scale clears both.
+
+    Args:
+        init_scale: The scale to start at, above 0. Default: 65536.0.
+        growth_factor: What the scale is multiplied with to grow, above 1. Default: 2.0.
+        backoff_factor: What the scale is multiplied with to shrink, between 0 and 1. Default: 0.8.
+        growth_interval: After how many consecutive good steps it grows. Default: 2000.
+        backoff_interval: After how many overflows since the last change it shrinks. Default: 2.
+
+    Raises:
+        TypeError: A value is no number, or an interval no whole one.
+        ValueError: A value is out of range.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import ExponentialScale
+        >>> from bighorn.scaling import ScaleState
+        >>> policy = ExponentialScale(8.0, growth_interval=3, backoff_factor=0.5)
+        >>> state, scales = ScaleState(torch.tensor(8.0), torch.tensor(0), torch.tensor(0)), []
+        >>> for overflow in (True, False, True, False, False, False):
+        ...     state = policy.next(state, torch.tensor(overflow))
+        ...     scales.append(state.scale.item())
+        >>> scales
+        [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.8
+    growth_interval: int = 2000
+    backoff_interval: int = 2
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
+        """The state after a step, as `WindowScale.next`."""
+        return _adapted(self, self.backoff_interval, state, overflow)
+
+
+ScalePolicy: TypeAlias = FixedScale | WindowScale | ExponentialScale
+
+
+def _check(policy: ScalePolicy) -> None:
+    for field in fields(policy):
+        object.__setattr__(policy, field.name, CHECKS[field.name](field.name, getattr(policy, field.name)))
+
+
+def _adapted(
+    policy: WindowScale | ExponentialScale, backoff_interval: int, state: ScaleState, overflow: Tensor
+) -> ScaleState:
+    """One transition; a scale that would leave float32 stays, and the counts are cleared as if it had changed."""
+    zero = torch.zeros_like(state.good_steps)
+    good = torch.where(overflow, zero, state.good_steps + 1)
+    bad = torch.where(overflow, state.bad_steps + 1, state.bad_steps)
+    grows = ~overflow & (good >= policy.growth_interval)
+    shrinks = overflow & (bad >= backoff_interval)
+    grown = state.scale * policy.growth_factor
+    scale = torch.where(grows & grown.isfinite(), grown, state.scale)
+    scale = torch.where(shrinks, state.scale * policy.backoff_factor, scale)
+    changes = grows | shrinks
+    return ScaleState(scale, torch.where(changes, zero, good), torch.where(changes, zero, bad))

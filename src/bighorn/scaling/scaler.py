@@ -1,0 +1,332 @@
+"""The scaler: torch's GradScaler with policies, bounds and a verdict that all ranks share."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from bighorn.scaling.overflow import Late, Suspects, batches, group_of, local_grads, unscale
+from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_count, check_scale
+
+
+class LossScaler(GradScaler):
+    """A `torch.amp.GradScaler` with a choice of policies, bounds, and one verdict for all ranks, devices and meshes.
+
+    It is used as torch's, in loops of one's own and in trainers that take a GradScaler, with any torch optimizer.
+    Bighorn's optimizers unscale inside their step, which writes nothing on an overflow, so that the host never waits.
+
+    Which steps overflow is decided over all gradients of an optimizer together, after their reduction, so that an
+    overflow on one rank and one in the reduction are both seen. Where ranks could see different gradients the verdict
+    is their maximum, by one all-reduce of one number:
+
+    * One process, DistributedDataParallel, and ZeroRedundancyOptimizer above it: every rank sees the same reduced
+      gradients, so nothing is sent.
+    * FSDP2, tensor parallelism and mixtures of meshes (any DTensor among the parameters), and FSDP1: over all ranks.
+      torch 2.13's GradScaler asks the mesh of the first gradient alone.
+    * Anything else that gives ranks gradients of their own, such as stages of a pipeline or whole tensors per rank, and
+      DTensors that a part of the ranks trains: pass the `process_group` that steps together.
+
+    The scale lives on the device of the first loss that is scaled.
+
+    Args:
+        policy: How the scale moves: a FixedScale, WindowScale or ExponentialScale. Default: None, which is
+            WindowScale().
+        min_scale: The scale never falls below it. Default: 1.0.
+        max_scale: The scale never rises above it; None: what float32 can hold. Default: None.
+        skip_on_overflow: False: step even where gradients are not finite. Default: True.
+        max_consecutive_overflows: After so many steps with an overflow in a row the next one raises. It is one step
+            late so that the host need not wait for the device. None: never. Default: None.
+        process_group: The ranks that share a verdict, each of which must step as often as the others. None: as said
+            above. Default: None.
+        enabled: False: everything passes through unscaled. Default: True.
+
+    Raises:
+        TypeError: An unknown option, or a value of a wrong type.
+        ValueError: A value out of range, or bounds that exclude the policy's first scale.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lamb, LossScaler, WindowScale
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Lamb(model.parameters(), lr=0.01)
+        >>> scaler = LossScaler(WindowScale(init_scale=1024.0, growth_interval=1))
+        >>> scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        2048.0
+    """
+
+    def __init__(
+        self,
+        policy: ScalePolicy | None = None,
+        *,
+        min_scale: float = 1.0,
+        max_scale: float | None = None,
+        skip_on_overflow: bool = True,
+        max_consecutive_overflows: int | None = None,
+        process_group: Any = None,
+        enabled: bool = True,
+        **unknown: Any,
+    ) -> None:
+        _refuse_unknown(unknown)
+        if policy is None:
+            policy = WindowScale()
+        if not isinstance(policy, ScalePolicy):
+            raise TypeError(f"policy must be a FixedScale, WindowScale or ExponentialScale, not {policy!r}")
+        for name, flag in (("skip_on_overflow", skip_on_overflow), ("enabled", enabled)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, not {flag!r}")
+        if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, not {process_group!r}")
+        if max_consecutive_overflows is not None:
+            check_count("max_consecutive_overflows", max_consecutive_overflows)
+        self.policy = policy
+        self.min_scale = check_scale("min_scale", min_scale)
+        self.max_scale = FLOAT32.max if max_scale is None else check_scale("max_scale", max_scale)
+        self.skip_on_overflow = skip_on_overflow
+        self.max_consecutive_overflows = max_consecutive_overflows
+        self.process_group = process_group
+        self._check_bounds("init_scale", policy.init_scale)
+        # "cpu": torch's class looks for a GPU where it is "cuda", and uses it for nothing else that is not done here.
+        super().__init__("cpu", init_scale=policy.init_scale, enabled=enabled)
+        self._bad_steps: Tensor | int = 0
+        self._overflows: Tensor | int = 0
+        self._late_overflows: Late | None = None
+        self._suspects: list[Suspects] = []
+
+    def _check_bounds(self, name: str, value: object) -> float:
+        scale = check_scale(name, value)
+        if not self.min_scale <= scale <= self.max_scale:
+            raise ValueError(
+                f"{name}={value!r} is not within min_scale={self.min_scale} and max_scale={self.max_scale}"
+            )
+        return scale
+
+    # ---- the verdict ------------------------------------------------------------------------------------------------
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiply gradients with `inv_scale`, and tell whether any of them, on any rank, is not finite."""
+        overflows, limit = self._known_overflows(), self.max_consecutive_overflows
+        if limit is not None and overflows >= limit and self._suspects:
+            self._give_up(overflows)
+        names, grads = local_grads(optimizer, allow_fp16)
+        # Each gradient has a flag of its own where this may be one overflow too many; else they share one.
+        watch = limit is not None and overflows + 1 >= limit
+        flags = [unscale(batch, inv_scale, found_inf) for batch in (zip(grads) if watch else batches(grads))]
+        verdict = torch.stack([found_inf, *flags]).amax()
+        group = group_of(optimizer) if self.process_group is None else self.process_group
+        if group is not None:
+            dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
+        state = self._per_optimizer_states[id(optimizer)]
+        if grads or group is not None:
+            state["overflow"] = verdict
+        if watch:
+            state["suspects"] = Suspects(names, flags, group)
+        return {verdict.device: verdict if self.skip_on_overflow else torch.zeros_like(verdict)}
+
+    def _known_overflows(self) -> int:
+        """How many steps in a row had overflowed at the last update; nobody asks where no number is too many."""
+        if self.max_consecutive_overflows is None:
+            return 0
+        return int(self._overflows) if self._late_overflows is None else self._late_overflows.read()
+
+    def _give_up(self, overflows: int) -> NoReturn:
+        raise FloatingPointError(
+            f"{overflows} steps in a row overflowed (max_consecutive_overflows={self.max_consecutive_overflows}, the "
+            f"scale is {self.get_scale():g} now). Not finite were the gradients of "
+            f"{'; '.join(filter(None, map(Suspects.describe, self._suspects)))}. If the scale is small, the model "
+            "itself diverges: go back to a checkpoint, and lower the learning rate or keep these layers in float32"
+        )
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients, unless `unscale_` has, and step unless one is not finite.
+
+        Args:
+            optimizer: Any torch optimizer.
+            *args: For its `step`.
+            **kwargs: For its `step`.
+
+        Returns:
+            What its `step` returned, or None where that was not called.
+
+        Raises:
+            RuntimeError: A closure is given, or this is the second step since `update`.
+            ValueError: A gradient is float16, and the optimizer does not unscale by itself.
+            FloatingPointError: `max_consecutive_overflows` steps before this one overflowed. It names the parameters
+                and the ranks; nothing has changed.
+        """
+        if self._enabled and any(arg is not None for arg in args):
+            raise RuntimeError("LossScaler.step takes no closure: gradients from a second backward would not be scaled")
+        # Only for the time of this call: Lightning clips for no optimizer that always says so.
+        says_so = self._enabled and not hasattr(optimizer, "_step_supports_amp_scaling")
+        hand_over = says_so and getattr(optimizer, "takes_grad_scale", False)
+        if hand_over:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch 2.13 leaves both behind where a step raises, and multiplies the next scale with the old one.
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+            raise
+        finally:
+            if hand_over:
+                del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+    # ---- the scale --------------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale as the policy says; once, after the steps of all optimizers.
+
+        Args:
+            new_scale: Set the scale to this instead, and count overflows in a row anew. The value of a tensor is not
+                looked at, but kept within `min_scale` and `max_scale`. Default: None.
+
+        Raises:
+            AssertionError: Nothing was scaled, or no optimizer stepped, since the last update.
+            TypeError: `new_scale` is neither a number nor a tensor of one.
+            ValueError: `new_scale` is not within the bounds.
+        """
+        if not self._enabled:
+            return
+        scale, good_steps = self._check_scale_growth_tracker("update")
+        if new_scale is None:
+            verdicts = [state["overflow"] for state in self._per_optimizer_states.values() if "overflow" in state]
+            if not verdicts:
+                raise AssertionError("No inf checks were recorded prior to update: call step(optimizer) before it.")
+            overflow = torch.stack(verdicts).amax() > 0
+            bad_steps = torch.as_tensor(self._bad_steps, dtype=torch.int32, device=scale.device)
+            after = self.policy.next(ScaleState(scale, good_steps, bad_steps), overflow)
+            scale.copy_(after.scale.clamp(self.min_scale, self.max_scale))
+            good_steps.copy_(after.good_steps)
+            self._bad_steps = after.bad_steps
+            self._overflows = torch.where(overflow, self._overflows + 1, 0)
+            self._late_overflows = None if self.max_consecutive_overflows is None else Late(self._overflows)
+        else:
+            if not isinstance(new_scale, Tensor):
+                scale.fill_(self._check_bounds("new_scale", new_scale))
+            elif new_scale.numel() == 1 and not new_scale.requires_grad and not new_scale.is_complex():
+                scale.copy_(new_scale.reshape(()).clamp(self.min_scale, self.max_scale))
+            else:
+                raise TypeError("new_scale must be a number or a real tensor of one element that needs no gradient")
+            self._overflows, self._late_overflows = 0, None
+        states = self._per_optimizer_states.values()
+        self._suspects = [state["suspects"] for state in states if new_scale is None and "suspects" in state]
+        self._per_optimizer_states.clear()
+
+    def get_growth_factor(self) -> float:
+        """The policy's growth_factor."""
+        return float(self._of_policy("growth_factor"))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Go on with another growth_factor."""
+        self._change_policy(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """The policy's backoff_factor."""
+        return float(self._of_policy("backoff_factor"))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Go on with another backoff_factor."""
+        self._change_policy(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """The policy's growth_interval."""
+        return int(self._of_policy("growth_interval"))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Go on with another growth_interval."""
+        self._change_policy(growth_interval=new_interval)
+
+    def _of_policy(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def _change_policy(self, **numbers: float) -> None:
+        self.policy = replace(self.policy, **numbers)  # type: ignore[arg-type]
+
+    # ---- state in and out -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, counters and the policy's numbers; empty where not enabled. To be called after `update`.
+
+        That of a WindowScale or ExponentialScale can be loaded into torch's GradScaler, too.
+        """
+        if not self._enabled:
+            return {}
+        numbers = {field.name: getattr(self.policy, field.name) for field in fields(self.policy)}
+        return {
+            "policy": type(self.policy).__name__,
+            **numbers,
+            "scale": self.get_scale(),
+            "_growth_tracker": self._get_growth_tracker(),
+            "bad_steps": int(self._bad_steps),
+            "overflows": int(self._overflows),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict()` was taken, with the policy's numbers from there; a no-op where not enabled.
+
+        Args:
+            state_dict: What `state_dict` of a LossScaler gave, or, for a WindowScale, that of torch's GradScaler.
+
+        Raises:
+            RuntimeError: It is empty, since its scaler was not enabled.
+            TypeError: A value is no number.
+            ValueError: It is of another policy, misses a key or has one too many, or holds a value out of range; the
+                scaler is as before.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError("the state dict is empty, probably that of a scaler with enabled=False")
+        kind, ours = state_dict.get("policy", "WindowScale"), type(self.policy).__name__
+        if kind != ours:
+            raise ValueError(
+                f"the state dict is that of a scaler with a {kind}, but this one has a {ours}: make it with a {kind}, "
+                f"or start anew with {ours}(init_scale={state_dict.get('scale')!r})"
+            )
+        numbers = {field.name for field in fields(self.policy)}
+        counters = {"_growth_tracker", "bad_steps", "overflows"}
+        missing = {"scale", "_growth_tracker"} - state_dict.keys()
+        extra = state_dict.keys() - numbers - counters - {"policy", "scale"}
+        if missing or extra:
+            raise ValueError(f"the state dict misses {sorted(missing)} and has unknown {sorted(extra)}")
+        policy = replace(self.policy, **{name: state_dict[name] for name in numbers & state_dict.keys()})
+        scale = self._check_bounds("scale", state_dict["scale"])
+        counts = {name: check_count(name, state_dict.get(name, 0), low=0) for name in counters}
+        self.policy = policy
+        super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": counts["_growth_tracker"]})
+        self._bad_steps, self._overflows = counts["bad_steps"], counts["overflows"]
+        self._late_overflows, self._suspects = None, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "a scaler with a process_group can be neither pickled nor copied: save state_dict() instead"
+            )
+        state = super().__getstate__()
+        counts = {"_bad_steps": int(self._bad_steps), "_overflows": int(self._overflows)}
+        return {**state, **counts, "_late_overflows": None, "_suspects": []}
+
+
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    known = ("min_scale", "max_scale", "skip_on_overflow", "max_consecutive_overflows", "process_group", "enabled")
+    for name in options:
+        if name in CHECKS:
+            hint = f"it belongs to the policy: LossScaler(WindowScale({name}=...))"
+        elif name == "device":
+            hint = "the scale lives where the first loss does, so none is needed"
+        else:
+            near = difflib.get_close_matches(name, ("policy", *known), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are policy, {', '.join(known)}"
+        raise TypeError(f"LossScaler got an unknown option {name!r}; {hint}")

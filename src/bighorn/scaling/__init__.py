@@ -4,7 +4,7 @@ float16 loses gradients below 6e-8. Multiplying the loss by a scale moves them i
 again before they are used. Too large a scale overflows: such a step is skipped, and the scale shrinks.
 """
 
-from bighorn.scaling.policies import ExponentialScale, FixedScale, ScaleState, WindowScale
+from bighorn.scaling.policies import ExponentialScale, FixedScale, ScalePolicy, WindowScale
 from bighorn.scaling.scaler import LossScaler
 
-__all__ = ["ExponentialScale", "FixedScale", "LossScaler", "ScaleState", "WindowScale"]
+__all__ = ["ExponentialScale", "FixedScale", "LossScaler", "ScalePolicy", "WindowScale"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,32 @@ CHECKS: dict[str, Callable[[str, object], float]] = {
 
 
 @dataclass(frozen=True)
-class FixedScale:
+class ScalePolicy:
+    """A first scale, and a pure transition from one step's state to the next one's."""
+
+    init_scale: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
+
+    def start(self) -> ScaleState:
+        """The state before the first step, on the CPU."""
+        zero = torch.zeros((), dtype=torch.int32, device="cpu")
+        return ScaleState(torch.tensor(self.init_scale, dtype=torch.float32, device="cpu"), zero, zero)
+
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
+        """The state after a step.
+
+        Args:
+            state: The one before.
+            overflow: Whether a gradient was not finite; 0-dim, bool, on the state's device.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FixedScale(ScalePolicy):
     """A scale that stays as it is. TensorFlow's and MindSpore's `FixedLossScaleManager`.
 
     Args:
@@ -73,18 +98,13 @@ class FixedScale:
         ValueError: It is out of range.
     """
 
-    init_scale: float
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:  # noqa: ARG002 - a policy's signature
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:  # noqa: ARG002 - ScalePolicy's signature
         """The state after a step: the same."""
         return state
 
 
 @dataclass(frozen=True)
-class WindowScale:
+class WindowScale(ScalePolicy):
     """Grows after so many good steps in a row, shrinks at every overflow.
 
     `torch.amp.GradScaler`'s way, with its names and defaults, and that of MindSpore's `DynamicLossScaleManager`.
@@ -105,21 +125,13 @@ class WindowScale:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
 
-    def __post_init__(self) -> None:
-        _check(self)
-
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
-        """The state after a step.
-
-        Args:
-            state: The one before.
-            overflow: Whether a gradient was not finite; 0-dim, bool, on the state's device.
-        """
+        """The state after a step, as `ScalePolicy.next`."""
         return _adapted(self, 1, state, overflow)
 
 
 @dataclass(frozen=True)
-class ExponentialScale:
+class ExponentialScale(ScalePolicy):
     """Grows after so many good steps in a row, shrinks after so many overflows, which need not be in a row.
 
     TensorFlow's `ExponentialUpdateLossScaleManager`, which Ascend's npu_bridge takes over: a good step does not clear
@@ -139,9 +151,8 @@ class ExponentialScale:
     Example:
         >>> import torch
         >>> from bighorn import ExponentialScale
-        >>> from bighorn.scaling import ScaleState
         >>> policy = ExponentialScale(8.0, growth_interval=3, backoff_factor=0.5)
-        >>> state, scales = ScaleState(torch.tensor(8.0), torch.tensor(0), torch.tensor(0)), []
+        >>> state, scales = policy.start(), []
         >>> for overflow in (True, False, True, False, False, False):
         ...     state = policy.next(state, torch.tensor(overflow))
         ...     scales.append(state.scale.item())
@@ -155,20 +166,9 @@ class ExponentialScale:
     growth_interval: int = 2000
     backoff_interval: int = 2
 
-    def __post_init__(self) -> None:
-        _check(self)
-
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
-        """The state after a step, as `WindowScale.next`."""
+        """The state after a step, as `ScalePolicy.next`."""
         return _adapted(self, self.backoff_interval, state, overflow)
-
-
-ScalePolicy: TypeAlias = FixedScale | WindowScale | ExponentialScale
-
-
-def _check(policy: ScalePolicy) -> None:
-    for field in fields(policy):
-        object.__setattr__(policy, field.name, CHECKS[field.name](field.name, getattr(policy, field.name)))
 
 
 def _adapted(

@@ -252,7 +252,7 @@ class LossScaler(GradScaler):
         return getattr(self.policy, name)
 
     def _change_policy(self, **numbers: float) -> None:
-        self.policy = replace(self.policy, **numbers)  # type: ignore[arg-type]
+        self.policy = replace(self.policy, **numbers)
 
     # ---- state in and out -------------------------------------------------------------------------------------------
 

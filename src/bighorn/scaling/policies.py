@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -62,7 +63,7 @@ CHECKS: dict[str, Callable[[str, object], float]] = {
 
 
 @dataclass(frozen=True)
-class ScalePolicy:
+class ScalePolicy(ABC):
     """A first scale, and a pure transition from one step's state to the next one's."""
 
     init_scale: float
@@ -76,6 +77,7 @@ class ScalePolicy:
         zero = torch.zeros((), dtype=torch.int32, device="cpu")
         return ScaleState(torch.tensor(self.init_scale, dtype=torch.float32, device="cpu"), zero, zero)
 
+    @abstractmethod
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
         """The state after a step.
 
@@ -83,7 +85,6 @@ class ScalePolicy:
             state: The one before.
             overflow: Whether a gradient was not finite; 0-dim, bool, on the state's device.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

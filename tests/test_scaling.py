@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, WindowScale
+from bighorn import Came, ExponentialScale, FixedScale, Lamb, LossScaler, WindowScale
 from bighorn.scaling import ScalePolicy
 
 G, B = False, True  # a good step, a bad one
@@ -106,6 +106,7 @@ def test_the_scaler_moves_as_its_policy(name: str) -> None:
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Lamb": lambda params: Lamb(params, lr=0.1, weight_decay=0.1),
+    "Came": lambda params: Came(params, lr=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
     "AdamW-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -64,26 +64,37 @@ def group_of(optimizer: Optimizer) -> Any:
     return dist.group.WORLD if sharded else None
 
 
-def local_grads(optimizer: Optimizer, allow_fp16: bool) -> tuple[list[str], list[Tensor]]:
-    """What lies on this rank of each gradient, real and dense, in the same memory; and the parameters' names."""
-    names, grads = [], []
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
+def local_grads(optimizer: Optimizer, allow_fp16: bool) -> list[Tensor]:
+    """What lies on this rank of each gradient, real and dense, in the same memory."""
+    grads: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
             if param.grad is None:
                 continue
-            label = f"param_groups[{index}].params[{position}]"
-            name = group["param_names"][position] if "param_names" in group else label
-            if param.grad.dtype == torch.float16 and not allow_fp16:
-                raise ValueError(
-                    f"the gradient of {name} is float16, and would lose its small values if it was unscaled in place: "
-                    "keep parameters in float32 under autocast, or use an optimizer that unscales inside its step, as "
-                    "Bighorn's do"
-                )
-            if param.grad.is_sparse and param.grad.dtype == torch.float16:
-                param.grad = param.grad.coalesce()  # duplicates are added up, which may overflow
-            names.append(name)
+            if param.grad.dtype is torch.float16:
+                if not allow_fp16:
+                    _refuse_fp16(names_of(optimizer)[len(grads)])
+                if param.grad.is_sparse:
+                    param.grad = param.grad.coalesce()  # duplicates are added up, which may overflow
             grads.append(_real(sharding.local(param.grad)))
-    return names, grads
+    return grads
+
+
+def names_of(optimizer: Optimizer) -> list[str]:
+    """What to call the parameters that have gradients."""
+    return [
+        group["param_names"][j] if "param_names" in group else f"param_groups[{i}].params[{j}]"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, param in enumerate(group["params"])
+        if param.grad is not None
+    ]
+
+
+def _refuse_fp16(name: str) -> NoReturn:
+    raise ValueError(
+        f"the gradient of {name} is float16, and would lose its small values if it was unscaled in place: keep "
+        "parameters in float32 under autocast, or use an optimizer that unscales inside its step, as Bighorn's do"
+    )
 
 
 def _real(grad: Tensor) -> Tensor:

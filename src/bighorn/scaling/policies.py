@@ -179,8 +179,7 @@ def _adapted(
     zero = torch.zeros_like(state.good_steps)
     good = torch.where(overflow, zero, state.good_steps + 1)
     bad = torch.where(overflow, state.bad_steps + 1, state.bad_steps)
-    grows = ~overflow & (good >= policy.growth_interval)
-    shrinks = overflow & (bad >= backoff_interval)
+    grows, shrinks = good >= policy.growth_interval, bad >= backoff_interval
     grown = state.scale * policy.growth_factor
     scale = torch.where(grows & grown.isfinite(), grown, state.scale)
     scale = torch.where(shrinks, state.scale * policy.backoff_factor, scale)

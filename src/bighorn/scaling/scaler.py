@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from bighorn.scaling.overflow import Late, Suspects, batches, group_of, local_grads, unscale
+from bighorn.scaling.overflow import Late, Suspects, batches, group_of, local_grads, names_of, unscale
 from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_count, check_scale
 
 
@@ -119,7 +119,7 @@ class LossScaler(GradScaler):
         overflows, limit = self._known_overflows(), self.max_consecutive_overflows
         if limit is not None and overflows >= limit and self._suspects:
             self._give_up(overflows)
-        names, grads = local_grads(optimizer, allow_fp16)
+        grads = local_grads(optimizer, allow_fp16)
         # Each gradient has a flag of its own where this may be one overflow too many; else they share one.
         watch = limit is not None and overflows + 1 >= limit
         flags = [unscale(batch, inv_scale, found_inf) for batch in (zip(grads) if watch else batches(grads))]
@@ -131,7 +131,7 @@ class LossScaler(GradScaler):
         if grads or group is not None:
             state["overflow"] = verdict
         if watch:
-            state["suspects"] = Suspects(names, flags, group)
+            state["suspects"] = Suspects(names_of(optimizer), flags, group)
         return {verdict.device: verdict if self.skip_on_overflow else torch.zeros_like(verdict)}
 
     def _known_overflows(self) -> int:

@@ -23,7 +23,7 @@ from bighorn.kernels.bucket import Options
 from bighorn.names import excludes, named
 from bighorn.optim import checks, order
 from bighorn.optim.checks import Check
-from bighorn.optim.plan import Part, Plan, Variant, build, fingerprint
+from bighorn.optim.plan import Entry, Part, Plan, Variant, build, fingerprint
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release
@@ -60,7 +60,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     """
 
     _settings: Settings
-    _plan: Plan | None = None
+    _last: tuple[Plan, ...] = ()
+    """The plans of the last step, one for each part of it."""
     _plans: dict[tuple[int, ...], Plan]
     _skipped: Tensor | None = None
     _resolved: dict[int, tuple[object, ...]]
@@ -145,7 +146,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        self._plan, self._plans = None, {}
+        self._last, self._plans = (), {}
 
     def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
         for param in params:
@@ -199,33 +200,62 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             ValueError: A gradient does not fit its parameter, an option in a group is out of range, or a schedule is
                 over; parameters and state are as before.
         """
-        loss, drive = None, None
+        loss = None
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._take_over_schedules()
-            drive = Drive(self.param_groups, self._drivers)
-            self._refresh_options()
-            fresh = not self.state
-            plan = self._current_plan()
-            scale, commit = self._scale_and_commit(plan)
-            if plan is not None and fresh and self._only_initialises():
-                plan.finish()
-                return loss
-            if plan is not None:
-                for device, kernel in plan.kernels:
-                    kernel.step(_on(scale, device), _on(commit, device))
-                plan.finish()
-            drive.finish()
+            self._step_in_parts(None, lambda _: None)
         except BaseException:
-            if drive is not None:
-                drive.undo()
             # GradScaler removes what it handed over only after a step that returns.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
             raise
         return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def step_in_parts(self, parts: list[list[Tensor]], wait: Callable[[int], None]) -> None:
+        """Take one step, part by part, while gradients of later parts are not there yet. No hooks run.
+
+        Whatever can be wrong without a look at gradients' values is found before anything changes. With
+        `max_grad_norm` or `skip_nonfinite` only the sums of squares are taken part by part, since every gradient is
+        needed before the first parameter can be written.
+
+        Args:
+            parts: All parameters that have a gradient, each in one part.
+            wait: Called with 0, 1, ..., more than once; returns when the gradients of that part may be read.
+
+        Raises:
+            RuntimeError: As `step`.
+            ValueError: As `step`.
+        """
+        self._step_in_parts(parts, wait)
+
+    def _step_in_parts(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
+        """One step; of all parameters together where there are no parts."""
+        drive = None
+        try:
+            self._take_over_schedules()
+            drive = Drive(self.param_groups, self._drivers)
+            self._refresh_options()
+            fresh = not self.state
+            plans = self._current_plans(parts)
+            scale, commit = self._scale_and_commit(plans, wait)
+            for part in range(len(plans)) if fresh else ():
+                wait(part)
+            initialises = fresh and any(plan.slots for plan in plans) and self._only_initialises()
+            for part, plan in enumerate(plans):
+                wait(part)
+                for device, kernel in plan.kernels if not initialises else ():
+                    kernel.step(_on(scale, device), _on(commit, device))
+                plan.finish()
+            if not initialises:
+                drive.finish()
+        except BaseException:
+            if drive is not None:
+                drive.undo()
+            raise
 
     def _only_initialises(self) -> bool:
         """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
@@ -237,38 +267,51 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             return False
         return not any(bool(p.grad.any()) for group in self.param_groups for p in group["params"] if p.grad is not None)
 
-    def _current_plan(self) -> Plan | None:
-        """The plan, fed with this step's gradients: a cached one where nothing has moved."""
-        pairs = [(index, param, grad) for index, _, param in self._parameters() if (grad := param.grad) is not None]
-        if not pairs:
-            return None
-        grads = [grad for _, _, grad in pairs]
-        which = tuple([id(param) for _, param, _ in pairs])
+    def _current_plans(self, parts: list[list[Tensor]] | None) -> list[Plan]:
+        """A plan for each part, fed with this step's gradients: cached ones where nothing has moved."""
+        entries = [(i, at, param, grad) for i, at, param in self._parameters() if (grad := param.grad) is not None]
+        divided = [entries]
+        if parts is not None:
+            part_of = {param: i for i, part in enumerate(parts) for param in part}
+            divided = [[] for _ in parts]
+            for entry in entries:
+                divided[part_of[entry[2]]].append(entry)
+        found = [self._find_plan(part, parts is None) for part in divided]
+        # Nothing changes before every plan is made.
+        for part, (plan, states) in zip(divided, found, strict=True):
+            self.state.update(states)
+            if states:
+                plan.fingerprint = fingerprint(part, self._states_of(part, parts is None))
+                if len(self._plans) >= MOST_PLANS * len(divided):
+                    self._plans.clear()
+                self._plans[_which(part)] = plan
+        plans = [plan for plan, _ in found]
+        self._last = tuple([plan for plan in plans if plan.slots]) or self._last
+        for plan in plans:
+            for _, kernel in plan.kernels:
+                kernel.prepare()
+        return plans
+
+    def _states_of(self, entries: list[Entry], all_of_them: bool) -> list[dict[str, Any]]:
+        """The states that there are so far; all of them without looking any up, since each takes its time."""
+        if all_of_them:
+            return list(self.state.values())
+        return [self.state[param] for _, _, param, _ in entries if param in self.state]
+
+    def _find_plan(self, entries: list[Entry], all_of_them: bool) -> tuple[Plan, dict[Tensor, Any]]:
+        """The cached plan of these, and nothing; or a new one, and the states that belong to it."""
+        grads = [grad for _, _, _, grad in entries]
         for grad in grads:
             if grad.layout is not torch.strided:
                 _refuse_layout(grad)
-        mark = fingerprint(pairs, self.state)
-        self._plan = plan = self._plans.get(which)
-        if plan is not None and plan.fingerprint == mark:
+        plan = self._plans.get(_which(entries))
+        if plan is not None and plan.fingerprint == fingerprint(entries, self._states_of(entries, all_of_them)):
             plan.feed(grads, self._options_of({slot.variant for slot in plan.slots}))
-        else:
-            self._plans.pop(which, None)
-            self._plan = plan = self._new_plan(grads)
-            plan.fingerprint = fingerprint(pairs, self.state)
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[which] = plan
-        for _, kernel in plan.kernels:
-            kernel.prepare()
-        return plan
-
-    def _new_plan(self, grads: list[Tensor]) -> Plan:
-        parts = [self._part(*place) for place in self._parameters() if place[2].grad is not None]
+            return plan, {}
+        parts = [self._part(*entry[:3]) for entry in entries]
         options = self._options_of({part.variant for part in parts})
         plan, states = build(parts, grads, options, self._complete, self._settings.backend, self.ALGORITHM)
-        for part, state in zip(parts, states, strict=True):
-            self.state[part.param] = state
-        return plan
+        return plan, {part.param: state for part, state in zip(parts, states, strict=True)}
 
     def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
         """Every parameter with its group and its position there, in the order in which they are visited."""
@@ -303,14 +346,14 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         spec = self._state_spec(self.param_groups[part.variant.group], dense)
         return complete(dense, spec, self.state.get(part.param, {}), part.label), list(spec)
 
-    def _scale_and_commit(self, plan: Plan | None) -> tuple[Tensor | float, Tensor | None]:
+    def _scale_and_commit(self, plans: list[Plan], wait: Callable[[int], None]) -> tuple[Tensor | float, Tensor | None]:
         """What gradients are multiplied with, and whether the step is written (None: it is), without a host wait."""
         settings, grad_scale = self._settings, getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
         commit = None if found_inf is None else (found_inf == 0).reshape(())
         if settings.max_grad_norm is not None or settings.skip_nonfinite:
-            total = self._square_sum(plan)
+            total = self._square_sum(plans, wait)
             norm = total.sqrt() * scale
             if settings.skip_nonfinite:
                 commit = norm.isfinite() if commit is None else commit & norm.isfinite()
@@ -322,10 +365,14 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         return scale, commit
 
-    def _square_sum(self, plan: Plan | None) -> Tensor:
+    def _square_sum(self, plans: list[Plan], wait: Callable[[int], None]) -> Tensor:
         """The sum of all gradients' squares; with a process group, over all its ranks, those without gradients too."""
-        if plan is not None:
-            total = torch.stack([kernel.square_sum().to(plan.kernels[0][0]) for _, kernel in plan.kernels]).sum()
+        sums: list[Tensor] = []
+        for part, plan in enumerate(plans):
+            wait(part)
+            sums += [kernel.square_sum() for _, kernel in plan.kernels]
+        if sums:
+            total = torch.stack([part_sum.to(sums[0].device) for part_sum in sums]).sum()
         else:
             devices = [param.device for group in self.param_groups for param in group["params"]]
             total = torch.zeros((), dtype=torch.float64, device=devices[0] if devices else "cpu")
@@ -337,11 +384,14 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]:
         """Names, three figures for each name, and how many steps were skipped: what telemetry is made of."""
-        plan = self._plan
-        norms = torch.zeros(0, 3, dtype=torch.float32, device="cpu") if plan is None else plan.norms()
+        norms = torch.zeros(0, 3, dtype=torch.float32, device="cpu")
+        if self._last:
+            pieces = [plan.norms() for plan in self._last]
+            norms = torch.cat([piece.to(pieces[0].device) for piece in pieces])
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
         first, second, third = norms.unbind(dim=1)
-        return plan.labels if plan else (), first, second, third, skipped
+        labels = tuple([label for plan in self._last for label in plan.labels])
+        return labels, first, second, third, skipped
 
     @classmethod
     def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:
@@ -471,6 +521,10 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
 def _label(index: int, position: int) -> str:
     return f"param_groups[{index}].params[{position}]"
+
+
+def _which(entries: list[Entry]) -> tuple[int, ...]:
+    return tuple([id(param) for _, _, param, _ in entries])
 
 
 def _refuse_layout(grad: Tensor) -> None:

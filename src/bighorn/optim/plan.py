@@ -18,6 +18,9 @@ from bighorn.state import overlaps, real_view
 State = dict[str, Any]
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+Entry = tuple[int, int, Tensor, Tensor]
+"""A parameter that has a gradient: its group, its position there, itself, and the gradient."""
+
 
 class Variant(NamedTuple):
     """Which options hold for a bucket: its group's, less what exclusions and shapes take away."""
@@ -118,18 +121,18 @@ class Plan:
         return torch.stack([bucket.norms[row].to(first.device) for bucket, row in self.rows])
 
 
-def fingerprint(pairs: list[tuple[int, Tensor, Tensor]], state: dict[Tensor, State]) -> list[object]:
+def fingerprint(entries: list[Entry], states: list[State]) -> list[object]:
     """What must be as it was for a plan to hold: which tensors, in which groups, where they lie, and how."""
     tensors = [
         (i, id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), g.dtype, g.shape, g.stride(), g.device, g.is_neg())
-        for i, p, g in pairs
+        for i, _, p, g in entries
     ]
-    values = list(itertools.chain.from_iterable(map(dict.values, state.values())))
+    values = list(itertools.chain.from_iterable(map(dict.values, states)))
     try:
         addresses = list(map(Tensor.data_ptr, values))
     except TypeError:  # something of the user's own lies among the state
         addresses = [value.data_ptr() for value in values if isinstance(value, Tensor)]
-    return [tensors, list(map(id, state.values())), list(map(id, values)), addresses]
+    return [tensors, list(map(id, states)), list(map(id, values)), addresses]
 
 
 def build(

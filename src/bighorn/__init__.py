@@ -4,6 +4,7 @@ from bighorn import groups, schedules
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
+from bighorn.parallel import TailOverlap
 from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "LambTelemetry",
     "LossScaler",
     "Preset",
+    "TailOverlap",
     "WindowScale",
     "__version__",
     "groups",

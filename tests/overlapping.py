@@ -307,15 +307,26 @@ def scaled(make: Make) -> None:
 
 
 def unscaled_on_the_wire() -> None:
-    inner = network(torch.float32)
-    ddp = distributed(inner)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    optimizer = AdamW(inner.parameters())
-    TailOverlap(ddp, optimizer)
-    backward(scaler.scale(loss(ddp, mine(batch(0, torch.float32)))))
-    with raises(RuntimeError, "unscale_()", "scaler", "overlap.synchronize()"):
-        scaler.step(optimizer)
-    dist.barrier()
+    for attached in (False, True):
+        inner = network(torch.float32)
+        ddp = distributed(inner)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = AdamW(inner.parameters())
+        overlap = TailOverlap(ddp, optimizer, scaler=scaler if attached else None)
+        backward(scaler.scale(loss(ddp, mine(batch(0, torch.float32)))))
+        with raises(RuntimeError, "unscale_", "scaler", "overlap.synchronize()"):
+            scaler.step(optimizer)
+        with raises(RuntimeError, "unscale_", "overlap.synchronize()") if attached else contextlib.nullcontext():
+            overlap.step()
+        for flight in overlap._flights:
+            flight.wait()
+
+
+def unscaling(model: nn.Module) -> Lamb:
+    """A Lamb that unscales inside its kernels."""
+    optimizer = Lamb(model.parameters(), **LAMB)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return optimizer
 
 
 class Ones(nn.Module):
@@ -396,6 +407,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "scaled-adamw": lambda: scaled(lambda model: AdamW(model.parameters(), lr=0.01)),
     "scaled-adamw-fused": lambda: scaled(lambda model: AdamW(model.parameters(), lr=0.01, fused=True)),
     "scaled-lamb": lambda: scaled(lambda model: Lamb(model.parameters(), **LAMB)),
+    "scaled-lamb-fused": lambda: scaled(unscaling),
     "unscaled-on-the-wire": unscaled_on_the_wire,
     "half-average": half_average,
 }

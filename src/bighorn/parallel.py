@@ -65,8 +65,8 @@ class Flight:
         replaced = any(p.grad is not None and not _within(p.grad, self.buffer) for p in self.params)
         if replaced or self.buffer._version != self.version:
             raise RuntimeError(
-                "gradients were changed while they were on the wire (clip_grad_norm_, GradScaler.unscale_ and the like "
-                "between backward() and step()): call overlap.synchronize() before them"
+                "gradients were changed while they were on the wire (clip_grad_norm_ and the like between backward() "
+                "and step()): call overlap.synchronize() before that"
             )
 
 
@@ -283,6 +283,11 @@ class _Scaled:
         if not on_wire or self.verdict is None:
             self.scaler.step(self.overlap.optimizer)
             return
+        if self.scaler._per_optimizer_states.get(id(self.overlap.optimizer), {}).get("found_inf_per_device"):
+            raise RuntimeError(
+                "scaler.unscale_(optimizer) was called while gradients were on the wire: call overlap.synchronize() "
+                "before it"
+            )
         work, verdict = self.verdict
         work.wait()
         shown = torch.zeros_like(verdict)
@@ -320,18 +325,20 @@ class _Scaled:
 
 
 class _Latch:
-    """A device's flag that the host reads when it is there, without waiting for it."""
+    """A device's flag that the host reads at the next step, when it has long been computed."""
 
     def __init__(self, flag: Tensor) -> None:
+        self.flag = flag.to("cpu", non_blocking=True)
         self.event: torch.Event | None = None
-        self.flag = flag
         if flag.device.type != "cpu":
-            self.flag = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
             self.event = torch.Event(flag.device)
             self.event.record()
 
     def is_set(self) -> bool:
-        return (self.event is None or self.event.query()) and bool(self.flag)
+        """Waits for the last step's end, not for this one's: a query could tell ranks apart."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.flag)
 
 
 def _step_in_parts(optimizer: Optimizer, parts: Parts, wait: Wait) -> None:
@@ -362,7 +369,7 @@ def _unscale(buffer: Tensor, overflow: Tensor, inv_scale: Tensor) -> None:
 
 
 def _within(grad: Tensor, buffer: Tensor) -> bool:
-    return buffer.data_ptr() <= grad.data_ptr() <= buffer.data_ptr() + buffer.nbytes
+    return not grad.numel() or buffer.data_ptr() <= grad.data_ptr() < buffer.data_ptr() + buffer.nbytes
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -19,7 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from bighorn import Lamb, TailOverlap
+from bighorn import Lamb, LossScaler, TailOverlap, WindowScale
+from bighorn.compat.npu_bridge import (
+    ExponentialUpdateLossScaleManager,
+    FixedLossScaleManager,
+    NPULossScaleOptimizer,
+    NPUOptimizer,
+)
 
 STEPS = 20
 SMALL_BUCKETS = 0.004  # megabytes: about one layer's weight
@@ -275,11 +281,19 @@ def agree() -> None:
     dist.all_reduce(torch.ones(()))
 
 
-def scaled(make: Make) -> None:
+def torch_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+
+
+def bighorn_scaler() -> LossScaler:
+    return LossScaler(WindowScale(init_scale=64.0, growth_interval=4), max_consecutive_overflows=3)
+
+
+def scaled(make: Make, make_scaler: Callable[[], torch.amp.GradScaler] = torch_scaler) -> None:
     """As with an ordinary DistributedDataParallel and its GradScaler; one rank's overflow is everyone's."""
     inner, plain = network(torch.float32), network(torch.float32)
     ddp, reference = distributed(inner), distributed(plain)
-    ours, theirs = (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4) for _ in range(2))
+    ours, theirs = make_scaler(), make_scaler()
     optimizer, other = make(inner), make(plain)
     overlap = TailOverlap(ddp, optimizer, scaler=ours)
     scales = []
@@ -371,6 +385,40 @@ def late_overflow() -> None:
     agree()
 
 
+def branches() -> list[ExponentialUpdateLossScaleManager | FixedLossScaleManager | None]:
+    """Of npu_bridge's example: npu_bert_loss_scale = 0, >= 1, and None or -1."""
+    return [
+        ExponentialUpdateLossScaleManager(64.0, incr_every_n_steps=4, decr_every_n_nan_or_inf=2, decr_ratio=0.5),
+        FixedLossScaleManager(64.0),
+        None,
+    ]
+
+
+def npu_optimizer() -> None:
+    """Its branches, with and without tailing, on all ranks and alone."""
+    for branch in range(3):
+        models = [network() for _ in range(3)]
+        first, second, third = branches()[branch], branches()[branch], branches()[branch]
+        ddp, plain = distributed(models[0]), distributed(models[1])
+        optimizers = [Lamb(model.parameters(), **LAMB) for model in models]
+        scales = first is not None
+        tailing = NPUOptimizer(optimizers[0], first, True, scales, True, "tailing", model=ddp)
+        if second is None:
+            without = NPUOptimizer(optimizers[1], is_distributed=True, model=plain)
+        else:
+            without = NPULossScaleOptimizer(optimizers[1], second, is_distributed=True, model=plain)
+        alone = NPUOptimizer(optimizers[2], third, is_loss_scale=scales)
+        for step in range(STEPS):
+            bad = torch.inf if scales and step in (5, 9) else 1.0
+            tailing.minimize(loss(ddp, mine(batch(step))) * (bad if dist.get_rank() == 0 else 1.0))
+            without.minimize(loss(plain, mine(batch(step))) * (bad if dist.get_rank() == 0 else 1.0))
+            alone.minimize(loss(models[2], batch(step)) * bad)
+        assert_same(models[0], models[2])
+        assert_same(models[1], models[2])
+        if first is not None and second is not None and third is not None:
+            assert first.get_loss_scale() == second.get_loss_scale() == third.get_loss_scale()
+
+
 def hooks() -> None:
     """Once for a whole step, not for each bucket; and whoever looks before it sees the average."""
     inner = network()
@@ -408,6 +456,9 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "scaled-adamw-fused": lambda: scaled(lambda model: AdamW(model.parameters(), lr=0.01, fused=True)),
     "scaled-lamb": lambda: scaled(lambda model: Lamb(model.parameters(), **LAMB)),
     "scaled-lamb-fused": lambda: scaled(unscaling),
+    "loss-scaler-lamb": lambda: scaled(lambda model: Lamb(model.parameters(), **LAMB), bighorn_scaler),
+    "loss-scaler-adamw": lambda: scaled(lambda model: AdamW(model.parameters(), lr=0.01), bighorn_scaler),
+    "npu-optimizer": npu_optimizer,
     "unscaled-on-the-wire": unscaled_on_the_wire,
     "half-average": half_average,
 }

@@ -1,0 +1,80 @@
+"""compat.npu_bridge.NPUOptimizer on one process; on two it is a scenario of overlapping.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overlapping
+from bighorn import Lamb
+from bighorn.compat.npu_bridge import FixedLossScaleManager, NPULossScaleOptimizer, NPUOptimizer
+
+LAMB: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def sample(step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("branch", range(3), ids=["dynamic", "fixed", "none"])
+def test_a_branch_of_the_example_is_the_plain_optimizer(branch: int) -> None:
+    plain, model = overlapping.network(), overlapping.network()
+    reference = Lamb(plain.parameters(), **LAMB)
+    manager = overlapping.branches()[branch]
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), manager, is_loss_scale=manager is not None)
+    for step in range(5):
+        overlapping.backward(overlapping.loss(plain, sample(step)))
+        reference.step()
+        reference.zero_grad()
+        optimizer.minimize(overlapping.loss(model, sample(step)))
+    overlapping.assert_same(model, plain)
+
+
+def test_the_invalid_branch_of_the_example() -> None:
+    with pytest.raises(ValueError, match=r"loss_scale=-2 is out of range"):
+        FixedLossScaleManager(-2)
+
+
+def test_an_overflow_is_skipped_and_a_checkpoint_goes_on() -> None:
+    model = overlapping.network()
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlapping.branches()[0], is_loss_scale=True)
+    for _ in range(2):
+        optimizer.minimize(overlapping.loss(model, sample(0)) * torch.inf)
+    for p, start in zip(model.parameters(), overlapping.network().parameters(), strict=True):
+        assert p.equal(start)
+    saved = optimizer.state_dict()
+    assert saved["scaler"]["scale"] == 32.0
+    optimizer = NPUOptimizer(Lamb(model.parameters(), lr=1.0), overlapping.branches()[0], is_loss_scale=True)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["scaler"] == saved["scaler"]
+    assert optimizer.opt.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"is_loss_scale": True}, "is_loss_scale=True.*manager"),
+        ({"loss_scale_manager": FixedLossScaleManager(2)}, "is_loss_scale=False.*manager"),
+        ({"is_distributed": True}, "is_distributed=True.*DistributedDataParallel"),
+        ({"is_distributed": True, "model": nn.Linear(2, 2)}, "type Linear"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NPUOptimizer(Lamb(overlapping.network().parameters(), **LAMB), **options)
+
+
+def test_something_else_than_a_manager() -> None:
+    with pytest.raises(TypeError, match="not float"):
+        NPULossScaleOptimizer(Lamb(overlapping.network().parameters(), **LAMB), 128.0)  # type: ignore[arg-type]
+
+
+def test_tailing_without_distributed_warns_and_does_nothing() -> None:
+    model = overlapping.network()
+    with pytest.warns(UserWarning, match="no effect without is_distributed"):
+        optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), is_tailing_optimization=True, name="alone")
+    assert optimizer.name == "alone"
+    optimizer.minimize(overlapping.loss(model, sample(0)))

@@ -1,0 +1,200 @@
+"""TailOverlap: what a training loop calls, and where torch calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.futures import Future
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from bighorn.parallel.flight import Flight
+from bighorn.parallel.parts import StepsInParts, step_in_parts
+from bighorn.parallel.refusals import agree, check_types, refuse_closure, why_not
+from bighorn.parallel.scaled import Scaled, unscale
+
+
+class TailOverlap:
+    """Overlaps an optimizer's step with the all-reduce of the gradients that it does not need yet.
+
+    It pays where the link between ranks is the slow part. Results are those of `optimizer.step()` after an ordinary
+    `backward()`: gradients are averaged by dividing before the sum, and every parameter is stepped once.
+
+    Whatever else looks at gradients between `backward()` and the step needs a `synchronize()` before it, and so does
+    `optimizer.step()` itself, which raises otherwise.
+
+    Args:
+        ddp_model: The model, on every rank, made with `gradient_as_bucket_view=True`.
+        optimizer: One of Bighorn's or of `torch.optim`'s, or any with a method `step_in_parts(parts, wait)`. It holds
+            every trainable parameter of the model.
+        scaler: Scales the loss; then `step()` stands for `scaler.step(optimizer)`. The verdict is one for all ranks. It
+            is taken from gradients before they are reduced, so that it arrives before the last bucket does: the mean of
+            finite gradients is finite, since they are divided before they are summed. Default: None.
+
+    Raises:
+        TypeError: Something else than a DistributedDataParallel, an Optimizer or a GradScaler.
+        ValueError: A model or an optimizer with which it cannot work, on this rank or another, or ranks that differ;
+            the message says why.
+
+    Source: NPUOptimizer's `is_tailing_optimization`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(3, 1), gradient_as_bucket_view=True)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> overlap = TailOverlap(model, optimizer)
+        >>> for _ in range(3):
+        ...     model(torch.ones(4, 3)).mean().backward()
+        ...     overlap.step()
+        ...     overlap.zero_grad()
+        >>> int(optimizer.state[model.module.bias]["step"])
+        3
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self, ddp_model: DistributedDataParallel, optimizer: Optimizer, *, scaler: GradScaler | None = None
+    ) -> None:
+        check_types(ddp_model, optimizer, scaler)
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        agree(ddp_model.process_group, why_not(ddp_model, optimizer), (type(optimizer).__name__, scaler is not None))
+        self.optimizer = optimizer
+        self._scaled = Scaled(self, scaler) if scaler is not None else None
+        # Not the model itself: it holds its hook where Python's garbage collector does not see it.
+        self._group = ddp_model.process_group
+        self._world = dist.get_world_size(self._group)
+        self._flights: list[Flight] = []
+        self._stepping = False
+        # With this the optimizer's own hooks run, once for a whole step.
+        self._step_with_hooks = Optimizer.profile_hook_step(self._step_in_parts)
+        # A lambda, since DistributedDataParallel refuses annotations that are strings.
+        ddp_model.register_comm_hook(None, lambda state, bucket: self._launch(bucket))  # noqa: ARG005
+        ddp_model.register_forward_pre_hook(self._before_forward)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    # ---- what a training loop calls -------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take the optimizer's step, bucket by bucket, as gradients arrive. Its hooks run once.
+
+        Without gradients on the wire, and where a pre-hook of the optimizer's may look at them, it is
+        `optimizer.step()` (or `scaler.step(optimizer)`).
+
+        Args:
+            closure: Not supported, since its `backward()` would send gradients again. Default: None.
+
+        Raises:
+            ValueError: A closure.
+            RuntimeError: Another rank has stopped; gradients were changed on the wire; or those of the last step had
+                overflowed as they were summed.
+        """
+        if closure is not None:
+            refuse_closure()
+        for flight in self._flights:
+            flight.check_untouched()
+        if len(self.optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks:
+            self.synchronize()
+        if self._scaled is not None:
+            self._scaled.step_all(bool(self._flights))
+        elif self._flights:
+            self._step_flights()
+        else:
+            self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those on the wire too.
+
+        Args:
+            set_to_none: As of `optimizer.zero_grad`. Default: True.
+        """
+        self.synchronize()
+        self.optimizer.zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        """Wait for all gradients, so that every `.grad` is the average; needed before anything but `step()` uses them.
+
+        A scaler's gradients are then for the scaler: `scaler.unscale_(optimizer)`, if at all, before `step()`.
+        """
+        for flight in self._flights:
+            flight.check_untouched()
+            flight.wait()
+        self._flights.clear()
+
+    # ---- where torch calls ------------------------------------------------------------------------------------
+
+    def _launch(self, bucket: Any) -> Future[Tensor]:
+        """The communication hook: start to average a bucket, and let `backward()` go on as if it were done."""
+        buffer = bucket.buffer()
+        if any(flight.buffer.data_ptr() == buffer.data_ptr() for flight in self._flights):
+            raise RuntimeError(
+                "a second backward() has added to gradients that are on the wire: call overlap.synchronize() between "
+                "the two, or run the first one under no_sync()"
+            )
+        overflow = None
+        if self._scaled is None:
+            buffer.div_(self._world)
+        else:
+            overflow = torch.zeros((), device=buffer.device)
+            unscale(buffer, overflow, torch.full((), 1 / self._world, device=buffer.device))
+            if bucket.is_last():
+                self._scaled.launch_verdict([*[f.overflow for f in self._flights if f.overflow is not None], overflow])
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        self._flights.append(Flight(work, bucket.parameters(), buffer, overflow))
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type != "cpu" else None)
+        future.set_result(buffer)
+        return future
+
+    def _before_forward(self, model: Module, _: Any) -> None:
+        """Gradients that were sent but not stepped will be added to: they must have arrived."""
+        if cast(DistributedDataParallel, model)._join_config.enable:
+            raise RuntimeError("TailOverlap does not work under join(): give every rank the same number of batches")
+        self.synchronize()
+
+    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse an `optimizer.step()`, whoever calls it, that would use gradients on the wire."""
+        if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
+            refuse_closure()
+        if self._flights and not self._stepping:
+            raise RuntimeError(
+                "optimizer.step() was called while gradients are on the wire: call overlap.step(), or "
+                "overlap.synchronize() before anything else that uses gradients; a GradScaler's unscale_() and step() "
+                "are such, unless it is passed as TailOverlap's scaler"
+            )
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def _step_flights(self) -> None:
+        self._stepping = True
+        try:
+            self._step_with_hooks(self.optimizer)
+        finally:
+            self._stepping = False
+        self._flights.clear()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+
+    def _step_in_parts(self, optimizer: Optimizer) -> None:
+        sent = [[p for p in flight.params if p.grad is not None] for flight in self._flights]
+        on_wire = {p for part in sent for p in part}
+        here = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in on_wire
+        ]
+
+        def wait(part: int) -> None:
+            if part > 0 and self._flights[part - 1].work is not None:
+                self._flights[part - 1].wait()
+                if self._scaled is not None:
+                    self._scaled.on_arrival(self._flights[part - 1].buffer)
+
+        if isinstance(optimizer, StepsInParts):
+            optimizer.step_in_parts([here, *sent], wait)
+        else:
+            step_in_parts(optimizer, [here, *sent], wait)

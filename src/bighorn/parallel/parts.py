@@ -1,0 +1,42 @@
+"""One step of an optimizer, part by part, as gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Parts = list[list[Tensor]]
+Wait = Callable[[int], None]
+
+
+@runtime_checkable
+class StepsInParts(Protocol):
+    """An optimizer that can take one step part by part."""
+
+    def step_in_parts(self, parts: Parts, wait: Wait) -> None:
+        """Take one step; `wait(i)` returns when the gradients of `parts[i]` may be read, the earlier ones first."""
+
+
+def step_in_parts(optimizer: Optimizer, parts: Parts, wait: Wait) -> None:
+    """One step of an optimizer whose parameters do not know of each other: it sees one part's gradients at a time."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # by Optimizer, for the hooks that have run already
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    grads = {p: p.grad for part in parts for p in part}
+    try:
+        for p in grads:
+            p.grad = None
+        for i, part in enumerate(parts):
+            wait(i)
+            for p in part:
+                p.grad = grads[p]
+            if part:
+                step(optimizer)
+            for p in part:
+                p.grad = None
+    finally:
+        for p, grad in grads.items():
+            p.grad = grad

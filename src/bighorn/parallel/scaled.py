@@ -1,0 +1,111 @@
+"""A GradScaler over gradients that are still on the wire."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from bighorn.parallel.overlap import TailOverlap
+
+
+class Scaled:
+    """What a GradScaler steps in the optimizer's place: it is shown the verdict of all ranks, not their gradients."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor
+    """Set by the GradScaler during its step, as is `found_inf`."""
+    found_inf: Tensor
+
+    def __init__(self, overlap: TailOverlap, scaler: GradScaler) -> None:
+        self.overlap = overlap
+        self.scaler = scaler
+        self.param_groups: list[dict[str, Any]] = []
+        self.verdict: tuple[dist.Work, Tensor] | None = None
+        self.inv_scale: Tensor | None = None
+        self.late: Tensor | None = None
+        self.latch: Latch | None = None
+
+    def launch_verdict(self, overflows: list[Tensor]) -> None:
+        """Ask all ranks whether any gradient of any of them is not finite."""
+        verdict = torch.stack([overflow.to(overflows[-1].device) for overflow in overflows]).amax()
+        work = dist.all_reduce(verdict, dist.ReduceOp.MAX, self.overlap._group, async_op=True)
+        self.verdict = work, verdict
+
+    def step_all(self, on_wire: bool) -> None:
+        """Step as `scaler.step(optimizer)` does."""
+        if self.latch is not None and self.latch.is_set():
+            self.overlap.synchronize()  # a process that ends with gradients on the wire may be aborted by gloo
+            raise RuntimeError(
+                "gradients that were finite on every rank overflowed as they were summed, at the top of their dtype, "
+                "and the last step has used them: go back to a checkpoint, and set a lower scale"
+            )
+        if not on_wire or self.verdict is None:
+            self.scaler.step(self.overlap.optimizer)
+            return
+        if self.scaler._per_optimizer_states.get(id(self.overlap.optimizer), {}).get("found_inf_per_device"):
+            raise RuntimeError(
+                "scaler.unscale_(optimizer) was called while gradients were on the wire: call overlap.synchronize() "
+                "before it"
+            )
+        work, verdict = self.verdict
+        work.wait()
+        shown = torch.zeros_like(verdict)
+        shown.grad = torch.where(verdict > 0, torch.inf, 0.0)
+        self.param_groups = [{"params": [shown], "param_names": ["a gradient on one of the ranks"]}]
+        self.scaler.step(cast(Optimizer, self))
+
+    def step(self) -> None:
+        """Called by the scaler."""
+        optimizer = self.overlap.optimizer
+        fused = any(getattr(optimizer, name, False) for name in ("_step_supports_amp_scaling", "takes_grad_scale"))
+        # As in GradScaler, only an optimizer that cannot skip by itself makes the host wait.
+        if not fused and self.found_inf.item():
+            self.overlap.synchronize()
+            return
+        device = self.found_inf.device
+        self.late = torch.zeros((), device=device)
+        self.inv_scale = torch.ones((), device=device) if fused else self.grad_scale.double().reciprocal().float()
+        if fused:
+            vars(optimizer).update(grad_scale=self.grad_scale, found_inf=self.found_inf)
+        try:
+            self.overlap._step_flights()
+        finally:
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+        self.latch = Latch(self.late * (self.found_inf == 0))
+
+    def on_arrival(self, buffer: Tensor) -> None:
+        """Unscale what has come, unless the optimizer does, and note where it is not finite."""
+        assert self.late is not None
+        assert self.inv_scale is not None
+        late = self.late.to(buffer.device)
+        unscale(buffer, late, self.inv_scale.to(buffer.device))
+        self.late = torch.maximum(self.late, late.to(self.late.device))
+
+
+class Latch:
+    """A device's flag that the host reads at the next step, when it has long been computed."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self.flag = flag.to("cpu", non_blocking=True)
+        self.event: torch.Event | None = None
+        if flag.device.type != "cpu":
+            self.event = torch.Event(flag.device)
+            self.event.record()
+
+    def is_set(self) -> bool:
+        """Waits for the last step's end, not for this one's: a query could tell ranks apart."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.flag)
+
+
+def unscale(buffer: Tensor, overflow: Tensor, inv_scale: Tensor) -> None:
+    """Multiply, and set `overflow` where a value is not finite: both in one pass, GradScaler's own."""
+    torch._amp_foreach_non_finite_check_and_unscale_([buffer], overflow, inv_scale)

@@ -19,6 +19,8 @@ from bighorn import groups, kernels, schedules
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
+FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == "compat" and path.stem[0] != "_"]
+
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
     "bighorn": {"groups", "optim", "scaling", "parallel", "schedules"},
@@ -94,6 +96,15 @@ def test_only_the_sharding_room_names_distributed_tensors() -> None:
     assert naming <= {"sharding.py"}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "compat").glob("*.py")), ids=lambda path: path.name)
+def test_faces_of_other_systems_are_thin(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    docstrings = {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    code = [i for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip() and i not in docstrings]
+    assert len(code) <= 100
+
+
 def test_only_one_place_probes_for_backends() -> None:
     """Nobody asks a backend's module whether it works; `pick()` and `status()` tell. The command line shows facts."""
     for path in FILES:
@@ -106,9 +117,9 @@ def test_only_one_place_probes_for_backends() -> None:
 
 
 def public() -> list[tuple[str, object]]:
-    """Every public name of the package, its groups, schedules and kernels, and the public methods of the classes."""
+    """Every public name of the package, its groups, schedules, kernels and faces, and the methods of the classes."""
     found: list[tuple[str, object]] = []
-    for module in (bighorn, groups, schedules, kernels):
+    for module in (bighorn, groups, schedules, kernels, *map(importlib.import_module, FACES)):
         for name in module.__all__:
             thing = getattr(module, name)
             if not (inspect.isclass(thing) or inspect.isfunction(thing)):

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import ExponentialScale, FixedScale, Lamb, WindowScale
-from bighorn.compat import mindspore_scaling as mindspore
+from bighorn.compat import mindspore
 from bighorn.compat import npu_bridge
 
 SIGNATURES = {

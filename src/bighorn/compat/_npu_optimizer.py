@@ -1,0 +1,131 @@
+"""npu_bridge's NPUOptimizer and NPULossScaleOptimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bighorn import TailOverlap
+from bighorn.compat._loss_scale import LossScaleManager
+
+
+class NPUOptimizer:
+    """npu_bridge's: loss scaling, data-parallel training and the tailing optimisation around an optimizer.
+
+    TensorFlow's optimizers own the gradients, torch's do not: the model is a DistributedDataParallel, which sums them,
+    and `minimize(loss)` is one step of a training loop.
+
+    Args:
+        opt: Any torch optimizer; for the tailing optimisation, one that TailOverlap takes.
+        loss_scale_manager: A FixedLossScaleManager or ExponentialUpdateLossScaleManager. Default: None.
+        is_distributed: The model is trained by all ranks together. Default: False.
+        is_loss_scale: Scale the loss as `loss_scale_manager` says. Default: False.
+        is_tailing_optimization: Step gradients that have arrived while later ones are on the wire, by
+            `bighorn.TailOverlap`. Without `is_distributed` there is nothing to wait for: it warns. Default: False.
+        name: Kept as an attribute. Default: None.
+        model: The DistributedDataParallel, for `is_distributed`; `gradient_as_bucket_view=True` for the tailing
+            optimisation. npu_bridge knows of no model. Default: None.
+
+    Raises:
+        TypeError: `loss_scale_manager` is no manager.
+        ValueError: `is_loss_scale` without a manager, a manager without `is_loss_scale`, `is_distributed` without a
+            `model` that is a DistributedDataParallel; or what TailOverlap does not take.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lamb
+        >>> from bighorn.compat.npu_bridge import FixedLossScaleManager, NPUOptimizer
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = NPUOptimizer(Lamb(model.parameters(), lr=0.01), FixedLossScaleManager(128), is_loss_scale=True)
+        >>> optimizer.minimize(model(torch.ones(4, 3)).square().mean())
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        loss_scale_manager: LossScaleManager | None = None,
+        is_distributed: bool = False,
+        is_loss_scale: bool = False,
+        is_tailing_optimization: bool = False,
+        name: str | None = None,
+        *,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        if is_loss_scale != (loss_scale_manager is not None):
+            raise ValueError(
+                f"is_loss_scale={is_loss_scale} with loss_scale_manager={loss_scale_manager}: scaling the loss takes "
+                "is_loss_scale=True and a manager, training without takes neither"
+            )
+        if loss_scale_manager is not None and not isinstance(loss_scale_manager, LossScaleManager):
+            raise TypeError(
+                "loss_scale_manager must be a FixedLossScaleManager or an ExponentialUpdateLossScaleManager, not "
+                f"{type(loss_scale_manager).__name__}"
+            )
+        if is_distributed != isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"is_distributed={is_distributed} with a model of type {type(model).__name__}: gradients are summed by "
+                "a DistributedDataParallel; pass it as model, together with is_distributed=True"
+            )
+        if is_tailing_optimization and not is_distributed:
+            warnings.warn("is_tailing_optimization has no effect without is_distributed=True", stacklevel=2)
+        self.opt, self.name = opt, name
+        self.scaler = None if loss_scale_manager is None else loss_scale_manager.loss_scaler()
+        self.overlap = (
+            TailOverlap(model, opt, scaler=self.scaler) if is_tailing_optimization and model is not None else None
+        )
+
+    def minimize(self, loss: Tensor) -> None:
+        """Compute gradients of the loss, scaled, and apply them: one step.
+
+        Args:
+            loss: A scalar.
+        """
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        if self.overlap is not None:
+            self.overlap.step()
+        elif self.scaler is not None:
+            self.scaler.step(self.opt)
+        else:
+            self.opt.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        self.opt.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and the scaler's."""
+        return {"opt": self.opt.state_dict(), "scaler": {} if self.scaler is None else self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` gave.
+
+        Args:
+            state_dict: With the optimizer's state, and the scaler's if there is one.
+        """
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        self.opt.load_state_dict(state_dict["opt"])
+
+
+class NPULossScaleOptimizer(NPUOptimizer):
+    """npu_bridge's: an NPUOptimizer that scales the loss, and overlaps nothing.
+
+    Args:
+        opt: As of NPUOptimizer.
+        loss_scale_manager: As of NPUOptimizer.
+        is_distributed: As of NPUOptimizer. Default: False.
+        model: As of NPUOptimizer. Default: None.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        loss_scale_manager: LossScaleManager,
+        is_distributed: bool = False,
+        *,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        super().__init__(opt, loss_scale_manager, is_distributed, is_loss_scale=True, model=model)

@@ -1,0 +1,139 @@
+"""The name of MindFormers, mindformers.core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import bighorn
+from bighorn.compat import _checks
+from bighorn.compat._mindspore import MindSporeOptimizer
+
+__all__ = ["Came"]
+
+
+class Came(MindSporeOptimizer, bighorn.Came):
+    """MindFormers', with all that its document promises: published factoring, and b2 = 1 - t ** -decay_rate at step t.
+
+    Args:
+        params: Parameters or (name, Parameter) pairs; or groups, dicts with `params` and any of `lr`, `weight_decay`
+            and `grad_centralization`, and one more with `order_params`, as for `bighorn.compat.mindspore.Lamb`.
+        learning_rate: A number, a tensor of one element, an iterable or a 1-D tensor, whose entry t - 1 holds at step
+            t, or a schedule. Needed unless relative_step. Default: None.
+        eps: Added to the squared gradient; the least root mean square of a parameter in `scale_parameter`; added to the
+            instability. Floats above 0. Default: (1e-30, 1e-3, 1e-16).
+        clip_threshold: The update is scaled down to this root mean square, above 0. Default: 1.0.
+        decay_rate: A float in [0, 1]. Default: 0.8.
+        beta1: Decay of the momentum, a float in (0, 1). Default: 0.9.
+        beta3: Decay of the averages of the instability, a float in [0, 1). Default: 0.99.
+        weight_decay: A number in [0, 1], or a schedule. Default: 0.0.
+        scale_parameter: Multiply the learning rate by the root mean square of the parameter. Default: False.
+        relative_step: The learning rate is min(1e-2, 1 / sqrt(t)) at step t. Default: False.
+        warmup_init: With relative_step, it is min(1e-6 t, 1 / sqrt(t)). Default: False.
+        compression: Keep the momentum in float16. Default: False.
+        loss_scale: What gradients are divided by, above 0; not for use beside a scaler that does so. Default: 1.
+
+    Raises:
+        TypeError: A value of a wrong type, or an element of `params` that is neither Parameter nor dict.
+        ValueError: A value out of range, an unknown key of a group, learning_rate together with relative_step or
+            neither of them, or warmup_init without relative_step.
+
+    Example:
+        >>> import torch
+        >>> from bighorn.compat.mindformers import Came
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optim = Came(model.named_parameters(), learning_rate=0.1, loss_scale=1024)
+        >>> loss = model(torch.ones(3, 4)).square().sum()
+        >>> optim(torch.autograd.grad(1024 * loss, optim.parameters))
+        tensor(True)
+    """
+
+    MOST_DECAY = 1.0
+
+    def __init__(
+        self,
+        params: Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],
+        learning_rate: float | Tensor | Iterable[float] | Callable[[int], Any] | None = None,
+        eps: Sequence[float] = (1e-30, 1e-3, 1e-16),
+        clip_threshold: float = 1.0,
+        decay_rate: float = 0.8,
+        beta1: float = 0.9,
+        beta3: float = 0.99,
+        weight_decay: float | Callable[[int], Any] = 0.0,
+        scale_parameter: bool = False,
+        relative_step: bool = False,
+        warmup_init: bool = False,
+        compression: bool = False,
+        loss_scale: float = 1,
+    ) -> None:
+        self.loss_scale = _checks.number("loss_scale", loss_scale, 0, inside=True)
+        if not isinstance(eps, (tuple, list)):
+            raise TypeError(f"eps must be three floats in a tuple, not {eps!r} ({type(eps).__name__})")
+        if len(eps) != 3:
+            raise ValueError(f"eps={eps!r} must be three floats: for squared gradient, parameter scale, instability")
+        eps1, eps2, eps3 = (_checks.floating(f"eps[{i}]", value, 0, inside=True) for i, value in enumerate(eps))
+        if _checks.floating("beta3", beta3, 0, 1) == 1:
+            raise ValueError(
+                "beta3=1.0 is out of range: the averages of the instability, by which CAME divides, would stay at 0 "
+                "for ever; use a value in [0, 1), such as 0.99"
+            )
+        with _checks.renamed({"lr": "learning_rate", "betas[0]": "beta1"}):
+            super().__init__(
+                _checks.parameters(params),
+                learning_rate,
+                (_checks.floating("beta1", beta1, 0, 1), 0.999, beta3),  # decay_rate stands for the second
+                (eps1, eps3),
+                _checks.weight_decay("weight_decay", weight_decay, 1),
+                clip_threshold=clip_threshold,
+                factor="last_two",
+                decay_rate=_checks.floating("decay_rate", decay_rate, 0, 1),
+                scale_parameter=scale_parameter,
+                scale_eps=eps2,
+                relative_step=relative_step,
+                warmup_init=warmup_init,
+                state_dtype=torch.float16 if _checks.flag("compression", compression) else None,
+            )
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
+        """Step with these gradients. Those in `.grad` play no part, and stay.
+
+        Args:
+            gradients: One for each of `parameters`, in its order; None where a parameter stays as it is.
+
+        Returns:
+            A tensor that is True.
+
+        Raises:
+            TypeError: They are no tensors in a tuple.
+            ValueError: They do not fit the parameters, or as `step` raises.
+        """
+        self._step_with(gradients)
+        return torch.tensor(True)
+
+    @property
+    def grad_scale(self) -> Tensor | None:
+        """What `step` divides gradients by: `loss_scale`, or what a scaler handed over for this step."""
+        if self.loss_scale != 1:
+            return torch.tensor(self.loss_scale, dtype=torch.float64, device="cpu")
+        handed_over: Tensor | None = self.__dict__.get("grad_scale")
+        return handed_over
+
+    @grad_scale.setter
+    def grad_scale(self, scale: Tensor | None) -> None:
+        if self.loss_scale != 1:
+            raise RuntimeError(
+                f"loss_scale={self.loss_scale:g} divides the gradients, and so does the scaler that steps this "
+                "optimizer: leave loss_scale at 1 beside it, or scale the loss by hand"
+            )
+        self.__dict__["grad_scale"] = scale
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        del self.__dict__["grad_scale"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "loss_scale": self.loss_scale}

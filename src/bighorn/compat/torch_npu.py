@@ -1,0 +1,66 @@
+"""The name of Ascend's torch_npu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from bighorn import Lamb
+from bighorn.compat import _checks
+
+__all__ = ["NpuFusedLamb"]
+
+
+class NpuFusedLamb(Lamb):
+    """torch_npu's, on any device: LAMB without bias correction, its weight norm clamped to 10.
+
+    That is version 3 of the paper with the bounds of its experiments. Parameters may move to other memory, devices and
+    dtypes between steps; a `Parameter` that takes another's place in a module is one that no optimizer knows of.
+
+    Args:
+        params: Tensors, (name, tensor) pairs, or groups, as `bighorn.Lamb` takes them.
+        lr: Learning rate, in any form that `bighorn.Lamb` takes. Default: 1e-3.
+        betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
+        eps: Added to the root of the second moment, at least 0. Default: 1e-6.
+        weight_decay: At least 0, in any form that `bighorn.Lamb` takes. Default: 0.
+        adam: Fix the trust ratio to 1: Adam, with decay as in LAMB and no bias correction. Default: False.
+        use_global_grad_norm: Scale gradients down to the 2-norm 1, taken over all groups. Default: False.
+
+    Raises:
+        TypeError: A value of a wrong type.
+        ValueError: A value out of range.
+
+    Example:
+        >>> import torch
+        >>> from bighorn.compat.torch_npu import NpuFusedLamb
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = NpuFusedLamb(model.parameters(), lr=0.01, use_global_grad_norm=True)
+        >>> model(torch.ones(3, 4)).square().sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor | Iterable[float] | Callable[[int], Any] = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float | Iterable[float] | Callable[[int], Any] = 0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+    ) -> None:
+        clips = _checks.flag("use_global_grad_norm", use_global_grad_norm)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adam=adam,
+            bias_correction=False,
+            weight_norm_bounds=(0, 10),
+            max_grad_norm=1.0 if clips else None,
+        )

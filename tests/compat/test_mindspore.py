@@ -29,9 +29,11 @@ class Net(nn.Module):
 
 
 def test_the_documents_example() -> None:
-    """Changed: the import lines; `net.trainable_params()` is `list(net.named_parameters())`, since a torch parameter
-    does not know its name, so that `x.name` is `x[0]`; and the Model, which is the loop that it stands for.
-    """  # noqa: D205
+    """Changed: the import lines, `net.trainable_params()`, `x.name` and the Model.
+
+    A torch parameter does not know its name, so the first is `list(net.named_parameters())` and the second `x[0]`. The
+    Model is the loop that it stands for.
+    """
     optimizers = learning_rate_schedule = mindspore
 
     net = Net()
@@ -316,7 +318,7 @@ def test_groups(options: dict[str, Any], error: type[Exception], message: str) -
 
 
 def test_a_group_without_parameters() -> None:
-    with pytest.raises(ValueError, match="^group 0: a parameter group must have the key 'params'"):
+    with pytest.raises(ValueError, match=r"^group 0: a parameter group must have the key 'params'"):
         Lamb([{"lr": 0.1}], 0.1)
     optim = Lamb(named()[:1], 0.1)
     with pytest.raises(ValueError, match="order_params belongs"):

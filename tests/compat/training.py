@@ -49,8 +49,9 @@ def gradient(name: str, step: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def step(params: Mapping[str, Parameter], optimizer: Optimizer, number: int) -> None:
+    """One step, with gradients as large as the optimizer's loss_scale makes them."""
     for name, param in params.items():
-        param.grad = gradient(name, number, param.dtype)
+        param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
     optimizer.step()
 
 

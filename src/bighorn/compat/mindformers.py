@@ -114,16 +114,20 @@ class Came(MindSporeOptimizer, bighorn.Came):
         self._step_with(gradients)
         return torch.tensor(True)
 
+    # torch's scalers keep what a step divides gradients by in this attribute, while they call it; else it is absent.
+
     @property
-    def grad_scale(self) -> Tensor | None:
+    def grad_scale(self) -> Tensor:
         """What `step` divides gradients by: `loss_scale`, or what a scaler handed over for this step."""
         if self.loss_scale != 1:
             return torch.tensor(self.loss_scale, dtype=torch.float64, device="cpu")
-        handed_over: Tensor | None = self.__dict__.get("grad_scale")
-        return handed_over
+        if "grad_scale" in self.__dict__:
+            handed_over: Tensor = self.__dict__["grad_scale"]
+            return handed_over
+        raise AttributeError("no scaler has handed its scale over")
 
     @grad_scale.setter
-    def grad_scale(self, scale: Tensor | None) -> None:
+    def grad_scale(self, scale: Tensor) -> None:
         if self.loss_scale != 1:
             raise RuntimeError(
                 f"loss_scale={self.loss_scale:g} divides the gradients, and so does the scaler that steps this "

@@ -1,0 +1,146 @@
+"""What every face shares with torch's optimizers and with ours: checkpoints, copies, schedulers, the native state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import bighorn
+from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
+from compat.training import step, trained, weights
+
+Params = Mapping[str, Parameter]
+Faces = dict[str, tuple[Callable[[Params, Any], Optimizer], Callable[[Params, Any], Optimizer]]]
+
+EXCLUDED = {"exclude_from_weight_decay": ["beta", "gamma"]}
+
+FACES: Faces = {
+    "torch_npu": (
+        lambda params, lr: torch_npu.NpuFusedLamb(params.items(), lr, weight_decay=0.1, use_global_grad_norm=True),
+        lambda params, lr: bighorn.Lamb(
+            params.items(),
+            lr,
+            weight_decay=0.1,
+            bias_correction=False,
+            weight_norm_bounds=(0, 10),
+            max_grad_norm=1.0,
+        ),
+    ),
+    "mindspore": (
+        lambda params, lr: mindspore.Lamb(params.items(), lr, weight_decay=0.1),
+        lambda params, lr: bighorn.Lamb(params.items(), lr, weight_decay=0.1, **EXCLUDED),
+    ),
+    "pytorch_fused_lamb": (
+        lambda params, lr: pytorch_fused_lamb.Lamb(params.items(), lr, weight_decay=0.1, amsgrad=True),
+        lambda params, lr: bighorn.Lamb(params.items(), lr, eps=1e-8, weight_decay=0.1, second_moment="amsgrad"),
+    ),
+    "npu_bridge": (
+        lambda params, lr: npu_bridge.LAMBOptimizer(lr, 0.1, params=params.items(), **EXCLUDED),
+        lambda params, lr: bighorn.Lamb(params.items(), lr, weight_decay=0.1, **EXCLUDED),
+    ),
+    "mindformers": (
+        lambda params, lr: mindformers.Came(params.items(), lr, weight_decay=0.1, compression=True, loss_scale=4),
+        lambda params, lr: bighorn.Came(
+            params.items(),
+            lr,
+            (0.9, 0.999, 0.99),
+            weight_decay=0.1,
+            factor="last_two",
+            decay_rate=0.8,
+            state_dtype=torch.float16,
+        ),
+    ),
+}
+"""Each face, and our own optimizer with the options that it stands for."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def lr(number: int) -> float:
+    return 0.1 / (number + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("face", FACES)
+def test_it_is_ours_with_its_options(face: str, dtype: torch.dtype) -> None:
+    results = []
+    for make in FACES[face]:
+        params = weights(dtype)
+        optimizer = make(params, lr)
+        for number in range(5):
+            step(params, optimizer, number)
+        results.append(params)
+    assert all(param.equal(results[1][name]) for name, param in results[0].items())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ["load", "native", "deepcopy", "pickle"])
+@pytest.mark.parametrize("face", FACES)
+def test_a_copy_goes_on(face: str, way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make, native = FACES[face]
+    whole = weights(dtype)
+    uninterrupted = make(whole, lr)
+    params = weights(dtype)
+    optimizer = make(params, lr)
+    for number in range(6):
+        step(whole, uninterrupted, number)
+    for number in range(3):
+        step(params, optimizer, number)
+    if way == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+    elif way == "pickle":
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    else:
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        fresh = {name: Parameter(param.detach().clone()) for name, param in params.items()}
+        optimizer = (native if way == "native" else make)(fresh, lr)
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    params = dict(zip(params, optimizer.param_groups[0]["params"], strict=True))
+    for number in range(3, 6):
+        step(params, optimizer, number)
+    assert all(param.equal(whole[name]) for name, param in params.items())
+    dtypes = {value.dtype for state in optimizer.state.values() for value in state.values()}
+    assert dtypes <= {torch.float32, torch.float16 if face == "mindformers" else torch.float32}
+
+
+def test_pickles_need_schedules_that_pickle() -> None:
+    """And what has been called goes on being callable."""
+    params = weights(torch.float32)
+    schedule = mindspore.CosineDecayLR(0.01, 0.1, 9)
+    for optim in (mindspore.Lamb(params.items(), schedule), mindformers.Came(params.items(), schedule, loss_scale=2)):
+        optim(tuple(torch.ones_like(param) for param in params.values()))
+        again = pickle.loads(pickle.dumps(optim))
+        again(tuple(torch.ones_like(param) for param in params.values()))
+        assert again.param_groups[0]["lr"] == schedule(1)
+        assert getattr(again, "loss_scale", 2) == 2
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_torch_scheduler_drives_it(face: str) -> None:
+    params = weights(torch.float32)
+    optimizer = FACES[face][0](params, 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    seen = []
+    for number in range(3):
+        step(params, optimizer, number)
+        scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == [0.05, 0.025, 0.0125]
+    refusing = FACES[face][0](params, lr)
+    torch.optim.lr_scheduler.ExponentialLR(refusing, 0.5)
+    with pytest.raises(RuntimeError, match="initial_lr"):
+        step(params, refusing, 0)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_fixed_training_is_the_same_twice(face: str) -> None:
+    first, second = (trained(lambda params: FACES[face][0](params, lr), torch.float32) for _ in range(2))
+    assert all(value.equal(second[name]) for name, value in first.items())

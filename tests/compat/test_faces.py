@@ -20,23 +20,16 @@ from compat.training import step, trained, weights
 Params = Mapping[str, Parameter]
 Faces = dict[str, tuple[Callable[[Params, Any], Optimizer], Callable[[Params, Any], Optimizer]]]
 
-EXCLUDED = {"exclude_from_weight_decay": ["beta", "gamma"]}
+EXCLUDED: dict[str, Any] = {"exclude_from_weight_decay": ["beta", "gamma"]}
 
 FACES: Faces = {
     "torch_npu": (
         lambda params, lr: torch_npu.NpuFusedLamb(params.items(), lr, weight_decay=0.1, use_global_grad_norm=True),
-        lambda params, lr: bighorn.Lamb(
-            params.items(),
-            lr,
-            weight_decay=0.1,
-            bias_correction=False,
-            weight_norm_bounds=(0, 10),
-            max_grad_norm=1.0,
-        ),
+        lambda params, lr: bighorn.Lamb.like("torch_npu", params.items(), lr=lr, weight_decay=0.1, max_grad_norm=1.0),
     ),
     "mindspore": (
         lambda params, lr: mindspore.Lamb(params.items(), lr, weight_decay=0.1),
-        lambda params, lr: bighorn.Lamb(params.items(), lr, weight_decay=0.1, **EXCLUDED),
+        lambda params, lr: bighorn.Lamb.like("mindspore", params.items(), lr=lr, weight_decay=0.1),
     ),
     "pytorch_fused_lamb": (
         lambda params, lr: pytorch_fused_lamb.Lamb(params.items(), lr, weight_decay=0.1, amsgrad=True),

@@ -193,8 +193,8 @@ def test_groups_have_their_own_lr_and_weight_decay() -> None:
 def test_a_call_is_a_step() -> None:
     stepped = trained(lambda params: Came(params.items(), CosineDecayLR(0.0, 0.1, 9), weight_decay=0.1))
     params = weights()
-    optim = Came([{"params": list(params.items())}, {"order_params": list(params.values())[::-1]}], learning_rate=1.0)
-    optim.param_groups[0]["lr"], optim.param_groups[0]["weight_decay"] = CosineDecayLR(0.0, 0.1, 9), 0.1
+    groups: list[dict[str, Any]] = [{"params": list(params.items())}, {"order_params": list(params.values())[::-1]}]
+    optim = Came(groups, CosineDecayLR(0.0, 0.1, 9), weight_decay=0.1)
     for number in range(STEPS):
         assert optim(tuple(gradient(name, number) for name in reversed(params))).equal(torch.tensor(True))
     assert all(param.equal(stepped[name]) for name, param in params.items())

@@ -45,7 +45,8 @@ def test_it_is_version_5_of_the_paper(amsgrad: bool, maximize: bool) -> None:
 
 def test_groups_have_an_amsgrad_of_their_own() -> None:
     first, second, late = weights()
-    optimizer = Lamb([{"params": [first], "amsgrad": True}, {"params": [second]}])
+    groups: list[dict[str, Any]] = [{"params": [first], "amsgrad": True}, {"params": [second]}]
+    optimizer = Lamb(groups)
     optimizer.add_param_group({"params": [late], "amsgrad": True})
     assert [group["second_moment"] for group in optimizer.param_groups] == ["amsgrad", "adam", "amsgrad"]
     assert all("amsgrad" not in group for group in optimizer.param_groups)

@@ -104,13 +104,17 @@ def test_a_name_with_a_capital_is_decayed() -> None:
     assert_close(ours, by_scalar(lambda _: {"weight_decay": 0.1}))
 
 
+def is_first(name: str) -> bool:
+    """A 4-dim tensor, which is centred, one of 2 dims, which is not, and vectors."""
+    return name.startswith(("conv", "norm", "fc"))
+
+
 def grouped(params: dict[str, Parameter], named: bool = True) -> list[dict[str, Any]]:
-    first = [item for item in params.items() if item[0].startswith(("conv", "norm"))]
-    second = [item for item in params.items() if not item[0].startswith(("conv", "norm"))]
-    halves = [half if named else [param for _, param in half] for half in (first, second)]
+    halves = [[item for item in params.items() if is_first(item[0]) == first] for first in (True, False)]
+    given = [half if named else [param for _, param in half] for half in halves]
     return [
-        {"params": halves[0], "weight_decay": 0.3, "grad_centralization": True},
-        {"params": halves[1], "lr": iter(LRS), "grad_centralization": False},
+        {"params": given[0], "weight_decay": 0.3, "grad_centralization": True},
+        {"params": given[1], "lr": iter(LRS), "grad_centralization": False},
     ]
 
 
@@ -119,7 +123,7 @@ def test_grouped_names_are_ignored_and_convolutions_centred(named: bool) -> None
     ours = trained(lambda params: Lamb(grouped(params, named), 0.07, weight_decay=0.1))
 
     def witness(name: str) -> dict[str, Any]:
-        if name.startswith(("conv", "norm")):
+        if is_first(name):
             return {"lr": 0.07, "weight_decay": 0.3, "grad_centralization": "conv"}
         return {"weight_decay": 0.1}
 

@@ -12,8 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import ExponentialScale, FixedScale, Lamb, WindowScale
-from bighorn.compat import mindspore
-from bighorn.compat import npu_bridge
+from bighorn.compat import mindspore, npu_bridge
 
 SIGNATURES = {
     npu_bridge.FixedLossScaleManager: "(loss_scale)",

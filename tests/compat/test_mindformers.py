@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import bighorn
 from bighorn.compat.mindformers import Came
-from bighorn.compat.mindspore import CosineDecayLR
+from bighorn.compat.mindspore import CosineDecayLR, FixedLossScaleManager
 from compat.training import LRS, STEPS, assert_close, gradient, step, trained, weights
 from test_errors import refused
 
@@ -234,6 +234,18 @@ def test_a_scaler_that_hands_its_scale_over() -> None:
     scaled = scaled_training(1, torch.amp.GradScaler("cpu", init_scale=1024.0))
     plain = scaled_training(1, torch.amp.GradScaler("cpu", enabled=False))
     assert scaled.weight.equal(plain.weight)
+
+
+def test_loss_scale_is_for_a_manager_that_nobody_makes_a_scaler_of() -> None:
+    """Both carry the same number, as MindFormers' document asks; only one of them may divide."""
+    manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
+    params = weights()
+    optim = Came(params.items(), 0.1, weight_decay=0.1, loss_scale=manager.get_loss_scale())
+    step(params, optim, 0)
+    scaler = manager.loss_scaler()
+    with refused(list(params.values()), optim, RuntimeError, "loss_scale=1024 divides the gradients"):  # type: ignore[arg-type]
+        scaler.scale(torch.ones(()))
+        scaler.step(optim)
 
 
 def test_loss_scale_beside_a_scaler_is_refused() -> None:

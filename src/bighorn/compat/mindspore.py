@@ -1,6 +1,7 @@
 """The names of MindSpore: of mindspore.nn, and the loss scale managers of mindspore.amp."""
 
 from bighorn.compat._mindspore_lamb import Lamb
+from bighorn.compat._mindspore_scaling import DynamicLossScaleManager, FixedLossScaleManager
 from bighorn.compat._mindspore_schedules import (
     CosineDecayLR,
     ExponentialDecayLR,
@@ -9,7 +10,6 @@ from bighorn.compat._mindspore_schedules import (
     PolynomialDecayLR,
     WarmUpLR,
 )
-from bighorn.compat._mindspore_scaling import DynamicLossScaleManager, FixedLossScaleManager
 
 __all__ = [
     "CosineDecayLR",

@@ -17,6 +17,8 @@ from bighorn.compat.mindspore import Lamb, PolynomialDecayLR
 from compat.training import LRS, STEPS, assert_close, by_scalar, gradient, trained, weights
 from test_errors import refused
 
+pytestmark = pytest.mark.filterwarnings("ignore:params have no names")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -93,7 +95,8 @@ def test_ungrouped_it_decays_all_but_beta_and_gamma() -> None:
 
 
 def test_what_has_no_name_is_decayed() -> None:
-    ours = trained(lambda params: Lamb(params.values(), LRS, **ARGUMENTS, weight_decay=0.1))
+    with pytest.warns(UserWarning, match="params have no names"):
+        ours = trained(lambda params: Lamb(params.values(), LRS, **ARGUMENTS, weight_decay=0.1))
     assert_close(ours, by_scalar(lambda _: {**WITNESS, "weight_decay": 0.1}))
 
 

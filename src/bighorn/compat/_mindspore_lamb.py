@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
     """MindSpore's: version 5 of the paper, with MindSpore's groups and errors, and called with gradients.
 
     Without groups, weight decay skips parameters whose name contains `beta` or `gamma`. Torch's parameters know no
-    names: give (name, Parameter) pairs, as `model.named_parameters()` does; what has no name is decayed.
+    names: give (name, Parameter) pairs, as `model.named_parameters()` does; others are decayed, with a warning.
 
     Args:
         params: Parameters or (name, Parameter) pairs; or groups, dicts with `params` and any of `lr`, `weight_decay`
@@ -61,6 +62,12 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
         weight_decay = _checks.weight_decay("weight_decay", weight_decay)
         listed = _checks.parameters(params)
         named = any(isinstance(item, tuple) for item in listed)
+        if not named and not isinstance(listed[0] if listed else {}, dict) and weight_decay != 0:
+            warnings.warn(
+                "params have no names, so weight_decay spares none of them, not even what MindSpore would by 'beta' or "
+                "'gamma' in its name: pass model.named_parameters()",
+                stacklevel=2,
+            )
         with _checks.renamed({"lr": "learning_rate"}):
             super().__init__(
                 listed,

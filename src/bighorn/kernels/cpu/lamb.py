@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
 from bighorn.kernels.cpu.library import address, loaded, run, scratch
-from bighorn.kernels.cpu.tensors import BLOCK, GRAD_TYPES, TYPES, grad_layout, unsupported
+from bighorn.kernels.cpu.stepper import Stepper
+from bighorn.kernels.cpu.tensors import TYPES, unsupported
 
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
@@ -35,9 +36,8 @@ class Row(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("step", "norms", "grad_layout")),
-        *((name, ctypes.c_int64) for name in ("size", "fan")),
-        *((name, ctypes.c_int32) for name in ("param_type", "grad_type", "state_type", "options")),
+        *((name, ctypes.c_void_p) for name in ("step", "norms")),
+        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "options")),
     ]
 
 
@@ -50,56 +50,37 @@ def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     return unsupported(param, options.centre)
 
 
-class Lamb:
-    """LAMB on the library. The table of addresses is made once; gradients and options are read at each step."""
+class Lamb(Stepper[LambOptions]):
+    """LAMB on the library."""
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
+        super().__init__(buckets)
         rows = [make_row(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
-        self.buckets = buckets
         self.rows = (Row * len(rows))(*rows)
-        self.layouts = [
-            grad_layout(x, g) for bucket in buckets for x, g in zip(bucket.params, bucket.grads, strict=True)
-        ]
-        for row, layout in zip(self.rows, self.layouts, strict=True):
-            row.grad_layout = layout.buffer_info()[0] if layout else None
-        self.order = array("q", sorted(range(len(rows)), key=lambda i: -rows[i].size))
-        self.counts = array("Q", [step.data_ptr() for bucket in buckets for step in bucket.counts])
-        blocks = [-(-row.size // BLOCK) for row in rows]
-        # Sums of squares of x and u for each block of a large row, twice; or of g for each block of every row.
-        self.partial = torch.empty(max(4 * max(blocks, default=0), sum(blocks)), dtype=torch.float64, device="cpu")
+        # Sums of squares of x and u for each block of a large row, twice.
+        self.partial = torch.empty(4 * max(self.blocks, default=0), dtype=torch.float64, device="cpu")
 
     def prepare(self) -> None:
         """Whatever can fail, as `reference.Lamb.prepare`."""
-        run()
+        super().prepare()
         scratch()
 
-    def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        grads = self._grads()
-        total = loaded().bighorn_square_sum(run(), self.rows, address(grads), len(grads), self.partial.data_ptr())
-        return torch.tensor(total, dtype=torch.float64, device="cpu")
-
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
-        """One LAMB step of all buckets, as `reference.Lamb.step`."""
-        if commit is not None and not commit:
-            return
-        grads, buffer = self._grads(), scratch()
+    def launch(self, grads: array[int], grad_scale: float) -> None:
+        """One LAMB step of all buckets, not counted."""
+        buffer = scratch()
         loaded().bighorn_lamb_step(
             run(),
             (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
             self.rows,
+            self.gradients,
             address(grads),
             address(self.order),
             len(grads),
-            float(grad_scale),
+            grad_scale,
             self.partial.data_ptr(),
             buffer.data_ptr(),
             buffer.numel(),
         )
-        loaded().bighorn_advance(address(self.counts), len(self.counts))
-
-    def _grads(self) -> array[int]:
-        return array("Q", [grad.data_ptr() for bucket in self.buckets for grad in bucket.grads])
 
 
 def make_row(bucket: Bucket[LambOptions], i: int, index: int) -> Row:
@@ -112,10 +93,7 @@ def make_row(bucket: Bucket[LambOptions], i: int, index: int) -> Row:
         max_exp_avg_sq=state["max_exp_avg_sq"].data_ptr() if "max_exp_avg_sq" in state else None,
         step=bucket.steps[i].data_ptr(),
         norms=bucket.norms[i].data_ptr(),
-        size=x.numel(),
-        fan=x.numel() // x.shape[0] if bucket.options.centre and x.numel() else 0,
         param_type=TYPES[x.dtype],
-        grad_type=GRAD_TYPES[bucket.grads[i].dtype],
         state_type=TYPES[state["exp_avg"].dtype],
         options=index,
     )

@@ -25,7 +25,7 @@ ISAS = {"v2": 2, "v3": 3, "v4": 4}
 
 
 class Run(ctypes.Structure):
-    """`Run` of csrc/lamb.h."""
+    """`Run` of csrc/run.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("parallel", "thread_num", "num_threads")),
@@ -52,7 +52,7 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
-    library.bighorn_lamb_step.argtypes = [run, *[address] * 4, count, number, address, address, count]
+    library.bighorn_lamb_step.argtypes = [run, *[address] * 5, count, number, address, address, count]
     return library, str(path)
 
 

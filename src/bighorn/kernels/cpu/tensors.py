@@ -1,7 +1,8 @@
-"""What the library is told about a tensor, and which tensors it cannot serve."""
+"""What the library is told about tensors, and which of them it cannot serve."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from bighorn.kernels.cpu import library
 
-BLOCK = 8192  # of csrc/lamb.h
+BLOCK = 8192  # of csrc/run.h
 LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,6 +28,26 @@ def unsupported(param: Tensor, centre: bool) -> str | None:
     if centre and param.numel() > LONGEST_FAN * param.shape[0]:
         return f"gradient centralisation over more than {LONGEST_FAN} elements is not in the C library"
     return None
+
+
+class Gradient(ctypes.Structure):
+    """`Gradient` of csrc/gradient.h."""
+
+    _fields_ = [
+        ("layout", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("size", "fan")),
+        ("type", ctypes.c_int32),
+    ]
+
+
+def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> Gradient:
+    """How a gradient lies, which may have to be centred."""
+    return Gradient(
+        layout=layout.buffer_info()[0] if layout else None,
+        size=x.numel(),
+        fan=x.numel() // x.shape[0] if centre and x.numel() else 0,
+        type=GRAD_TYPES[g.dtype],
+    )
 
 
 def grad_layout(x: Tensor, g: Tensor) -> array[int] | None:

@@ -1,170 +1,7 @@
-/* The arithmetic of a step, compiled once per instruction set (-DISA=v2|v3|v4|base).
- *
- * Everything is computed in float32. bfloat16 is widened and rounded in registers, other dtypes in a buffer for a piece
- * that stays in the first-level cache; so each line of mathematics stands here once, for all dtypes. */
+/* The arithmetic of a LAMB step. float32 and bfloat16 are read and written where they lie. */
 #include "lamb.h"
 
 #include <math.h>
-#include <string.h>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
-/* A fused multiply-add where the instruction set has one; the build contracts nothing by itself. */
-#if defined(__FMA__) || defined(__aarch64__)
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
-#else
-#define FMA(a, b, c) ((a) * (b) + (c))
-#endif
-
-#define CONCATENATE_(a, b) a##b
-#define CONCATENATE(a, b) CONCATENATE_(a, b)
-
-enum { PIECE = 1024 };
-
-/* ---- dtypes ---------------------------------------------------------------------------------------------- */
-
-static inline float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-/* Rounds to the nearest, ties to even. A NaN that came from bfloat16 has no low bits that could carry into its sign,
- * so it needs no care (an eighth of the time of an all-bfloat16 step). */
-static inline uint16_t to_bfloat16(float value, int any_nan) {
-    uint32_t bits = to_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)(any_nan && value != value ? 0x7fc0u : rounded);
-}
-
-/* float16 without hardware help: scaling by powers of two lets the float unit do subnormals and rounding. */
-static inline float from_float16(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7fffu) << 13;
-    uint32_t magnitude = rest >= 0x0f800000u ? rest + 0x70000000u : to_bits(from_bits(rest + 0x38800000u) - 0x1p-14f);
-    uint32_t normal = rest >= 0x00800000u && rest < 0x0f800000u ? rest + 0x38000000u : magnitude;
-    return from_bits(sign | normal);
-}
-
-static inline uint16_t to_float16(float value) {
-    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
-    uint32_t normal = (rest + 0xfffu + ((rest >> 13) & 1u) - 0x38000000u) >> 13; /* nearest, ties to even */
-    uint32_t subnormal = to_bits(from_bits(rest) + 0.5f) - 0x3f000000u;
-    uint32_t half = rest < 0x38800000u ? subnormal : rest >= 0x477ff000u ? 0x7c00u : normal;
-    return (uint16_t)(sign | (rest > 0x7f800000u ? 0x7e00u : half));
-}
-
-static void widen_float16(const uint16_t *restrict in, int n, float *restrict out) {
-    int i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
-#endif
-    for (; i < n; i++) out[i] = from_float16(in[i]);
-}
-
-static void narrow_float16(const float *restrict in, int n, uint16_t *restrict out) {
-    int i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < n; i++) out[i] = to_float16(in[i]);
-}
-
-/* float32 data is used where it lies; any other dtype is copied into the buffer. */
-static float *widen(const void *data, int type, int64_t start, int n, float *restrict buffer) {
-    const uint16_t *half = (const uint16_t *)data + start;
-    if (type == FLOAT32) return (float *)data + start;
-    if (type == FLOAT16) {
-        widen_float16(half, n, buffer);
-    } else if (type == FLOAT64) {
-        for (int i = 0; i < n; i++) buffer[i] = (float)((const double *)data + start)[i];
-    } else {
-#pragma omp simd
-        for (int i = 0; i < n; i++) buffer[i] = from_bits((uint32_t)half[i] << 16);
-    }
-    return buffer;
-}
-
-/* ---- gradients ------------------------------------------------------------------------------------------- */
-
-static float element(const void *data, int type, int64_t at) {
-    switch (type) {
-        case FLOAT32: return ((const float *)data)[at];
-        case FLOAT64: return (float)((const double *)data)[at];
-        case FLOAT16: return from_float16(((const uint16_t *)data)[at]);
-        default: return from_bits((uint32_t)((const uint16_t *)data)[at] << 16);
-    }
-}
-
-/* Gradient elements [start, start + n) in the parameter's order, whatever order they lie in. */
-static const float *read_grad(const Block *b, int64_t start, int n, float *restrict buffer) {
-    const int64_t *layout = b->row->grad_layout;
-    const int type = b->row->grad_type;
-    if (!layout) return widen(b->grad, type, start, n, buffer);
-    const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
-    for (int i = 0; i < n;) {
-        int64_t inner = (start + i) % sizes[last], rest = (start + i) / sizes[last];
-        int64_t offset = inner * strides[last];
-        for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) offset += rest % sizes[d] * strides[d];
-        for (; i < n && inner < sizes[last]; i++, inner++, offset += strides[last])
-            buffer[i] = element(b->grad, type, offset);
-    }
-    return buffer;
-}
-
-static double square_sum(const Block *b) {
-    float buffer[PIECE];
-    double total = 0;
-    for (int64_t done = 0; done < b->size; done += PIECE) {
-        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
-        const float *restrict g = read_grad(b, b->start + done, n, buffer);
-        double piece = 0;
-#pragma omp simd reduction(+ : piece)
-        for (int i = 0; i < n; i++) piece += (double)g[i] * g[i];
-        total += piece;
-    }
-    return total;
-}
-
-/* The mean of gradient elements [start, start + size). */
-static float mean(const Block *b, int64_t start, int64_t size) {
-    float buffer[PIECE];
-    double total = 0;
-    for (int64_t done = 0; done < size; done += PIECE) {
-        int n = (int)(size - done < PIECE ? size - done : PIECE);
-        const float *restrict g = read_grad(b, start + done, n, buffer);
-        double piece = 0;
-#pragma omp simd reduction(+ : piece)
-        for (int i = 0; i < n; i++) piece += g[i];
-        total += piece;
-    }
-    return (float)(total / (double)size);
-}
-
-/* The last mean that was taken, since pieces of one block share theirs. */
-typedef struct {
-    int64_t first;
-    float value;
-} Mean;
-
-/* g <- g - mean(g over dims 1..), of which elements [start, start + n) are wanted. */
-static void centre(const Block *b, int64_t start, int n, const float *g, float *out, Mean *last) {
-    int64_t fan = b->row->fan;
-    for (int i = 0; i < n;) {
-        int64_t first = (start + i) / fan * fan;
-        int end = (int)(first + fan - start < n ? first + fan - start : n);
-        if (last->first != first) *last = (Mean){first, mean(b, first, fan)};
-        for (; i < end; i++) out[i] = g[i] - last->value;
-    }
-}
-
-/* ---- LAMB ------------------------------------------------------------------------------------------------ */
 
 /* u, the same to the bit wherever it is computed. */
 static inline float update_of(const Factors f, float x, float m, float v) {
@@ -213,21 +50,12 @@ static inline __attribute__((always_inline)) float put(int type, int from, void 
     return from_bits((uint32_t)half << 16);
 }
 
-/* Whether a gradient enters the moments as it lies. */
-static int grad_in_place(const Block *b, const Factors *f) {
-    return f->grad_scale == 1 && f->l2 == 0 && !b->row->fan && !b->row->grad_layout;
-}
-
 /* The gradient as it enters the moments, in float32. */
-static const float *load_grad(const Block *b, const Factors *f, int64_t start, int n, const Piece *p, float *buffer,
-                              Mean *last) {
-    const float *g = read_grad(b, start, n, buffer);
-    const float scale = f->grad_scale, l2 = f->l2;
-    if (b->row->fan) centre(b, start, n, g, buffer, last), g = buffer;
-    if (scale == 1 && l2 == 0) return g;
-    for (int i = 0; i < n; i++) buffer[i] = scale * g[i];
-    if (l2 != 0)
-        for (int i = 0; i < n; i++) buffer[i] = FMA(l2, get(p->x_type, p->x, i), buffer[i]);
+static const float *grad_of(const Block *b, const Factors *f, int64_t start, int n, const Piece *p, float *buffer,
+                            Mean *last) {
+    const float *g = load_grad(b->gradient, b->grad, f->grad_scale, start, n, buffer, last);
+    if (f->l2 == 0) return g;
+    for (int i = 0; i < n; i++) buffer[i] = FMA(f->l2, get(p->x_type, p->x, i), g[i]);
     return buffer;
 }
 
@@ -285,9 +113,10 @@ static inline __attribute__((always_inline)) Sums step_piece(const Block *b, con
     Sums sums;
     take(&p, b->row, start, n);
     const void *g;
-    int half = grad_in_place(b, f) && b->row->grad_type == BFLOAT16 && p.x_type == BFLOAT16;
+    int plain = f->l2 == 0 && is_plain(b->gradient, f->grad_scale);
+    int half = plain && b->gradient->type == BFLOAT16 && p.x_type == BFLOAT16;
     if (half) g = at((void *)b->grad, BFLOAT16, start);
-    else g = load_grad(b, f, start, n, &p, buffer, last);
+    else g = grad_of(b, f, start, n, &p, buffer, last);
     switch (p.x_type << 2 | half << 1 | p.state_type) {
         case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
         case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
@@ -357,4 +186,4 @@ static void apply(const Block *b, const Factors *f, float step, const float *upd
     }
 }
 
-const Loops CONCATENATE(loops_, ISA) = {moments, apply, moments_and_apply, square_sum};
+const LambLoops CONCATENATE(lamb_loops_, ISA) = {moments, apply, moments_and_apply};

@@ -1,0 +1,58 @@
+"""What the algorithms share: tables of addresses, made once; gradients and options, read at each step."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.bucket import Bucket, Options
+from bighorn.kernels.cpu.library import address, loaded, run
+from bighorn.kernels.cpu.tensors import BLOCK, Gradient, grad_layout, gradient
+
+
+class Stepper(Generic[Options]):
+    """An algorithm of the library for some buckets; it adds the table of its rows and the call of its step."""
+
+    def __init__(self, buckets: list[Bucket[Options]]) -> None:
+        rows = [
+            (x, grad, bucket.options.centre)
+            for bucket in buckets
+            for x, grad in zip(bucket.params, bucket.grads, strict=True)
+        ]
+        self.buckets: list[Bucket[Options]] = buckets
+        self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the table below holds only their addresses
+        self.gradients = (Gradient * len(rows))(
+            *(gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True))
+        )
+        sizes = [x.numel() for x, _, _ in rows]
+        self.order = array("q", sorted(range(len(rows)), key=lambda i: -sizes[i]))  # largest first
+        self.counts = array("Q", [step.data_ptr() for bucket in buckets for step in bucket.counts])
+        self.blocks = [-(-size // BLOCK) for size in sizes]
+        self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
+
+    def prepare(self) -> None:
+        """Whatever can fail, as `reference.Lamb.prepare`."""
+        run()
+
+    def square_sum(self) -> Tensor:
+        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        grads = self._grads()
+        total = loaded().bighorn_square_sum(run(), self.gradients, address(grads), len(grads), self.sums.data_ptr())
+        return torch.tensor(total, dtype=torch.float64, device="cpu")
+
+    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+        """One step of all buckets, as `reference.Lamb.step`."""
+        if commit is not None and not commit:
+            return
+        self.launch(self._grads(), float(grad_scale))
+        loaded().bighorn_advance(address(self.counts), len(self.counts))
+
+    def launch(self, grads: array[int], grad_scale: float) -> None:
+        """One step of all buckets, not counted, of the gradients at these addresses."""
+        raise NotImplementedError
+
+    def _grads(self) -> array[int]:
+        return array("Q", [grad.data_ptr() for bucket in self.buckets for grad in bucket.grads])

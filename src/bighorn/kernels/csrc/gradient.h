@@ -1,0 +1,90 @@
+/* Gradients as they come: in any floating dtype and any order, perhaps to be scaled and centred. */
+#ifndef BIGHORN_GRADIENT_H
+#define BIGHORN_GRADIENT_H
+
+#include "numbers.h"
+
+/* How the gradient of one row lies in memory; its address is new at each step. */
+typedef struct {
+    const int64_t *layout; /* NULL: in the parameter's order. Else: dims, sizes, strides; in the parameter's order, */
+                           /* outermost dimension first */
+    int64_t size;
+    int64_t fan; /* consecutive elements that are centred on their mean; 0: none are */
+    int32_t type;
+} Gradient;
+
+static inline float element(const void *data, int type, int64_t at) {
+    switch (type) {
+        case FLOAT32: return ((const float *)data)[at];
+        case FLOAT64: return (float)((const double *)data)[at];
+        case FLOAT16: return from_float16(((const uint16_t *)data)[at]);
+        default: return from_bits((uint32_t)((const uint16_t *)data)[at] << 16);
+    }
+}
+
+/* Elements [start, start + n) in the parameter's order, whatever order they lie in. */
+static inline const float *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
+                                     float *restrict buffer) {
+    const int64_t *layout = gradient->layout;
+    const int type = gradient->type;
+    if (!layout) return widen(data, type, start, n, buffer);
+    const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
+    for (int i = 0; i < n;) {
+        int64_t inner = (start + i) % sizes[last], rest = (start + i) / sizes[last];
+        int64_t offset = inner * strides[last];
+        for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) offset += rest % sizes[d] * strides[d];
+        for (; i < n && inner < sizes[last]; i++, inner++, offset += strides[last])
+            buffer[i] = element(data, type, offset);
+    }
+    return buffer;
+}
+
+/* The mean of elements [start, start + size). */
+static inline float mean(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
+    float buffer[PIECE];
+    double total = 0;
+    for (int64_t done = 0; done < size; done += PIECE) {
+        int n = (int)(size - done < PIECE ? size - done : PIECE);
+        const float *restrict g = read_grad(gradient, data, start + done, n, buffer);
+        double piece = 0;
+#pragma omp simd reduction(+ : piece)
+        for (int i = 0; i < n; i++) piece += g[i];
+        total += piece;
+    }
+    return (float)(total / (double)size);
+}
+
+/* The last mean that was taken, since pieces of one block share theirs; `first` is -1 to begin with. */
+typedef struct {
+    int64_t first;
+    float value;
+} Mean;
+
+/* g <- g - mean(g over dims 1..), of which elements [start, start + n) are wanted. */
+static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const float *g, float *out,
+                          Mean *last) {
+    int64_t fan = gradient->fan;
+    for (int i = 0; i < n;) {
+        int64_t first = (start + i) / fan * fan;
+        int end = (int)(first + fan - start < n ? first + fan - start : n);
+        if (last->first != first) *last = (Mean){first, mean(gradient, data, first, fan)};
+        for (; i < end; i++) out[i] = g[i] - last->value;
+    }
+}
+
+/* Whether elements can be used as they lie, but for their dtype. */
+static inline int is_plain(const Gradient *gradient, float scale) {
+    return scale == 1 && !gradient->fan && !gradient->layout;
+}
+
+/* Elements [start, start + n), centred and scaled, in float32. */
+static inline const float *load_grad(const Gradient *gradient, const void *data, float scale, int64_t start, int n,
+                                     float *buffer, Mean *last) {
+    const float *g = read_grad(gradient, data, start, n, buffer);
+    if (gradient->fan) centre(gradient, data, start, n, g, buffer, last), g = buffer;
+    if (scale == 1) return g;
+    for (int i = 0; i < n; i++) buffer[i] = scale * g[i];
+    return buffer;
+}
+
+#endif

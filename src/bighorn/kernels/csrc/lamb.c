@@ -1,0 +1,131 @@
+/* LAMB: who does what, and when: schedule, norms and the trust ratio. No arithmetic on elements here.
+ *
+ * Small tensors go to threads whole, so that the second phase finds them in cache. Large ones are shared by all
+ * threads in static slices with one barrier between the phases. */
+#include "lamb.h"
+
+#include <math.h>
+
+TABLE_PER_ISA(LambLoops, lamb_loops)
+
+/* ---- one tensor ------------------------------------------------------------------------------------------ */
+
+/* The same decision as trust_ratio() in reference/lamb.py, which is the specification. NaN passes through. */
+static double trust_ratio(const Options *o, double weight_norm, double update_norm) { /* LAMB-q */
+    if (!o->adapt || weight_norm == 0 || update_norm == 0) return 1;
+    double low = o->weight_norm_bounds[0], high = o->weight_norm_bounds[1];
+    double phi = weight_norm < low ? low : weight_norm > high ? high : weight_norm;
+    double ratio = phi / update_norm;
+    low = o->trust_ratio_bounds[0], high = o->trust_ratio_bounds[1];
+    return ratio < low ? low : ratio > high ? high : ratio;
+}
+
+/* u = correction * m / (sqrt(v) + eps) carries both bias corrections: eps grows by sqrt(1 - beta2^t) instead of v
+ * being divided by it. Returns the learning rate that multiplies u. */
+static double prepare(const Options *o, const Row *row, double grad_scale, Factors *f) {
+    int64_t t = (int64_t)*row->step + 1;
+    double correction1 = o->bias_correction == NONE ? 1 : 1 - power(o->beta1, t);
+    double correction2 = o->bias_correction == NONE || o->second_moment == ADAGRAD ? 1 : 1 - power(o->beta2, t);
+    double correction = sqrt(correction2) / correction1, root = sqrt(correction2), lr = o->lr;
+    if (o->bias_correction == LEARNING_RATE) lr *= correction, correction = root = 1;
+    *f = (Factors){
+        .grad_scale = (float)(o->maximize ? -grad_scale : grad_scale),
+        .l2 = o->decay_mode == L2 ? (float)o->weight_decay : 0,
+        .beta1 = (float)o->beta1,
+        .beta3 = o->grad_averaging ? (float)(1 - o->beta1) : 1,
+        .beta2 = o->second_moment == ADAGRAD ? 1 : (float)o->beta2,
+        .beta4 = o->second_moment == ADAGRAD ? 1 : (float)(1 - o->beta2),
+        .correction = (float)correction,
+        .eps = (float)(o->eps * root),
+        .weight_decay = o->decay_mode == RATIO ? (float)o->weight_decay : 0,
+        .decay = o->decay_mode == DECOUPLED ? (float)(1 - o->lr * o->weight_decay) : 1,
+    };
+    return lr;
+}
+
+/* ---- all tensors ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const LambLoops *loops;
+    const Options *options;
+    const Row *rows;
+    const Gradient *gradients;
+    void *const *grads;
+    const int64_t *order; /* rows, largest first */
+    int64_t rows_count;
+    double grad_scale;
+    float *scratch;       /* shared out evenly to the team */
+    int64_t scratch_size; /* floats */
+    Sums *partial[2];     /* per block of a large row; two, so that a fast thread can go on to the next row */
+    atomic_llong next;    /* small rows are handed out in order */
+    Barrier barrier;
+} Step;
+
+static Block block_at(const Step *s, int64_t row, int64_t block) {
+    int64_t start = block * BLOCK, rest = s->gradients[row].size - start;
+    return (Block){&s->rows[row], &s->gradients[row], s->grads[row], start, rest < BLOCK ? rest : BLOCK};
+}
+
+/* Blocks [first, last) of a row, by one thread; `partial` is for a row that is shared with the other threads. */
+static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums *partial, int thread, int team) {
+    const Row *row = &s->rows[index];
+    const Options *o = &s->options[row->options];
+    int64_t count = blocks_in(s->gradients[index].size), room = s->scratch_size / team / BLOCK;
+    int64_t kept = last - first < room ? first : last - room; /* from here on u is kept, before it is recomputed */
+    float *scratch = s->scratch + thread * room * BLOCK;
+    Sums total = {0, 0};
+    Factors f;
+    double lr = prepare(o, row, s->grad_scale, &f);
+
+    for (int64_t b = first; b < last; b++) {
+        Block block = block_at(s, index, b);
+        Sums sums;
+        if (!o->adapt)
+            sums = s->loops->moments_and_apply(&block, &f, o->second_moment, (float)lr);
+        else
+            sums = s->loops->moments(&block, &f, o->second_moment, b < kept ? NULL : scratch + (b - kept) * BLOCK);
+        if (partial) partial[b] = sums;
+        total.weight += sums.weight, total.update += sums.update;
+    }
+    if (partial) {
+        wait_for_all(&s->barrier, team);
+        total = (Sums){0, 0};
+        for (int64_t b = 0; b < count; b++) total.weight += partial[b].weight, total.update += partial[b].update;
+    }
+    double weight_norm = sqrt(total.weight) * fabs(f.decay), update_norm = sqrt(total.update);
+    double ratio = trust_ratio(o, weight_norm, update_norm);
+    if (!partial || thread == 0)
+        row->norms[0] = (float)weight_norm, row->norms[1] = (float)update_norm, row->norms[2] = (float)ratio;
+    if (!o->adapt) return;
+    for (int64_t b = first; b < last; b++) {
+        Block block = block_at(s, index, b);
+        s->loops->apply(&block, &f, (float)(lr * ratio), b < kept ? NULL : scratch + (b - kept) * BLOCK);
+    }
+}
+
+static void step_body(int thread, int team, void *data) {
+    Step *s = data;
+    int64_t large = 0;
+    for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > LARGE; large++) {
+        int64_t index = s->order[large], count = blocks_in(s->gradients[index].size);
+        step_slice(s, index, share(count, thread, team), share(count, thread + 1, team), s->partial[large % 2], thread, team);
+    }
+    for (;;) {
+        int64_t position = large + atomic_fetch_add(&s->next, 1);
+        if (position >= s->rows_count) return;
+        int64_t index = s->order[position];
+        step_slice(s, index, 0, blocks_in(s->gradients[index].size), NULL, thread, team);
+    }
+}
+
+/* One LAMB step of every row, without counting it. `partial` has room for two entries per block of the largest row;
+ * the scratch may be of any size. Nothing is allocated here, so nothing can fail. */
+EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row *rows,
+                              const Gradient *gradients, void *const *grads,
+                              const int64_t *order, int64_t rows_count, double grad_scale, Sums *partial,
+                              float *scratch, int64_t scratch_size) {
+    int64_t most = rows_count ? blocks_in(gradients[order[0]].size) : 0;
+    Step s = {lamb_loops_for(run->isa), options, rows, gradients, grads, order, rows_count, grad_scale, scratch, scratch_size,
+              {partial, partial + most}, 0, {0, 0, 0}};
+    run_parallel(run, step_body, &s);
+}

@@ -1,0 +1,54 @@
+/* How a call runs: on which instruction set, and on whose threads. */
+#ifndef BIGHORN_RUN_H
+#define BIGHORN_RUN_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
+enum { LARGE = 1 << 20 };
+
+/* Sums are formed per block and added in block order, so that no result depends on the number of threads. */
+enum { BLOCK = 8192 };
+
+static inline int64_t blocks_in(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
+
+/* What the process is like, as cpu/library.py found it: the instruction set, and the OpenMP runtime that is there. */
+typedef struct {
+    void (*parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+    int (*thread_num)(void);
+    int (*num_threads)(void);
+    int32_t threads, isa;
+} Run;
+
+/* `table_for(isa)`: a table of functions that each instruction set has its own of, as table_v2, table_v3, table_v4. */
+#if defined(ISA_X86)
+#define TABLE_PER_ISA(Type, table)                       \
+    extern const Type table##_v2, table##_v3, table##_v4; \
+    static const Type *table##_for(int isa) {             \
+        return isa >= 4 ? &table##_v4 : isa == 3 ? &table##_v3 : &table##_v2; \
+    }
+#else
+#define TABLE_PER_ISA(Type, table)     \
+    extern const Type table##_base;    \
+    static const Type *table##_for(int isa) { return (void)isa, &table##_base; }
+#endif
+
+typedef void Body(int thread, int team, void *data);
+
+/* Runs the body in every thread of a team, which can be smaller than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC). */
+void run_parallel(const Run *run, Body *body, void *data);
+
+/* Where the threads of a team wait for each other; zeros to begin with. */
+typedef struct {
+    atomic_int arrived, phase, sleepers;
+} Barrier;
+
+void wait_for_all(Barrier *barrier, int team);
+
+/* The first of `count` things that fall to a thread; the next thread's first ends them. */
+static inline int64_t share(int64_t count, int thread, int team) { return count * thread / team; }
+
+#endif

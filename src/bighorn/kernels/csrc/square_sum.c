@@ -1,0 +1,45 @@
+/* The global gradient norm, and the count of steps: what every algorithm needs. */
+#include "run.h"
+#include "square_sum.h"
+
+TABLE_PER_ISA(SquareSumLoops, square_sum_loops)
+
+typedef struct {
+    const SquareSumLoops *loops;
+    const Gradient *gradients;
+    void *const *data;
+    int64_t rows;
+    double *partial; /* one per block of every row, in order */
+    int64_t blocks;
+} SquareSum;
+
+static void square_sum_body(int thread, int team, void *data) {
+    const SquareSum *s = data;
+    int64_t first = share(s->blocks, thread, team), last = share(s->blocks, thread + 1, team), before = 0;
+    for (int64_t row = 0; row < s->rows && before < last; row++) {
+        const Gradient *gradient = &s->gradients[row];
+        int64_t count = blocks_in(gradient->size);
+        for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
+            int64_t start = b * BLOCK, rest = gradient->size - start;
+            s->partial[before + b] =
+                s->loops->square_sum(gradient, s->data[row], start, rest < BLOCK ? rest : BLOCK);
+        }
+        before += count;
+    }
+}
+
+/* The sum of all gradients' squares. `partial` has room for one entry per block of every row. */
+EXPORT double bighorn_square_sum(const Run *run, const Gradient *gradients, void *const *data, int64_t rows,
+                                 double *partial) {
+    SquareSum s = {square_sum_loops_for(run->isa), gradients, data, rows, partial, 0};
+    for (int64_t row = 0; row < rows; row++) s.blocks += blocks_in(gradients[row].size);
+    run_parallel(run, square_sum_body, &s);
+    double total = 0;
+    for (int64_t b = 0; b < s.blocks; b++) total += partial[b];
+    return total;
+}
+
+/* Counts a step for each parameter. Apart from the step, since the slices of a stacked one share a count. */
+EXPORT void bighorn_advance(float *const *steps, int64_t count) {
+    for (int64_t i = 0; i < count; i++) *steps[i] += 1;
+}

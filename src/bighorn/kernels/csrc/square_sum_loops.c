@@ -1,0 +1,18 @@
+#include "square_sum.h"
+
+/* Of elements [start, start + size), as they come: neither centred nor scaled. */
+static double square_sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
+    float buffer[PIECE];
+    double total = 0;
+    for (int64_t done = 0; done < size; done += PIECE) {
+        int n = (int)(size - done < PIECE ? size - done : PIECE);
+        const float *restrict g = read_grad(gradient, data, start + done, n, buffer);
+        double piece = 0;
+#pragma omp simd reduction(+ : piece)
+        for (int i = 0; i < n; i++) piece += (double)g[i] * g[i];
+        total += piece;
+    }
+    return total;
+}
+
+const SquareSumLoops CONCATENATE(square_sum_loops_, ISA) = {square_sum};

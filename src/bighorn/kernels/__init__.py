@@ -45,7 +45,7 @@ class Backend:
 
 
 BACKENDS = {
-    "cpu": Backend(cpu.why_not, cpu.Lamb, reference.Came),
+    "cpu": Backend(cpu.why_not, cpu.Lamb, cpu.Came),
     "foreach": Backend(foreach.why_not, foreach.Lamb, foreach.Came),
     "reference": Backend(reference.why_not, reference.Lamb, reference.Came),
 }

@@ -1,5 +1,15 @@
 """The C library: fused kernels on the CPU."""
 
-from bighorn.kernels.cpu.lamb import Lamb, why_not
+from torch import Tensor
 
-__all__ = ["Lamb", "why_not"]
+from bighorn.kernels.bucket import CameOptions, LambOptions
+from bighorn.kernels.cpu import came, lamb
+from bighorn.kernels.cpu.came import Came
+from bighorn.kernels.cpu.lamb import Lamb
+
+__all__ = ["Came", "Lamb", "why_not"]
+
+
+def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+    """Why the library cannot serve such a tensor, or None."""
+    return came.why_not(param, options) if isinstance(options, CameOptions) else lamb.why_not(param, options)

@@ -53,6 +53,9 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
     library.bighorn_lamb_step.argtypes = [run, *[address] * 5, count, number, address, address, count]
+    library.bighorn_came_workspace.argtypes = [address, address, count, ctypes.c_int]
+    library.bighorn_came_workspace.restype = count
+    library.bighorn_came_step.argtypes = [run, *[address] * 6, count, number, address]
     return library, str(path)
 
 
@@ -144,9 +147,9 @@ def loaded() -> ctypes.CDLL:
     return LIBRARY
 
 
-def run() -> ctypes._CArgObject:
-    """How the next call is to run, as the library's functions take it."""
-    return ctypes.byref(_run_on(threads(), isa()))
+def run() -> Run:
+    """How the next call is to run."""
+    return _run_on(threads(), isa())
 
 
 @functools.cache

@@ -94,6 +94,17 @@ static inline float *widen(const void *data, int type, int64_t start, int n, flo
     return buffer;
 }
 
+/* Stores float32 values, rounded to the nearest; nothing is to be done where they lie in place already. */
+static inline void narrow(const float *restrict values, int n, void *data, int type, int64_t start) {
+    uint16_t *restrict half = (uint16_t *)data + start;
+    if (type == FLOAT16) {
+        narrow_float16(values, n, half);
+    } else if (type == BFLOAT16) {
+#pragma omp simd
+        for (int i = 0; i < n; i++) half[i] = to_bfloat16(values[i], 1);
+    }
+}
+
 /* base^exponent by squaring: bias corrections without a mathematics library. */
 static inline double power(double base, int64_t exponent) {
     double result = 1;

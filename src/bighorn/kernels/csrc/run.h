@@ -48,7 +48,7 @@ typedef struct {
 
 void wait_for_all(Barrier *barrier, int team);
 
-/* The first of `count` things that fall to a thread; the next thread's first ends them. */
-static inline int64_t share(int64_t count, int thread, int team) { return count * thread / team; }
+/* The first of `count` things that fall to a part of `parts`, say a thread of a team; the next part's first ends them. */
+static inline int64_t share(int64_t count, int64_t part, int64_t parts) { return count * part / parts; }
 
 #endif

@@ -1,0 +1,132 @@
+"""CAME on the C library: its structures, and one call for the whole model."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.bucket import Bucket, CameOptions, Factor
+from bighorn.kernels.cpu.library import Run, address, loaded, run
+from bighorn.kernels.cpu.stepper import Stepper
+from bighorn.kernels.cpu.tensors import TYPES, unsupported
+
+STATE_TYPES = {**TYPES, torch.int8: 4}
+
+
+class Options(ctypes.Structure):
+    """`CameOptions` of csrc/came.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta3", "eps1", "eps2", "clip_threshold")),
+        *((name, ctypes.c_double) for name in ("weight_decay", "scale_eps")),
+        *((name, ctypes.c_int32) for name in ("bias_correction", "scale_parameter", "maximize")),
+    ]
+
+
+class Row(ctypes.Structure):
+    """`CameRow` of csrc/came.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_scale", "exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_sq_row", "exp_avg_sq_col")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_res_row", "exp_avg_res_col")),
+        *((name, ctypes.c_void_p) for name in ("step", "norms")),
+        *((name, ctypes.c_int64) for name in ("matrices", "height", "width", "inner")),
+        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "options")),
+    ]
+
+
+def why_not(param: Tensor, options: CameOptions) -> str | None:
+    """Why the library cannot serve such a tensor, or None."""
+    return unsupported(param, options.centre)
+
+
+class Came(Stepper[CameOptions]):
+    """CAME on the library."""
+
+    def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
+        super().__init__(buckets)
+        rows = [make_row(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
+        self.rows = (Row * len(rows))(*rows)
+        self.threads = 0  # that the workspace suffices for
+        self.workspace = torch.empty(0, dtype=torch.float64, device="cpu")
+
+    def prepare(self) -> None:
+        """Whatever can fail, as `reference.Came.prepare`."""
+        self._reserved()
+
+    def launch(self, grads: array[int], grad_scale: float) -> None:
+        """One CAME step of all buckets, not counted."""
+        beta2s = array("d", [_beta2(bucket, step) for bucket in self.buckets for step in bucket.steps])
+        loaded().bighorn_came_step(
+            self._reserved(),
+            (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+            self.rows,
+            self.gradients,
+            address(grads),
+            address(beta2s),
+            address(self.order),
+            len(grads),
+            grad_scale,
+            self.workspace.data_ptr(),
+        )
+
+    def _reserved(self) -> Run:
+        """How the next call is to run, with a workspace for that many threads."""
+        how = run()
+        if how.threads > self.threads:
+            size = loaded().bighorn_came_workspace(self.rows, self.gradients, len(self.rows), how.threads)
+            self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
+            self.threads = how.threads
+        return how
+
+
+def make_row(bucket: Bucket[CameOptions], i: int, index: int) -> Row:
+    """Row `i` of a bucket, which is the `index`-th."""
+    x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
+    matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
+    return Row(
+        param=x.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in state.items()},
+        step=bucket.steps[i].data_ptr(),
+        norms=bucket.norms[i].data_ptr(),
+        matrices=matrices,
+        height=height,
+        width=width,
+        inner=math.prod(x.shape[1:]),
+        param_type=TYPES[x.dtype],
+        state_type=STATE_TYPES[state["exp_avg"].dtype],
+        options=index,
+    )
+
+
+def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
+    """How many matrices a row is, and their height and width; an unfactored row is cut up as if it were one."""
+    if factor == "last_two":
+        return math.prod(shape[:-2]), shape[-2], shape[-1]
+    return 1, shape[0] if shape else 1, math.prod(shape[1:])
+
+
+def _beta2(bucket: Bucket[CameOptions], step: Tensor) -> float:
+    o = bucket.options
+    return o.betas[1] if o.decay_rate is None else 1 - (step.item() + 1) ** -o.decay_rate
+
+
+def _options(o: CameOptions) -> Options:
+    return Options(
+        lr=float(o.lr),
+        beta1=o.betas[0],
+        beta3=o.betas[2],
+        eps1=o.eps[0],
+        eps2=o.eps[1],
+        clip_threshold=o.clip_threshold,
+        weight_decay=o.weight_decay,
+        scale_eps=o.scale_eps,
+        bias_correction=o.bias_correction,
+        scale_parameter=o.scale_parameter,
+        maximize=o.maximize,
+    )

@@ -1,0 +1,87 @@
+/* The seam between came.c (schedule, clipping, what is known of whole tensors) and came_loops.c (arithmetic, once per
+ * instruction set), and the C ABI that kernels/cpu mirrors with ctypes. Symbols are those of arXiv:2307.02047v2,
+ * Algorithm 2. */
+#ifndef BIGHORN_CAME_H
+#define BIGHORN_CAME_H
+
+#include "codec.h"
+#include "gradient.h"
+#include "run.h"
+
+/* What the tensors of one bucket share. */
+typedef struct {
+    double lr, beta1, beta3, eps1, eps2, clip_threshold, weight_decay, scale_eps;
+    int32_t bias_correction, scale_parameter, maximize;
+} CameOptions;
+
+/* One tensor (or one slice of a stacked one), dense in memory, its state in the same order: `matrices` of
+ * height x width elements one after the other. */
+typedef struct {
+    void *param, *exp_avg;
+    float *exp_avg_scale;          /* of an int8 average */
+    float *exp_avg_sq;             /* NULL where the second moment is factored */
+    float *sq_row, *sq_col, *res_row, *res_col;
+    const float *step;             /* steps taken so far */
+    float *norms;                  /* out: RMS of u, its clip factor, mean confidence */
+    int64_t matrices, height, width;
+    int64_t inner;                 /* elements per index of dim 0: blocks of an int8 average do not cross it */
+    int32_t param_type, state_type, options;
+} CameRow;
+
+/* A tensor is cut into tiles, by its shape alone: several whole matrices, or one matrix's block of rows in a strip of
+ * columns. Tiles lie matrix by matrix, strip by strip, so that neighbours share columns. */
+typedef struct {
+    int64_t matrices, height, width;
+    int64_t per_tile, blocks, strips, tiles;
+    int whole; /* tiles of whole matrices */
+} Grid;
+
+/* A running average of a matrix's row means and column means: average <- beta * average + (1 - beta) * (mean + eps). */
+typedef struct {
+    float *row, *col;
+    double beta, eps;
+    double *block_sums; /* per block of rows: the sum of what its rows' averages have become */
+} Average;
+
+/* One tensor's step. */
+typedef struct {
+    const CameRow *row;
+    const Gradient *gradient;
+    const void *grad;
+    Grid grid;
+    float grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
+    Average square, residual;
+    double *tile_sums;
+    float *row_sums; /* per strip and row; not used where one strip is the whole matrix */
+    float *col_sums; /* per block and column; not used where one block is the whole matrix */
+} Job;
+
+/* What a strip's tiles share, kept from one tile to the next. */
+typedef struct {
+    int64_t matrix, strip; /* -1: nothing yet */
+    double row_mean;       /* of the whole matrix */
+    double sum;            /* of the factors */
+    float factor[PIECE];   /* 1 / sqrt(col) */
+} Columns;
+
+typedef struct {
+    /* q = g^2 into the averages of rows and columns, or into partial sums where a tile does not see all of a line. */
+    void (*squares)(const Job *job, int64_t tile);
+    /* What `squares` and `momentum` left as partial sums goes into the averages. */
+    void (*finish_rows)(const Job *job, const Average *average, int64_t matrix, int64_t block);
+    void (*finish_columns)(const Job *job, const Average *average, int64_t first, int64_t last);
+    /* The sum of u^2, before clipping. */
+    double (*update_square_sum)(const Job *job, int64_t tile, Columns *columns);
+    /* m, for int8 blocks [first, last) that do not lie in tiles. */
+    void (*momentum_apart)(const Job *job, float clip, int64_t first, int64_t last);
+    /* m (unless it is done already), and the residuals' averages or partial sums. */
+    void (*momentum)(const Job *job, int64_t tile, float clip, int apart, Columns *columns);
+    /* x; returns the sum of the confidence. */
+    double (*apply)(const Job *job, int64_t tile, float step, float decay, Columns *columns);
+    /* The unfactored second moment; returns the sum of u^2. Then m and x. */
+    double (*second_moment)(const Job *job, int64_t tile);
+    void (*momentum_and_apply)(const Job *job, int64_t tile, float clip, float step, float decay);
+    double (*param_square_sum)(const Job *job, int64_t tile);
+} CameLoops;
+
+#endif

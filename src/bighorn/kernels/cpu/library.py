@@ -157,6 +157,6 @@ def _run_on(threads: int, isa: int) -> Run:
     return Run(*(OPENMP or (None, None, None)), threads, isa)
 
 
-def address(values: array[int]) -> int:
+def address(values: array[int] | array[float]) -> int:
     """Where an array's values lie."""
     return values.buffer_info()[0]

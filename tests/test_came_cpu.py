@@ -307,17 +307,17 @@ def test_temporaries_are_small(matrices: int) -> None:
 
 
 def digest(threads: int) -> list[int]:
-    """Every bit after two steps, for both rules, averages in float32 and in int8."""
+    """Every bit after a step or two: both rules, neither, and an int8 average whose blocks cross matrices."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     summaries = []
     leaves = (*(leaf for leaf in LARGE if leaf.name.startswith("shared-") and leaf.layout == "plain"), *SMALL[::3])
-    for factor, average in itertools.product(LEAVES, (None, torch.int8)):
+    for factor, average in [*((factor, None) for factor in LEAVES), ("last_two", torch.int8)]:
         torch.manual_seed(0)
         options = replace(DEFAULTS, factor=factor, scale_parameter=True)
         bucket = bucket_of([leaf.values(torch.float32) for leaf in leaves], options, average)
         kernel = None
         summary = 0
-        for _ in range(2):
+        for _ in range(2 if average is None else 1):
             bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
             kernel = kernel or cpu.Came([bucket])
             kernel.step()
@@ -335,7 +335,7 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
         assert others == [one] * 2, (one, others)
         print(len(set(one)))
     """
-    assert run(code, **ENVIRONMENTS[environment]).split() == ["6"], "the options made no difference"
+    assert run(code, **ENVIRONMENTS[environment]).split() == ["4"], "the options made no difference"
 
 
 def test_eps_survives_where_denormals_are_flushed() -> None:

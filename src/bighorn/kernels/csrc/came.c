@@ -21,8 +21,12 @@ static Grid grid_of(const CameRow *row) {
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
     g.whole = size <= PIECE;
-    if (g.whole) g.per_tile = PIECE / size;
-    else g.blocks = larger(1, g.height / larger(LEAST_ROWS, LEAST_ELEMENTS / g.width)), g.strips = (g.width + PIECE - 1) / PIECE;
+    if (g.whole) {
+        g.per_tile = PIECE / size;
+    } else {
+        g.blocks = larger(1, g.height / larger(LEAST_ROWS, LEAST_ELEMENTS / g.width));
+        g.strips = (g.width + PIECE - 1) / PIECE;
+    }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;
     return g;
 }
@@ -112,12 +116,12 @@ static double rms(const Job *job) { return sqrt(total(job) / (double)job->gradie
 /* Averages of the lines that no tile saw whole. */
 static void finish(const CameLoops *loops, const Job *job, const Average *average, int thread, int team) {
     const Grid *g = &job->grid;
+    const int64_t blocks = g->matrices * g->blocks, columns = g->matrices * g->width;
     if (g->strips > 1)
-        for (int64_t i = share(g->matrices * g->blocks, thread, team); i < share(g->matrices * g->blocks, thread + 1, team); i++)
+        for (int64_t i = share(blocks, thread, team); i < share(blocks, thread + 1, team); i++)
             loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
     if (g->blocks > 1)
-        loops->finish_columns(job, average, share(g->matrices * g->width, thread, team),
-                              share(g->matrices * g->width, thread + 1, team));
+        loops->finish_columns(job, average, share(columns, thread, team), share(columns, thread + 1, team));
 }
 
 /* All of a tensor by one thread, or a thread's share of it. */
@@ -181,6 +185,7 @@ static void step_row(Step *s, int64_t index, double *workspace, int thread, int 
             loops->momentum_and_apply(&job, tile, clip, (float)lr, decay);
     }
     if (thread == 0) norms[0] = (float)rms_u, norms[1] = (float)(1 / excess), norms[2] = (float)confidence;
+    wait_for_all(&s->barrier, team); /* the workspace is free again */
 }
 
 /* ---- all tensors ----------------------------------------------------------------------------------------- */

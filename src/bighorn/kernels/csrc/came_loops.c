@@ -8,7 +8,10 @@
 #include <float.h>
 #include <math.h>
 
-enum { NARROW = 32 }; /* columns: shorter rows go together */
+enum {
+    NARROW = 32,  /* columns: shorter rows go together */
+    AHEAD = 2048, /* elements between what is read and what is asked for */
+};
 
 /* ---- tiles ----------------------------------------------------------------------------------------------- */
 
@@ -36,14 +39,18 @@ typedef struct {
 
 static int is_narrow(const Grid *g) { return g->whole || g->width < NARROW; }
 
+static Span span_at(const Grid *g, const Tile *t, int64_t row, int lines) {
+    int64_t start = (t->matrix * g->height + t->row + row) * g->width + t->column;
+    return (Span){start, row, lines * (int)t->columns, lines};
+}
+
 /* Moves on; false after the last. */
 static int next_span(const Grid *g, const Tile *t, Span *s) {
     int64_t row = s->row + s->lines, rest = t->matrices * t->rows - row;
     if (rest == 0) return 0;
     int most = is_narrow(g) ? PIECE / (int)g->width : 1;
     int lines = rest < most ? (int)rest : most;
-    int64_t start = (t->matrix * g->height + t->row + row) * g->width + t->column;
-    *s = (Span){start, row, lines * (int)t->columns, lines};
+    *s = span_at(g, t, row, lines);
     return 1;
 }
 
@@ -279,6 +286,13 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
     f->sum = sum;
 }
 
+/* Asks for the elements that come AHEAD from now: a pass that reads one stream alone waits for memory otherwise. */
+static inline void prefetch(const void *data, int type, int64_t start, int n) {
+    if (type != FLOAT32) return;
+    const float *ahead = (const float *)data + start + AHEAD;
+    for (int i = 0; i < n; i += 16) __builtin_prefetch(ahead + i);
+}
+
 /* ---- the passes ------------------------------------------------------------------------------------------ */
 
 static inline float update_of(float g, float r, float c) { return g * r * c; } /* CAME-u */
@@ -293,22 +307,55 @@ static inline float moved(float x, float m, float factor, float step, float deca
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
+enum { TOGETHER = 4 };
+
+/* The squares of a span, and the sum of them. */
+static float square_loop(int n, const float *restrict g, float *restrict elements) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) {
+        float q = g[i] * g[i];
+        sum += q;
+        elements[i] += q;
+    }
+    return sum;
+}
+
+/* The same for four spans. */
+static void square_loop_4(int n, const float *const *g, float *restrict elements, double *const *sums) {
+    const float *restrict a = g[0], *restrict b = g[1], *restrict c = g[2], *restrict d = g[3];
+    float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
+#pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+    for (int i = 0; i < n; i++) {
+        float q_a = a[i] * a[i], q_b = b[i] * b[i], q_c = c[i] * c[i], q_d = d[i] * d[i];
+        sum_a += q_a, sum_b += q_b, sum_c += q_c, sum_d += q_d;
+        elements[i] += (q_a + q_b) + (q_c + q_d);
+    }
+    *sums[0] = sum_a, *sums[1] = sum_b, *sums[2] = sum_c, *sums[3] = sum_d;
+}
+
 static void squares(const Job *job, int64_t index) {
     const Tile t = tile_at(&job->grid, index);
     Mean last = {-1, 0};
-    float buffer[PIECE];
+    float buffers[TOGETHER][PIECE];
     Sums sums;
     begin(job, &job->square, &t, &sums);
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, buffer, &last);
-        float *restrict elements = sums.elements, sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < s.n; i++) {
-            float q = g[i] * g[i];
-            sum += q;
-            elements[i] += q;
+    /* Rows far apart are read together: memory serves four streams faster than one (a fifth of a step). */
+    const int64_t apart = is_narrow(&job->grid) ? 0 : t.rows / TOGETHER;
+    for (int64_t row = 0; row < apart; row++) {
+        const float *g[TOGETHER];
+        double *out[TOGETHER];
+        for (int k = 0; k < TOGETHER; k++) {
+            const Span s = span_at(&job->grid, &t, row + k * apart, 1);
+            g[k] = grad_at(job, s.start, s.n, buffers[k], &last);
+            out[k] = &sums.rows[row + k * apart];
         }
-        put_span(job, &job->square, &t, &s, sum, &sums);
+        square_loop_4((int)t.columns, g, sums.elements, out);
+    }
+    sums.lines = (int)(TOGETHER * apart);
+    for (Span s = {.row = sums.lines}; next_span(&job->grid, &t, &s);) {
+        const float *g = grad_at(job, s.start, s.n, buffers[0], &last);
+        put_span(job, &job->square, &t, &s, square_loop(s.n, g, sums.elements), &sums);
     }
     end(job, &job->square, &t, &sums);
 }
@@ -379,6 +426,8 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
     set_columns(job, &job->square, &t, columns);
     begin(job, &job->residual, &t, &sums);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
+        prefetch(job->grad, job->gradient->type, s.start, s.n);
+        prefetch(job->row->exp_avg, job->row->state_type, s.start, s.n);
         const float *g = grad_at(job, s.start, s.n, buffer, &last);
         set_factors(job, &job->square, &t, &s, columns, &f);
         float sum = job->row->state_type == FLOAT32
@@ -427,6 +476,8 @@ static double apply(const Job *job, int64_t index, float step, float decay, Colu
     double confidence = 0;
     set_columns(job, &job->residual, &t, columns);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
+        prefetch(row->param, row->param_type, s.start, s.n);
+        prefetch(row->exp_avg, row->state_type, s.start, s.n);
         set_factors(job, &job->residual, &t, &s, columns, &f);
         float *restrict x = widen(row->param, row->param_type, s.start, s.n, x_buffer);
         const float *restrict m = read_m(row, s.start, s.n, m_buffer), *restrict c = f.c, r = f.r * step;

@@ -163,6 +163,18 @@ static inline __attribute__((always_inline)) void expand(int matrices, const int
             }
 }
 
+/* For each row the mean of its matrix's. */
+static inline __attribute__((always_inline)) void spread_means(int matrices, const int height, const int width,
+                                                               const float *restrict row, double *restrict means) {
+    (void)width;
+    for (int k = 0; k < matrices; k++) {
+        double mean = 0;
+        for (int i = 0; i < height; i++) mean += row[k * height + i];
+        mean /= height;
+        for (int i = 0; i < height; i++) means[k * height + i] = mean;
+    }
+}
+
 /* Common kernels get loops of their own. */
 #define FOR_SHAPE(function, matrices, height, width, ...)                                        \
     ((height) == 1 && (width) == 1   ? function(matrices, 1, 1, __VA_ARGS__)                       \
@@ -269,14 +281,10 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
         FOR_SHAPE(expand, 1, span->lines, g->width, r, columns->factor, f->buffer);
     } else {
         const float *restrict col = average->col + t->matrix * g->width;
-        const int height = (int)g->height;
+        double means[PIECE];
         for (int i = 0; i < t->matrices * g->width; i++) c[i] = column_factor(col[i]);
-        for (int k = 0; k < t->matrices; k++) {
-            double mean = 0;
-            for (int i = 0; i < height; i++) mean += row[k * height + i];
-            mean /= height;
-            for (int i = 0; i < height; i++) r[k * height + i] = row_factor(mean, row[k * height + i]);
-        }
+        FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, row, means);
+        for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], row[i]);
         FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     }
     f->c = f->buffer, f->r = 1, f->sum = 0;

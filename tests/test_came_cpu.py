@@ -157,8 +157,8 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
                 continue  # see `rounded`
             found, true = state[i][name], twin.state[name][i]
             assert found.dtype == torch.float32
-            bound = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # whose terms may cancel
-            assert size(found.double() - true) <= bound, f"{what}: {name}"
+            limit = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # whose terms may cancel
+            assert size(found.double() - true) <= limit, f"{what}: {name}"
         assert bucket.norms[i].tolist() == pytest.approx(twin.norms[i].tolist(), rel=1e-5), what
     assert torch.equal(torch.stack(bucket.steps), torch.stack(twin.steps))
 

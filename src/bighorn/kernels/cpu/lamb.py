@@ -9,7 +9,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
+from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.cpu.library import address, loaded, run, scratch
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import TYPES, unsupported
@@ -41,10 +41,8 @@ class Row(ctypes.Structure):
     ]
 
 
-def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+def why_not(param: Tensor, options: LambOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
-    if isinstance(options, CameOptions):
-        return "CAME is not in the C library"
     if options.cautious:
         return unsupported(param, options.centre) or "cautious updates are not in the C library"
     return unsupported(param, options.centre)

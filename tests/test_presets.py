@@ -302,12 +302,12 @@ def test_a_subclass_gives_itself() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"preset='tim' is not known: use 'paper-v5', .*; did you mean 'timm'\?"):
+    with pytest.raises(ValueError, match=r"preset='tim' is not known: use 'paper-v5', .*did you mean 'timm'\?"):
         Lamb.like("tim", model().parameters())
 
 
 def test_an_unknown_override_is_refused_as_lamb_does() -> None:
-    with pytest.raises(TypeError, match="unknown option 'epsilon'; did you mean 'eps'"):
+    with pytest.raises(TypeError, match=r"unknown option 'epsilon' \(did you mean 'eps'"):
         Lamb.like("keras", model().parameters(), epsilon=1e-3)
 
 

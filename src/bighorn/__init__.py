@@ -4,7 +4,7 @@ from bighorn import groups, schedules
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
-from bighorn.parallel import TailOverlap
+from bighorn.parallel import TailOverlap, shard_update
 from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "groups",
     "schedules",
+    "shard_update",
 ]
 
 __version__ = "0.1.0"

@@ -1,5 +1,6 @@
 """The names of Ascend's npu_bridge for TensorFlow."""
 
+from bighorn.compat._npu_distributed import NPUDistributedOptimizer
 from bighorn.compat._npu_lamb import LAMBOptimizer
 from bighorn.compat._npu_loss_scale import ExponentialUpdateLossScaleManager, FixedLossScaleManager
 from bighorn.compat._npu_optimizer import NPULossScaleOptimizer, NPUOptimizer
@@ -8,6 +9,7 @@ __all__ = [
     "ExponentialUpdateLossScaleManager",
     "FixedLossScaleManager",
     "LAMBOptimizer",
+    "NPUDistributedOptimizer",
     "NPULossScaleOptimizer",
     "NPUOptimizer",
 ]

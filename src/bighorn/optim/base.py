@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,12 @@ from bighorn.optim.plan import Entry, Part, Plan, Variant, build, fingerprint
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NO_OPTIONS = ("self", "params", "unknown", "__class__")
+"""What a constructor's `locals()` hold beside options."""
 
 LABELS = ("params", "param_names", "name")
 """Keys of a group that are no options: torch's own, and the one by which people label a group."""
@@ -81,6 +87,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         """Whether a parameter (a real one) is factored, and how many leading dims must be the outermost in memory."""
 
     def __init__(self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+        arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
         checks.refuse_unknown(unknown, arguments, type(self).__name__)
         self._settings = Settings.of(arguments)
         self._resolved, self._plans, self._drivers, self._order = {}, {}, [], []
@@ -91,6 +98,22 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
         super().__init__(params, checked)
         self._order = order.places(ordered, self.param_groups)
+
+    def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
+        """A fresh optimizer with the same options for this rank's part of the parameters.
+
+        Args:
+            groups: This rank's part of each group.
+            process_group: The ranks whose gradients count in a global norm, if one is asked for.
+        """
+        settings = vars(self._settings)
+        used = settings["max_grad_norm"] is not None or settings["skip_nonfinite"]
+        arguments = {**self.defaults, **self._default_schedules, **settings, "names": None}
+        arguments["process_group"] = process_group if used else None
+        scheduled = [{name: driven.schedule for name, driven in drivers.items()} for drivers in self._drivers]
+        part = type(self).__new__(type(self))
+        KernelOptimizer.__init__(part, [g | own for g, own in zip(groups, scheduled, strict=True)], arguments, {})
+        return part
 
     # ---- parameters and options ---------------------------------------------------------------------------
 

@@ -173,8 +173,7 @@ class Came(KernelOptimizer[CameOptions]):
         **unknown: Any,
     ) -> None:
         lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init))
-        own = ("self", "__class__", "unknown")
-        super().__init__(params, {name: value for name, value in locals().items() if name not in own}, unknown)
+        super().__init__(params, locals(), unknown)
 
     def telemetry(self) -> CameTelemetry:
         """What the last step did to updates, as tensors on the parameters' device.

@@ -263,4 +263,4 @@ def without_torch_keys(group: dict[str, Any]) -> dict[str, Any]:
 
 def _hint(name: object, known: Iterable[object]) -> str:
     nearest = difflib.get_close_matches(str(name), [str(word) for word in known], n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""

@@ -165,8 +165,7 @@ class Lamb(KernelOptimizer[LambOptions]):
         backend: str = "auto",
         **unknown: Any,
     ) -> None:
-        own = ("self", "__class__", "unknown")
-        super().__init__(params, {name: value for name, value in locals().items() if name not in own}, unknown)
+        super().__init__(params, locals(), unknown)
 
     def telemetry(self) -> LambTelemetry:
         """Norms and trust ratios of the last step, as tensors on the parameters' device.

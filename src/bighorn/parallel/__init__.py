@@ -6,5 +6,6 @@ the tailing optimisation of Ascend's NPUOptimizer.
 """
 
 from bighorn.parallel.overlap import TailOverlap
+from bighorn.parallel.shard_update import shard_update
 
-__all__ = ["TailOverlap"]
+__all__ = ["TailOverlap", "shard_update"]

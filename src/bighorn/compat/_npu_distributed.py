@@ -1,0 +1,39 @@
+"""npu_bridge's NPUDistributedOptimizer."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bighorn import shard_update
+from bighorn.compat import _checks
+from bighorn.compat._npu_optimizer import NPUOptimizer
+
+
+class NPUDistributedOptimizer(NPUOptimizer):
+    """npu_bridge's: an NPUOptimizer that is always distributed, and may divide the update among the ranks.
+
+    Args:
+        optimizer: Any torch optimizer; for the sharding, one that has not stepped yet.
+        is_weight_update_sharding: Each rank keeps state for a part of the tensors, steps these and hands them out, by
+            `bighorn.shard_update`. Default: False.
+        name: Kept as an attribute. Default: None.
+        model: As of NPUOptimizer; it is needed. Default: None.
+
+    Raises:
+        TypeError: `is_weight_update_sharding` is neither True nor False.
+        ValueError: As NPUOptimizer, or as `bighorn.shard_update`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        is_weight_update_sharding: bool = False,
+        name: str | None = None,
+        *,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        sharding = _checks.flag("is_weight_update_sharding", is_weight_update_sharding)
+        super().__init__(optimizer, is_distributed=True, name=name, model=model)
+        if sharding:
+            self.opt = shard_update(optimizer, model.process_group if model is not None else None)

@@ -13,7 +13,7 @@ from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
 from bighorn.cli.training import Run
 
-FORMAT = "bighorn checkpoint 1"
+FORMAT = "bighorn checkpoint 2"
 
 
 def save(run: Run, path: Path) -> None:

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "bighorn.cli.train",
     "compare": "bighorn.cli.compare",
     "bench": "bighorn.cli.bench",
+    "memory": "bighorn.cli.memory",
     "doctor": "bighorn.cli.doctor",
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES, read_options
 from bighorn.cli.options import option
 from bighorn.cli.schedule import DECAYS, warmup_steps
 from bighorn.cli.tasks import TASKS
@@ -36,7 +36,7 @@ class RunConfig:
         "Data for the task: a text FILE for text, a DIR with the idx files for mnist.",
         shown="built in, but mnist",
     )
-    optimizer: str = option("lamb", "Bighorn's lamb, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS))
+    optimizer: str = option("lamb", "Bighorn's lamb or came, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS))
     batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"))
     lr: float | None = option(
         None, f"Peak learning rate, before --lr-scaling; at batch {BASE_BATCH}.", shown=_by_name(OPTIMIZERS, "lr")
@@ -57,7 +57,15 @@ class RunConfig:
     )
     seed: int = option(0, "Seed of weights, data order and dropout.")
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
-    backend: str | None = option(None, "Lamb's kernels.", shown="auto", choices=("auto", "reference", "foreach", "cpu"))
+    state_dtype: str | None = option(
+        None, "Type of lamb's moments or came's momentum.", shown="fp32", choices=tuple(STATE_DTYPES)
+    )
+    optimizer_option: tuple[str, ...] = option(
+        (), "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated."
+    )
+    backend: str | None = option(
+        None, "Kernels of lamb and came.", shown="auto", choices=("auto", "reference", "foreach", "cpu")
+    )
     threads: int | None = option(
         None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
     )
@@ -73,10 +81,18 @@ class RunConfig:
         warmup_steps(self.warmup, total=1)
         if self.epochs is not None and self.steps is not None:
             raise InputError("--epochs and --steps both set the length of the run: give one of them.")
-        if self.backend is not None and self.optimizer != "lamb":
+        read_options(self.optimizer_option)
+        recipe = OPTIMIZERS[self.optimizer]
+        for flag, value in (("--backend", self.backend), ("--state-dtype", self.state_dtype)):
+            if value is not None and not recipe.state_dtypes:
+                raise InputError(
+                    f"{flag} {value} is for lamb and came, but --optimizer {self.optimizer} is torch's own: "
+                    f"leave {flag} out."
+                )
+        if self.state_dtype is not None and self.state_dtype not in recipe.state_dtypes:
             raise InputError(
-                f"--backend {self.backend} chooses Lamb's kernels, but --optimizer {self.optimizer} is torch's own: "
-                "leave --backend out."
+                f"--state-dtype {self.state_dtype}: --optimizer {self.optimizer} keeps its state in "
+                f"{' or '.join(recipe.state_dtypes)}."
             )
 
     def resolved(self) -> "RunConfig":

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from bighorn.cli.training import Run
 
-TRUST = "  trust ratio"
-HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'acc':>7}{'lr':>9}{'per s':>7}" + TRUST
+HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'acc':>7}{'lr':>9}{'per s':>7}"
 
 
 class Display:
@@ -37,7 +36,7 @@ class Display:
 
     def __enter__(self) -> "Display":
         if not self.run.done:
-            self.console.print(HEADER if self.run.adaptive else HEADER.removesuffix(TRUST), style="dim")
+            self.console.print("  ".join([HEADER, *(gauge.label for gauge in self.run.gauges[:1])]), style="dim")
         if self._live is not None:
             self._live.start()
         return self
@@ -56,8 +55,8 @@ class Display:
         history = self.run.history
         text = f"loss {history.loss[-1]:.4f}   acc {history.accuracy[-1]:.1%}   lr {history.lr[-1]:.2e}   "
         text += f"{quantity(self._speed())} samples/s"
-        if self.run.trust_ratio is not None:
-            text += f"   trust {self._trust()}"
+        if self.run.gauge is not None:
+            text += f"   {self.run.gauges[0].label} {self._gauge()}"
         self._bar.update(self._task, completed=self.run.step)
         self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
 
@@ -69,7 +68,7 @@ class Display:
         loss, accuracy = sum(history.loss[-count:]) / count, sum(history.accuracy[-count:]) / count
         self.console.print(
             f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:7.1%}"
-            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._trust()}".rstrip(),
+            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._gauge()}".rstrip(),
         )
         self._line = run.step, history.seconds
 
@@ -77,19 +76,20 @@ class Display:
         step, seconds = self._line
         return (self.run.step - step) * self.run.batch_size / max(self.run.history.seconds - seconds, 1e-9)
 
-    def _trust(self) -> str:
-        if self.run.trust_ratio is None:
+    def _gauge(self) -> str:
+        """Lowest, median and highest of the layers."""
+        if self.run.gauge is None:
             return ""
-        ordered = self.run.trust_ratio.sort().values.tolist()
+        ordered = self.run.gauge.sort().values.tolist()
         return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))
 
 
 def quantity(value: float) -> str:
-    """A large number in four characters or so: 950, 12.3k, 4.5M."""
-    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
-        if value < limit:
+    """A large number in five characters at most: 950, 12.3k, 4.5M, 27.0G."""
+    for divisor, unit in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):
+        if value < 999.5 * divisor:
             scaled = value / divisor
-            return f"{scaled:.1f}{unit}" if unit and scaled < 100 else f"{scaled:.0f}{unit}"
+            return f"{scaled:.1f}{unit}" if unit and scaled < 99.95 else f"{scaled:.0f}{unit}"
     return f"{value:.1e}"
 
 

@@ -1,6 +1,7 @@
 """Figures for the reports, as SVG that takes its colours and its font from the page around it."""
 
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 INK, GRID = "#010203", "#040506"
 SERIES = tuple(f"#0708{number:02x}" for number in range(6))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
-LIGHT = {INK: "#565b66", GRID: "#dddbd5", SERIES[0]: "#2f5fd0"}  # the page's, where there is no page around it
+LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
+    zip(SERIES, ("#2f5fd0", "#d5600f", "#12866a", "#8a3ffc", "#b4235a", "#6b7280"), strict=True)
+)  # the page's, where there is no page around it
 
 STYLE: Any = {
     "font.size": 11,
@@ -111,7 +114,7 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
         figure = Figure(figsize=(WIDTH, 1.4 + 0.2 * len(layers)))
         axes = figure.add_subplot()
         finite = values[np.isfinite(values) & (values > 0)]
-        low, high = np.quantile(finite, (0.01, 0.995)) if finite.size else (1e-3, 1.0)
+        low, high = np.quantile(finite, (0.01, 0.97)) if finite.size else (1e-3, 1.0)
         half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
         image = axes.imshow(
             np.ma.masked_invalid(values),
@@ -159,6 +162,25 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         axes.set_ylabel("test accuracy")
         axes.legend()
         return to_svg(figure, f"test accuracy by {xlabel}")
+
+
+def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], label: str) -> str:
+    """Draw a bar per name, from the left, of parts laid end to end: each with its label and one value per name."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 1.2 + 0.34 * len(names) + 0.2 * math.ceil(len(parts) / 2)))
+        axes = figure.add_subplot()
+        left = np.zeros(len(names))
+        for index, (part, values) in enumerate(parts):
+            axes.barh(names, values, left=left, height=0.64, color=SERIES[index % len(SERIES)], label=part)
+            left += values
+        axes.bar_label(axes.containers[-1], [f"{total:.3g}" for total in left], padding=4, color=INK)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.1 * max(left))
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(label)
+        figure.legend(loc="outside upper left", ncols=2, fontsize=9)
+        return to_svg(figure, label)
 
 
 Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]

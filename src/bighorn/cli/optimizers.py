@@ -1,16 +1,23 @@
 """The optimizers that a run can name, each with the defaults that suit it: adding one is one entry."""
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from bighorn.cli.errors import InputError
+from bighorn.cli.gauges import CONFIDENCE, TRUST_RATIO, UPDATE_RMS, Gauge
 
-Groups = list[dict[str, Any]]
+STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+"""What ``--state-dtype`` calls them, and what the optimizers do."""
+
+OWN_FLAGS = ("lr", "weight_decay", "backend", "state_dtype", "params")
+"""Arguments of an optimizer that ``--optimizer-option`` does not set."""
 
 
 @dataclass(frozen=True)
@@ -21,42 +28,58 @@ class Recipe:
         lr: Default learning rate.
         weight_decay: Default weight decay of matrices.
         grid: The learning rates that ``bighorn compare`` tries.
-        build: From parameter groups, learning rate and Lamb's backend (None for the others) to the optimizer.
+        build: From parameter groups and options to the optimizer.
+        state_dtypes: What ``--state-dtype`` may be; the first is the default. Empty for optimizers of torch's, whose
+            state has the parameters' type, and which know no ``--backend``.
+        gauges: What its telemetry tells of each layer.
     """
 
     lr: float
     weight_decay: float
     grid: tuple[float, ...]
-    build: Callable[[Groups, float, str | None], torch.optim.Optimizer]
-
-
-def _lamb(groups: Groups, lr: float, backend: str | None) -> torch.optim.Optimizer:
-    return Lamb(groups, lr=lr, backend=backend or "auto")
-
-
-def _adamw(groups: Groups, lr: float, _: str | None) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=lr, fused=True)
-
-
-def _adam(groups: Groups, lr: float, _: str | None) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups, lr=lr, fused=True)
-
-
-def _sgd(groups: Groups, lr: float, _: str | None) -> torch.optim.Optimizer:
-    # Not fused: on the CPU that leaves bf16 parameters as they are (https://github.com/pytorch/pytorch/issues/191763).
-    return torch.optim.SGD(groups, lr=lr, momentum=0.9, foreach=True)
+    build: Callable[..., torch.optim.Optimizer]
+    state_dtypes: tuple[str, ...] = ()
+    gauges: tuple[Gauge, ...] = ()
 
 
 OPTIMIZERS = {
-    "lamb": Recipe(0.03, 0.01, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2), _lamb),
-    "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), _adamw),
-    "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), _adam),
-    "sgd": Recipe(0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), _sgd),
+    "lamb": Recipe(0.03, 0.01, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2), Lamb, ("fp32", "bf16"), (TRUST_RATIO,)),
+    "came": Recipe(
+        0.001,
+        0.01,
+        (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01),
+        Came,
+        ("fp32", "bf16", "fp16", "int8"),
+        (CONFIDENCE, UPDATE_RMS),
+    ),
+    "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.AdamW, fused=True)),
+    "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.Adam, fused=True)),
+    "adafactor": Recipe(0.05, 0.01, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), torch.optim.Adafactor),
+    # Not fused: on the CPU that leaves bf16 parameters as they are (https://github.com/pytorch/pytorch/issues/191763).
+    "sgd": Recipe(
+        0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), partial(torch.optim.SGD, momentum=0.9, foreach=True)
+    ),
 }
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "came-bf16": {"optimizer": "came", "state_dtype": "bf16"},
+    "came-int8": {"optimizer": "came", "state_dtype": "int8"},
+    "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
+    "lamb-bf16": {"optimizer": "lamb", "state_dtype": "bf16"},
+}
+"""What ``bighorn compare`` can name besides: an optimizer with other options of a run than its defaults."""
+
+CONTESTANTS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS} | VARIANTS
 
 
 def build_optimizer(
-    name: str, model: nn.Module, lr: float, weight_decay: float, backend: str | None
+    name: str,
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    backend: str | None = None,
+    state_dtype: str | None = None,
+    options: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` over named parameters.
 
@@ -65,13 +88,43 @@ def build_optimizer(
     named = list(model.named_parameters())
     matrices = [(label, parameter) for label, parameter in named if parameter.ndim > 1]
     vectors = [(label, parameter) for label, parameter in named if parameter.ndim <= 1]
-    groups: Groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     if name == "lamb":
         groups[1]["adapt"] = False
+    recipe = OPTIMIZERS[name]
+    ours: dict[str, Any] = {}
+    if recipe.state_dtypes:
+        ours = {"backend": backend or "auto", "state_dtype": STATE_DTYPES.get(state_dtype or "")}
     try:
-        return OPTIMIZERS[name].build([group for group in groups if group["params"]], lr, backend)
-    except (ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
+        return recipe.build([group for group in groups if group["params"]], lr=lr, **ours, **read_options(options))
+    except (TypeError, ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
         raise InputError(f"--optimizer {name}: {error}") from error
+
+
+def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
+    """Read ``NAME=VALUE``, the value as Python writes it, or as a bare word.
+
+    Example:
+        >>> read_options(["bias_correction=True", "betas=(0.9, 0.99, 0.999)", "factor=last_two"])
+        {'bias_correction': True, 'betas': (0.9, 0.99, 0.999), 'factor': 'last_two'}
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
+        if name in OWN_FLAGS:
+            raise InputError(f"--optimizer-option {text}: {name} has a flag of its own, or none. See bighorn train --help.")
+        if name in options:
+            raise InputError(f"--optimizer-option {text}: {name} is given twice.")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

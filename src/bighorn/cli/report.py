@@ -7,9 +7,11 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from bighorn.cli import figures
 from bighorn.cli.environment import environment
+from bighorn.cli.footprint import Kind
+from bighorn.cli.gauges import Gauge
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.sweep import Cell
 from bighorn.cli.training import Run
@@ -63,12 +65,18 @@ def render(
         sections=[asdict(section) | {"figure": Markup(section.figure)} for section in sections],
         commands=commands,
         settings={
-            name.replace("_", " "): f"{value:g}" if isinstance(value, float) else value
+            name.replace("_", " "): _in_words(value)
             for name, value in settings.items()
-            if value is not None
+            if value is not None and value != ()
         },
         environment=environment(),
     )
+
+
+def _in_words(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def run_report(run: Run) -> str:
@@ -93,10 +101,9 @@ def run_report(run: Run) -> str:
             Section("Loss", "Cross-entropy in nats. Training: each batch, with dropout, and its running mean.", loss),
             Section("Accuracy", "", accuracy),
         ]
-        if history.ratios:
-            sections.append(_heat_map(run))
+        sections += [_heat_map(run, gauge) for gauge in run.gauges if history.gauges.get(gauge.name)]
         sections.append(
-            Section("Learning rate", "As scheduled, before any trust ratio.", figures.line(steps, history.lr, "lr"))
+            Section("Learning rate", "As scheduled, the same for all layers.", figures.line(steps, history.lr, "lr"))
         )
     sections.append(
         Section(
@@ -119,22 +126,25 @@ def run_report(run: Run) -> str:
     )
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
-    settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, Lamb) else {})
+    settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, Lamb | Came) else {})
     return render(f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings)
 
 
-def _heat_map(run: Run) -> Section:
+def _heat_map(run: Run, gauge: Gauge) -> Section:
     history = run.history
     position = {name: index for index, (name, _) in enumerate(run.model.named_parameters())}
     order = sorted(range(len(history.layers)), key=lambda index: position.get(history.layers[index], len(position)))
-    ratios = np.array(history.ratios, dtype=float).T[order]
-    lr = np.array([history.lr[step - 1] for step in history.ratio_steps])
+    values = np.array(history.gauges[gauge.name], dtype=float).T[order]
+    if gauge.times_lr:
+        values = values * np.array([history.lr[step - 1] for step in history.gauge_steps])
     return Section(
-        "Effective learning rate by layer",
-        "Learning rate x trust ratio: how far a step moves each layer, relative to a plain Adam step. "
-        "Logarithmic colours; the outermost values share the last ones.",
+        gauge.heading,
+        f"{gauge.text} Logarithmic colours; the outermost values share the last ones.",
         figures.heat_map(
-            [history.layers[index] for index in order], history.ratio_steps, ratios * lr, "lr x trust ratio"
+            [history.layers[index] for index in order],
+            history.gauge_steps,
+            values,
+            f"lr x {gauge.label}" if gauge.times_lr else gauge.label,
         ),
     )
 
@@ -215,3 +225,42 @@ def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
     assert trial.config.epochs is not None
     epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]
     return epochs, [1 - accuracy for _, accuracy in cell.curve]
+
+
+PARTS = 5
+"""Kinds of layers that the bars of a prediction tell apart."""
+
+
+def memory_report(
+    source: str,
+    about: str,
+    layers: Sequence[Kind],
+    elements: int,
+    layer_table: Section,
+    total_table: Section,
+    command: str,
+    settings: Mapping[str, object],
+) -> str:
+    """The report of ``bighorn memory``."""
+    names = list(layers[0].bytes)
+    parts = [(kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:PARTS]]
+    rest = layers[PARTS:]
+    if rest:
+        label = f"{sum(kind.count for kind in rest)} others"
+        parts.append((label, [sum(kind.bytes[name] for kind in rest) / elements for name in names]))
+    return render(
+        f"Optimizer state of {source}",
+        f"{about}.",
+        {name: total for name, total, _ in total_table.rows},
+        [
+            Section(
+                "State by optimizer",
+                "Bytes for each parameter of the model, by the layers that they belong to.",
+                figures.bars(names, parts, "bytes per parameter"),
+            ),
+            total_table,
+            layer_table,
+        ],
+        [command],
+        settings,
+    )

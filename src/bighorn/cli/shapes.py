@@ -95,6 +95,27 @@ def bert(layers: int, width: int) -> Iterator[Shape]:
     yield from linear(width, width)
 
 
+def llama(layers: int, width: int, hidden: int, heads: int, key_heads: int, vocabulary: int) -> Iterator[Shape]:
+    """A decoder as transformers' LlamaForCausalLM: untied head, no biases, one scale for each norm.
+
+    Args:
+        layers: Blocks.
+        width: Of the residual stream.
+        hidden: Of the gated multilayer perceptron.
+        heads: Query heads.
+        key_heads: Key and value heads, as many or fewer.
+        vocabulary: Tokens.
+    """
+    keys = width // heads * key_heads
+    yield (vocabulary, width)
+    for _ in range(layers):
+        yield from ((width, width), (keys, width), (keys, width), (width, width))
+        yield from ((hidden, width), (hidden, width), (width, hidden))
+        yield from norm(width)  # two norms of a scale each
+    yield (width,)
+    yield (vocabulary, width)
+
+
 def norm(width: int) -> Iterator[Shape]:
     """A normalisation's scale and shift."""
     yield (width,)
@@ -131,7 +152,10 @@ SHAPES: dict[str, Callable[[], Iterable[Shape]]] = {
     "resnet50": resnet50,
     "bert_base": lambda: bert(12, 768),
     "bert_large": lambda: bert(24, 1024),
+    "llama_1b": lambda: llama(22, 2048, 5632, heads=32, key_heads=4, vocabulary=32000),
+    "llama_7b": lambda: llama(32, 4096, 11008, heads=32, key_heads=32, vocabulary=32000),
     "one": lambda: [(30522, 1024)],
     "linears": lambda: [(1024, 1024)] * 100,
 }
-"""By name: `tiny` shows the overhead of a step, `one` a tensor larger than any cache, `linears` is LAMBrrr's model."""
+"""By name: `tiny` shows the overhead of a step, `one` a tensor larger than any cache, `linears` is LAMBrrr's model,
+`llama_1b` TinyLlama, `llama_7b` Llama 2."""

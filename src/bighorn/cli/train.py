@@ -30,7 +30,7 @@ PICTURES = (".png", ".svg")
 @config_options(RunConfig)
 @click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")
 @click.option("--resume", type=FILE, help="Continue a saved run; its options come from the file, --save too.")
-@click.option("--report", type=FILE, help="Write an HTML report with curves and the heat map of lr x trust ratio.")
+@click.option("--report", type=FILE, help="Write an HTML report with curves and heat maps of layers by step.")
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
 @click.option("--plot-schedule", type=FILE, help="Draw the learning rate as a .png or .svg, and do not train.")
 @click.pass_context
@@ -44,7 +44,7 @@ def train(
     plot_schedule: Path | None,
     **_: Any,
 ) -> None:
-    """Train a model with LAMB or, for comparison, with one of torch's optimizers.
+    """Train a model with LAMB, CAME or, for comparison, with one of torch's optimizers.
 
     Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
     resumed run is bitwise the one that was never interrupted. Several processes:
@@ -148,8 +148,10 @@ def _introduce(run: Run, console: Console) -> None:
     parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
     scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
     console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}")
+    state = "" if config.state_dtype is None else f", state in {config.state_dtype}"
+    options = "".join(f", {text}" for text in config.optimizer_option)
     console.print(
-        f"{config.optimizer}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
+        f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
     if run.step:
@@ -188,7 +190,10 @@ def _summary(run: Run) -> Table:
 def as_json(run: Run) -> dict[str, Any]:
     """Everything about a run that a later analysis could want."""
     history = {name: values for name, values in vars(run.history).items() if name != "seconds"}
-    history["ratios"] = [[value if math.isfinite(value) else None for value in row] for row in history["ratios"]]
+    history["gauges"] = {
+        name: [[value if math.isfinite(value) else None for value in row] for row in rows]
+        for name, rows in run.history.gauges.items()
+    }
     return {
         "config": asdict(run.config),
         "environment": environment(),

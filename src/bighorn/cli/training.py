@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from bighorn.cli import randomness
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import build_optimizer
+from bighorn.cli.optimizers import OPTIMIZERS, build_optimizer
 from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.schedule import batch_indices, learning_rate, warmup_steps
 from bighorn.cli.tasks import TASKS, Dataset
@@ -20,7 +20,7 @@ from bighorn.cli.tasks import TASKS, Dataset
 TEST_BATCH = 1000
 
 HEAT_COLUMNS = 400
-"""Trust ratios are kept for about this many steps of a run."""
+"""Gauges are kept for about this many steps of a run."""
 
 
 class DivergedError(ArithmeticError):
@@ -36,9 +36,9 @@ class History:
         accuracy: Training accuracy of each step's batch.
         lr: Learning rate of each step.
         tests: Evaluations, ``(step, loss, accuracy)``.
-        layers: Names of the parameters that have a trust ratio; empty for other optimizers.
-        ratio_steps: The steps, counted from 1, whose trust ratios were kept.
-        ratios: For each of them one trust ratio per layer.
+        layers: Names of the matrices, which gauges tell of; empty for optimizers without gauges.
+        gauge_steps: The steps, counted from 1, whose gauges were kept.
+        gauges: By a gauge's name, for each of these steps one figure per layer.
         seconds: Time spent in training steps.
         commands: The command that started the run, and each one that resumed it.
     """
@@ -48,8 +48,8 @@ class History:
     lr: list[float] = field(default_factory=list)
     tests: list[tuple[int, float, float]] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
-    ratio_steps: list[int] = field(default_factory=list)
-    ratios: list[list[float]] = field(default_factory=list)
+    gauge_steps: list[int] = field(default_factory=list)
+    gauges: dict[str, list[list[float]]] = field(default_factory=dict)
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
 
@@ -86,19 +86,21 @@ class Run:
         self.model = TASKS[config.task].model(dataset).to(PRECISIONS[config.precision])
         self._forward = ranks.wrap(self.model)
         self.optimizer = build_optimizer(
-            config.optimizer, self.model, self.peak_lr, config.weight_decay, config.backend
+            config.optimizer,
+            self.model,
+            self.peak_lr,
+            config.weight_decay,
+            config.backend,
+            config.state_dtype,
+            config.optimizer_option,
         )
-        self._adapted = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
+        self.gauges = OPTIMIZERS[config.optimizer].gauges
+        self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         randomness.seed(config.seed + 1_000_003 * ranks.rank)
         self.step = 0
         self.history = History()
-        self.trust_ratio: Tensor | None = None
-        """Trust ratio of each layer in the last step; None for optimizers without."""
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether the optimizer has trust ratios to tell of."""
-        return hasattr(self.optimizer, "telemetry")
+        self.gauge: Tensor | None = None
+        """The first gauge of each layer in the last step; None for optimizers without."""
 
     @property
     def done(self) -> bool:
@@ -139,18 +141,20 @@ class Run:
         self.history.loss.append(mean_loss)
         self.history.accuracy.append(mean_accuracy)
         self.history.lr.append(lr)
-        if self.adaptive:
-            self._record_trust_ratio()
+        if self.gauges:
+            self._record_gauges()
         self.history.seconds += time.perf_counter() - started
 
-    def _record_trust_ratio(self) -> None:
-        telemetry = self.optimizer.telemetry()  # type: ignore[attr-defined]
-        adapted = [index for index, name in enumerate(telemetry.names) if name in self._adapted]
-        self.trust_ratio = telemetry.trust_ratio[adapted]
-        self.history.layers = [telemetry.names[index] for index in adapted]
+    def _record_gauges(self) -> None:
+        telemetry, history = self.optimizer.telemetry(), self.history  # type: ignore[attr-defined]
+        matrices = [index for index, name in enumerate(telemetry.names) if name in self._matrices]
+        self.gauge = getattr(telemetry, self.gauges[0].name)[matrices]
+        history.layers = [telemetry.names[index] for index in matrices]
         if (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0:
-            self.history.ratio_steps.append(self.step)
-            self.history.ratios.append(self.trust_ratio.tolist())
+            history.gauge_steps.append(self.step)
+            for gauge in self.gauges:
+                figures = getattr(telemetry, gauge.name)[matrices]
+                history.gauges.setdefault(gauge.name, []).append(figures.tolist())
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:

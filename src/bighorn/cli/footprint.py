@@ -1,0 +1,93 @@
+"""What optimizers will keep for each parameter, in bytes, from shapes alone."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from bighorn import Came, Lamb
+
+Named = Sequence[tuple[str, Tensor]]
+"""Parameters with their names; they may lie on the meta device."""
+
+STEP_BYTES = 4
+"""A count of steps is a float32, where the default dtype is."""
+
+
+def adam(params: Named) -> dict[str, int]:
+    """torch.optim.Adam and AdamW: exp_avg and exp_avg_sq like the parameter, step."""
+    return {name: 2 * param.nbytes + STEP_BYTES for name, param in params}
+
+
+def sgd(params: Named) -> dict[str, int]:
+    """torch.optim.SGD with momentum: momentum_buffer like the parameter."""
+    return {name: param.nbytes for name, param in params}
+
+
+def adafactor(params: Named) -> dict[str, int]:
+    """torch.optim.Adafactor: row_var and col_var of the last two dims, variance of less than two, step."""
+    return {name: _averages(param.shape) * param.element_size() + STEP_BYTES for name, param in params}
+
+
+def _averages(shape: Sequence[int]) -> int:
+    if len(shape) < 2:
+        return math.prod(shape)
+    *leading, rows, columns = shape
+    return math.prod(leading) * (rows + columns)
+
+
+FOOTPRINTS: Mapping[str, Callable[[Named], dict[str, int]]] = {
+    "came": Came.state_bytes,
+    "came-bf16": partial(Came.state_bytes, state_dtype="bfloat16"),
+    "came-int8": partial(Came.state_bytes, state_dtype="int8"),
+    "lamb": Lamb.state_bytes,
+    "lamb-bf16": partial(Lamb.state_bytes, state_dtype="bfloat16"),
+    "adamw": adam,
+    "sgd": sgd,
+    "adafactor": adafactor,
+}
+"""By the names of ``bighorn train`` and ``bighorn compare``; Adam keeps what AdamW keeps."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one shape, and of one name but for its numbers.
+
+    Attributes:
+        name: Their name with * for numbers; * alone where parameters have no names.
+        shape: Of each.
+        count: How many there are.
+        bytes: By optimizer, of all together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    bytes: Mapping[str, int]
+
+    @property
+    def label(self) -> str:
+        """Name, number and shape in words."""
+        count = f"{self.count} of " if self.count > 1 else ""
+        shape = count + ("x".join(map(str, self.shape)) or "scalar")
+        return shape if self.name == "*" else f"{self.name}\n{shape}"
+
+
+def kinds(params: Named, sizes: Mapping[str, Mapping[str, int]]) -> list[Kind]:
+    """The kinds of layers, those with the most elements first.
+
+    Args:
+        params: The parameters.
+        sizes: By optimizer, bytes by the parameter's name.
+    """
+    members: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, param in params:
+        members.setdefault((re.sub(r"\b\d+\b", "*", name), tuple(param.shape)), []).append(name)
+    found = [
+        Kind(name, shape, len(mine), {key: sum(each[one] for one in mine) for key, each in sizes.items()})
+        for (name, shape), mine in members.items()
+    ]
+    return sorted(found, key=lambda kind: -kind.count * math.prod(kind.shape))

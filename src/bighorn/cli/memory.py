@@ -1,0 +1,146 @@
+"""``bighorn memory``: what the optimizer's state will weigh, before anything is allocated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bighorn.cli import files, models
+from bighorn.cli.config import PRECISIONS
+from bighorn.cli.display import quantity
+from bighorn.cli.environment import provenance
+from bighorn.cli.errors import InputError
+from bighorn.cli.footprint import FOOTPRINTS, Kind, Named, kinds
+from bighorn.cli.options import command_line, config_options, option
+from bighorn.cli.shapes import SHAPES
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.values import at_least, check_name, names
+
+FILE = click.Path(path_type=Path)
+SOURCES = ("task", "shapes", "model")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The options of a prediction; one of :data:`SOURCES` says of what."""
+
+    task: str | None = option(None, "A task's model.", shown="digits, unless --shapes or --model is given")
+    shapes: str | None = option(None, f"A set of shapes, of {', '.join(SHAPES)}.")
+    model: str | None = option(
+        None,
+        "Any model, as PACKAGE.MODULE:CALLABLE. That is imported and called without arguments, on torch's meta "
+        "device: it runs the code, and allocates no weights.",
+    )
+    data: str | None = option(None, "Data for the task, as in bighorn train: they say how many classes there are.")
+    optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown="all")
+    precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
+    rows: int = option(10, "Kinds of layers to list, the largest first.")
+
+    def __post_init__(self) -> None:
+        given = [f"--{name}" for name in SOURCES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} each say what to predict for: give one of them.")
+        if self.data is not None and given not in ([], ["--task"]):
+            raise InputError(f"--data {self.data} is for a task, but {given[0]} is given: leave one of them out.")
+        if self.task is not None:
+            check_name("--task", self.task, TASKS)
+        if self.shapes is not None:
+            check_name("--shapes", self.shapes, SHAPES)
+        at_least("--rows", self.rows, 1)
+
+    def parameters(self) -> tuple[str, Named]:
+        """What the prediction is for, and its parameters on the meta device."""
+        dtype = PRECISIONS[self.precision]
+        if self.shapes is not None:
+            return self.shapes, models.of_shapes(self.shapes, dtype)
+        if self.model is not None:
+            return self.model, models.of_code("--model", self.model, dtype)
+        task = self.task or "digits"
+        return task, models.of_task(task, self.data, dtype)
+
+
+@click.command
+@config_options(MemoryConfig)
+@click.option("--report", type=FILE, help="Write an HTML report with a bar chart.")
+@click.option("--json", "json_file", type=FILE, help="Write the bytes of every parameter as JSON.")
+@click.pass_context
+def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
+    """Predict, to the byte, what optimizers keep for a model: per layer, in total and per parameter.
+
+    From shapes alone: neither weights nor state are allocated, so that a small machine can ask about a large model.
+
+    bighorn memory --shapes llama_7b
+    """
+    config = MemoryConfig(**options)
+    wanted = tuple(FOOTPRINTS) if config.optimizers is None else names("--optimizers", config.optimizers, FOOTPRINTS)
+    for flag, path in (("--report", report), ("--json", json_file)):
+        if path is not None:
+            files.check_writable(path, flag)
+    source, params = config.parameters()
+    sizes = {name: FOOTPRINTS[name](params) for name in wanted}
+    layers = kinds(params, sizes)
+    elements = sum(param.numel() for _, param in params)
+
+    console = Console(soft_wrap=True, highlight=False)
+    about = f"{source}: {quantity(elements)} trainable parameters in {len(params)} tensors, {config.precision}"
+    console.print(about)
+    console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
+    console.print(_table(TOTAL_HEAD, total_rows(sizes, elements)))
+    if report is not None:
+        from bighorn.cli.report import Section, memory_report
+
+        by_layer = Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers)))
+        total = Section("Totals", head=TOTAL_HEAD, rows=total_rows(sizes, elements))
+        settings = asdict(config) | {"optimizers": ", ".join(wanted)}
+        page = memory_report(source, about, layers, elements, by_layer, total, command_line(ctx), settings)
+        files.write_text(report, page)
+        console.print(f"Report: {report}")
+    if json_file is not None:
+        content = {
+            **provenance(ctx),
+            "config": asdict(config),
+            "parameters": elements,
+            "total": {name: sum(mine.values()) for name, mine in sizes.items()},
+            "layers": [
+                {"name": name, "shape": list(param.shape), "bytes": {key: mine[name] for key, mine in sizes.items()}}
+                for name, param in params
+            ],
+        }
+        files.write_json(json_file, content)
+        console.print(f"JSON: {json_file}")
+
+
+LAYER_HEAD = ("bytes of",)
+TOTAL_HEAD = ("optimizer", "state", "bytes per parameter")
+
+
+def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
+    """The largest kinds of layers in words, and the rest as one row."""
+    rows = [(kind.label, *map(quantity, kind.bytes.values())) for kind in layers[:most]]
+    rest = layers[most:]
+    if rest:
+        label = f"{sum(kind.count for kind in rest)} others"
+        rows.append((label, *(quantity(sum(kind.bytes[name] for kind in rest)) for name in rest[0].bytes)))
+    return rows
+
+
+def total_rows(sizes: Mapping[str, Mapping[str, int]], elements: int) -> list[tuple[str, ...]]:
+    """Each optimizer's state in words."""
+    totals = {name: sum(mine.values()) for name, mine in sizes.items()}
+    return [(name, f"{quantity(total)}B", f"{total / elements:.3f}") for name, total in totals.items()]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(head[0], overflow="fold", vertical="bottom")
+    for name in head[1:]:
+        # Names break at their hyphen, so that all stand beside each other on 80 columns.
+        table.add_column(name.replace("-", "-\n"), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,77 @@
+"""Where a prediction takes its parameters from: a set of shapes, a task, anybody's code. Nothing is allocated."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from bighorn.cli.errors import InputError
+from bighorn.cli.footprint import Named
+from bighorn.cli.shapes import SHAPES
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.values import suggestion
+
+
+def of_shapes(name: str, dtype: torch.dtype) -> Named:
+    """The parameters of a set of shapes. These have no names: numbers stand for them."""
+    shapes = enumerate(SHAPES[name]())
+    return [(str(index), torch.empty(shape, dtype=dtype, device="meta")) for index, shape in shapes]
+
+
+def of_task(name: str, data: str | None, dtype: torch.dtype) -> Named:
+    """The parameters of a task's model; the data say how many classes there are."""
+    dataset = TASKS[name].load(data)
+    with torch.device("meta"):
+        return _trainable(TASKS[name].model(dataset), dtype)
+
+
+def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
+    """The trainable parameters of what ``PACKAGE.MODULE:CALLABLE`` returns, called without arguments.
+
+    Raises:
+        InputError: If it cannot be imported or called, or returns no model with trainable parameters of known shapes.
+    """
+    module_name, colon, attribute = place.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise InputError(f"{flag} {place!r} is not of the form PACKAGE.MODULE:CALLABLE like torchvision.models:resnet50.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does: one's own model lies in the folder that one is in
+    made: object
+    try:
+        made = import_module(module_name)
+        for part in attribute.split("."):
+            if not hasattr(made, part):
+                raise InputError(f"{flag} {place}: no {part!r} there; {suggestion(part, _public(made))}")
+            made = getattr(made, part)
+        with torch.device("meta"):
+            made = made()  # type: ignore[operator]  # what is not callable says so
+    except InputError:
+        raise
+    except Exception as error:  # anybody's code raises anything
+        raise InputError(f"{flag} {place}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise InputError(f"{flag} {place} gives a {type(made).__name__}, but must give a torch.nn.Module.")
+    for name, param in made.named_parameters():
+        if isinstance(param, UninitializedParameter):
+            raise InputError(f"{flag} {place}: {name} has no shape before the first batch. Give it its sizes.")
+    params = _trainable(made, dtype)
+    if not params:
+        raise InputError(f"{flag} {place} has no trainable parameters.")
+    return params
+
+
+def _trainable(model: nn.Module, dtype: torch.dtype) -> Named:
+    """Frozen parameters have no gradients, and so no state."""
+    return [
+        (name, torch.empty_like(param, dtype=dtype, device="meta"))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+
+
+def _public(thing: object) -> list[str]:
+    return [name for name in dir(thing) if not name.startswith("_")]

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from bighorn.cli import files
 from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
+from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.options import config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
 from bighorn.cli.shapes import SHAPES, Shape
@@ -34,12 +35,13 @@ class BenchConfig:
 
     table: str = option(
         "steps",
-        "Against torch's fused AdamW (steps), or LAMBrrr's benchmark: against a loop over the tensors (lambrrr).",
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came). Against a loop over the tensors: "
+        "LAMBrrr's benchmark (lambrrr).",
         choices=tuple(TABLES),
     )
     shapes: str | None = option(
         None,
-        f"Parameter sets, of {', '.join(SHAPES)}; the largest takes 13 GB.",
+        f"Parameter sets, of {', '.join(SHAPES)}; a set takes about 40 bytes per parameter.",
         shown="; ".join(f"{name} {','.join(table.shapes)}" for name, table in TABLES.items()),
     )
     optimizers: str | None = option(
@@ -152,7 +154,8 @@ def _beside(baseline: Optimizer, optimizer: Optimizer, first_step: float, second
         "ratio": _spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
         "first_step_s": first_step,
         "temporaries_bytes": extra,
-        "explain": optimizer.explain() if isinstance(optimizer, Lamb) else None,
+        "state_bytes": state_bytes(optimizer) or None,  # LoopLamb's is not where optimizers have theirs
+        "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
     }
 
 
@@ -168,6 +171,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "p10-p90": lambda row: f"{row['ratio']['p10']:.2f}-{row['ratio']['p90']:.2f}",
     "compile": lambda row: "-" if row["compile_s"] is None else f"{row['compile_s']:.1f} s",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
+    "state": lambda row: _megabytes(row["state_bytes"]),
     "error": lambda row: f"{row['error']:.1e}",
 }
 """A measured row in words."""

@@ -16,7 +16,7 @@ from bighorn.cli import files, sweep
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.studies import STUDIES
 from bighorn.cli.tasks import TASKS
@@ -35,7 +35,7 @@ class CompareConfig:
     study: str | None = option(
         None, "A comparison that has a name, instead of --optimizers and --batch-sizes.", choices=tuple(STUDIES)
     )
-    optimizers: str | None = option(None, f"Optimizers, of {', '.join(OPTIMIZERS)}.", shown="lamb,adamw")
+    optimizers: str | None = option(None, f"Optimizers, of {', '.join(CONTESTANTS)}.", shown="lamb,adamw")
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
@@ -73,7 +73,7 @@ class CompareConfig:
         if self.study is not None:
             return STUDIES[self.study].batch_sizes(task)
         sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
-        return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", OPTIMIZERS), sizes)
+        return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), sizes)
 
 
 @click.command
@@ -100,21 +100,21 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
             files.check_writable(path, flag)
 
     console = Console(soft_wrap=True, highlight=False)
+    shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision")}
     bases = [
-        RunConfig(
-            config.task, config.data, name, size, epochs=config.epochs, precision=config.precision, threads=1
-        ).resolved()
+        (name, RunConfig(**shared, **CONTESTANTS[name], batch_size=size, threads=1).resolved())
         for name, sizes in batch_sizes.items()
         for size in sizes
     ]
+    epochs = bases[0][1].epochs
     dataset = task.load(config.data)
-    for base in bases:  # what would fail in the last cell fails now
+    for _, base in bases:  # what would fail in the last cell fails now
         Run(base, dataset.held_out(sweep.HELD_OUT))
     settings = asdict(config) | {
         "optimizers": ", ".join(batch_sizes),
         "batch_sizes": _sizes(batch_sizes),
         "lrs": "; ".join(f"{name} {_rates(grids[name])}" for name in grids),
-        "epochs": bases[0].epochs,
+        "epochs": epochs,
         "target": target,
         "processes": processes,
     }
@@ -122,9 +122,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     runs = sweep.count(bases, grids, config.seeds)
     if config.study is not None:
         console.print(STUDIES[config.study].asks)
-    console.print(
-        f"{config.task}: {dataset.description}; {bases[0].epochs:g} epochs, {runs} runs, {processes} at a time"
-    )
+    console.print(f"{config.task}: {dataset.description}; {epochs:g} epochs, {runs} runs, {processes} at a time")
     for name in grids:
         console.print(f"{name}: learning rates {_rates(grids[name])}")
     with _bar(console) as bar:
@@ -167,7 +165,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
 
 def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
     """Read ``OPTIMIZER=LR,LR,...`` for some of ``optimizers``; the others get their recipe's own."""
-    grids = {name: OPTIMIZERS[name].grid for name in optimizers}
+    grids = {name: OPTIMIZERS[CONTESTANTS[name]["optimizer"]].grid for name in optimizers}
     for text in texts:
         name, equals, rates = text.partition("=")
         if not equals:
@@ -198,10 +196,12 @@ def as_json(cell: sweep.Cell) -> dict[str, Any]:
     low, middle, high = cell.accuracy
     config = asdict(cell.trials[0].config)
     return {
+        "name": cell.optimizer,
         "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
         "tuned": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in cell.tuned],
         "on_edge": cell.on_edge,
         "accuracy": {"lowest": low, "median": middle, "highest": high},
+        "loss": dict(zip(("lowest", "median", "highest"), map(_finite, cell.loss), strict=True)),
         "steps": cell.trials[0].steps,
         "steps_to_target": _finite(cell.steps_to_target),
         "seconds": cell.seconds,
@@ -231,7 +231,8 @@ def _finite(value: float) -> float | None:
 def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in head:
-        table.add_column(name, justify="left" if name == head[0] else "right")
+        first = name == head[0]
+        table.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     previous = cells[0].optimizer
     for cell in cells:
         if cell.optimizer != previous:
@@ -241,7 +242,7 @@ def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
     return table
 
 
-COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "steps to {target}", "state", "time")
+COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "loss", "steps to {target}", "state", "time")
 
 
 def row(cell: sweep.Cell) -> tuple[str, ...]:
@@ -252,7 +253,8 @@ def row(cell: sweep.Cell) -> tuple[str, ...]:
         cell.optimizer,
         str(cell.batch_size),
         f"{cell.lr:g}" + ("*" if cell.on_edge else ""),
-        f"{middle:.1%} ({low:.1%}-{high:.1%})",
+        f"{middle:.1%} ({100 * low:.1f}-{100 * high:.1f})",
+        f"{cell.loss[1]:.4f}",
         f"{reached} of {cell.trials[0].steps}",
         f"{cell.trials[0].state_bytes / 1e6:.2f} MB",
         f"{cell.seconds:.1f} s",

@@ -36,7 +36,9 @@ class RunConfig:
         "Data for the task: a text FILE for text, a DIR with the idx files for mnist.",
         shown="built in, but mnist",
     )
-    optimizer: str = option("lamb", "Bighorn's lamb or came, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS))
+    optimizer: str = option(
+        "lamb", "Bighorn's lamb or came, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
+    )
     batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"))
     lr: float | None = option(
         None, f"Peak learning rate, before --lr-scaling; at batch {BASE_BATCH}.", shown=_by_name(OPTIMIZERS, "lr")

@@ -56,9 +56,7 @@ OPTIMIZERS = {
     "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.Adam, fused=True)),
     "adafactor": Recipe(0.05, 0.01, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), torch.optim.Adafactor),
     # Not fused: on the CPU that leaves bf16 parameters as they are (https://github.com/pytorch/pytorch/issues/191763).
-    "sgd": Recipe(
-        0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), partial(torch.optim.SGD, momentum=0.9, foreach=True)
-    ),
+    "sgd": Recipe(0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), partial(torch.optim.SGD, momentum=0.9, foreach=True)),
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -117,7 +115,9 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
         if not equals or not name.isidentifier():
             raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
         if name in OWN_FLAGS:
-            raise InputError(f"--optimizer-option {text}: {name} has a flag of its own, or none. See bighorn train --help.")
+            raise InputError(
+                f"--optimizer-option {text}: {name} has a flag of its own, or none. See bighorn train --help."
+            )
         if name in options:
             raise InputError(f"--optimizer-option {text}: {name} is given twice.")
         try:

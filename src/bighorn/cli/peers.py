@@ -1,4 +1,4 @@
-"""What ``bighorn bench`` times: this package's backends, torch's AdamW, other packages' LAMBs, and the usual loop."""
+"""What ``bighorn bench`` times: this package's backends, torch's optimizers, other packages' LAMBs and CAMEs, the usual loop."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from bighorn.cli.plain import LoopLamb, Step, compiled_loop, loop
 
 WEIGHT_DECAY = 0.01
@@ -55,17 +55,17 @@ class BenchTable:
     columns: tuple[str, ...]
 
 
-def _ours(backend: str = "auto", **options: Any) -> Callable[[], Build]:
+def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -> Callable[[], Build]:
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         dtype = params[0].dtype
-        return Lamb(
+        state_dtype = torch.bfloat16 if dtype == torch.bfloat16 else None
+        return algorithm(
             params,
             lr=lr,
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=clip,
-            state_dtype=torch.bfloat16 if dtype == torch.bfloat16 else None,
             backend="reference" if dtype == torch.float64 else backend,
-            **options,
+            **{"state_dtype": state_dtype, **options},
         )
 
     return lambda: build
@@ -136,11 +136,38 @@ def _pytorch_optimizer() -> Build:
     )
 
 
+def _came_pytorch() -> Build:
+    if find_spec("came_pytorch") is None:
+        raise ImportError("not installed: pip install --no-deps came-pytorch")
+    came = import_module("came_pytorch").CAME
+    return lambda params, lr, clip: _clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+
+
+def _pytorch_optimizer_came() -> Build:
+    if find_spec("pytorch_optimizer") is None:
+        raise ImportError("not installed: pip install pytorch_optimizer")
+    came = import_module("pytorch_optimizer").CAME
+    return lambda params, lr, clip: _clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+
+
+def _adafactor() -> Build:
+    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+        return _clipped(torch.optim.Adafactor(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+
+    return build
+
+
 PEERS = {
     "adamw": Peer("torch AdamW, fused", _torch_adamw, "torch"),
-    "lamb": Peer("Lamb", _ours(), "bighorn"),
-    "lamb-adam": Peer("Lamb, adam=True", _ours(adam=True, decay_mode="decoupled"), "bighorn"),
-    "lamb-foreach": Peer("Lamb, foreach", _ours("foreach"), "bighorn"),
+    "lamb": Peer("Lamb", _ours(Lamb), "bighorn"),
+    "lamb-adam": Peer("Lamb, adam=True", _ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
+    "lamb-foreach": Peer("Lamb, foreach", _ours(Lamb, "foreach"), "bighorn"),
+    "came": Peer("Came", _ours(Came), "bighorn"),
+    "came-last-two": Peer("Came, last_two", _ours(Came, factor="last_two"), "bighorn"),
+    "came-int8": Peer("Came, int8", _ours(Came, state_dtype="int8"), "bighorn"),
+    "came-pytorch": Peer("came-pytorch", _came_pytorch, "came-pytorch"),
+    "pytorch_optimizer-came": Peer("pytorch_optimizer CAME", _pytorch_optimizer_came, "pytorch_optimizer"),
+    "adafactor": Peer("torch Adafactor", _adafactor, "torch"),
     "timm": Peer("timm Lamb", _timm, "timm"),
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
     "loop": Peer("reference loop", _loop, "torch"),
@@ -154,6 +181,12 @@ TABLES = {
         peers=("lamb", "lamb-adam", "lamb-foreach", "timm", "pytorch_optimizer"),
         shapes=("tiny", "efficientnet_b0", "vit_small", "resnet50"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "error"),
+    ),
+    "came": BenchTable(
+        baseline="adamw",
+        peers=("came", "came-last-two", "came-int8", "came-pytorch", "pytorch_optimizer-came", "adafactor"),
+        shapes=("vit_small", "resnet50"),
+        columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
     ),
     # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
     # timm's Lamb, which takes part as itself where it is installed.

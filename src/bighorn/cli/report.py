@@ -243,7 +243,9 @@ def memory_report(
 ) -> str:
     """The report of ``bighorn memory``."""
     names = list(layers[0].bytes)
-    parts = [(kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:PARTS]]
+    parts = [
+        (kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:PARTS]
+    ]
     rest = layers[PARTS:]
     if rest:
         label = f"{sum(kind.count for kind in rest)} others"

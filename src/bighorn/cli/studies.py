@@ -28,4 +28,9 @@ STUDIES = {
     "lambrrr": Study(
         "Adam, LAMB, and both at 4 times the batch: do they converge alike?", {"adam": (1, 4), "lamb": (1, 4)}
     ),
+    # What a step of CAME saves in memory, and what of its published start is worth keeping.
+    "came": Study(
+        "CAME, its momentum in fewer bits, its start corrected, and the usual: which learns best?",
+        dict.fromkeys(("came", "came-bf16", "came-int8", "came-corrected", "adamw", "adafactor"), (1,)),
+    ),
 }

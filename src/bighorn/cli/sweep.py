@@ -20,6 +20,9 @@ from bighorn.cli.training import DivergedError, Run
 
 Grids = Mapping[str, Sequence[float]]
 
+Named = tuple[str, RunConfig]
+"""What an optimizer, or a variant of one, is called in a comparison, and its run."""
+
 HELD_OUT = 0.2
 """Share of the training data that learning rates are chosen by."""
 
@@ -66,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cell:
-    """One optimizer at one batch size: the learning rates tried, the best of them and its final runs."""
+    """One optimizer or variant at one batch size: the learning rates tried, the best of them and its final runs."""
 
     optimizer: str
     batch_size: int
@@ -80,8 +83,12 @@ class Cell:
     @property
     def accuracy(self) -> tuple[float, float, float]:
         """Lowest, median and highest final test accuracy."""
-        values = [trial.accuracy for trial in self.trials]
-        return min(values), statistics.median(values), max(values)
+        return _spread([trial.accuracy for trial in self.trials])
+
+    @property
+    def loss(self) -> tuple[float, float, float]:
+        """Lowest, median and highest final test loss."""
+        return _spread([trial.loss for trial in self.trials])
 
     @property
     def steps_to_target(self) -> float:
@@ -108,6 +115,10 @@ class Cell:
     def on_edge(self) -> bool:
         """Whether a better learning rate may lie outside of the grid."""
         return self.lr in (self.tuned[0][0], self.tuned[-1][0])
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return min(values), statistics.median(values), max(values)
 
 
 @lru_cache(maxsize=2)
@@ -160,13 +171,13 @@ def _leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def count(bases: Sequence[RunConfig], grids: Grids, seeds: int) -> int:
+def count(bases: Sequence[Named], grids: Grids, seeds: int) -> int:
     """How many runs :func:`compare` makes if no grid has to be continued."""
-    return seeds * sum(len(grids[base.optimizer]) + 1 for base in bases)
+    return seeds * sum(len(grids[name]) + 1 for name, _ in bases)
 
 
 def compare(
-    bases: Sequence[RunConfig],
+    bases: Sequence[Named],
     grids: Grids,
     seeds: int,
     target: float,
@@ -178,8 +189,8 @@ def compare(
     """Tune the learning rate of each of ``bases``, then make its final runs.
 
     Args:
-        bases: One resolved configuration per cell; its learning rate and seed do not matter.
-        grids: The learning rates to try, by optimizer. One of two or more whose end is best is continued.
+        bases: A name and a resolved configuration per cell; its learning rate and seed do not matter.
+        grids: The learning rates to try, by name. One of two or more whose end is best is continued.
         seeds: Seeds per cell.
         target: The test accuracy to count steps to.
         processes: Runs at a time.
@@ -199,7 +210,7 @@ def compare(
                     for lr in mine
                     for seed in range(seeds)
                 ]
-                for base, mine in zip(bases, rates, strict=True)
+                for (_, base), mine in zip(bases, rates, strict=True)
             ]
             found: dict[int, Trial] = {}
             for index, trial in make_all([job for cell in jobs for job in cell]):
@@ -209,19 +220,17 @@ def compare(
             return [tuple(islice(rest, len(cell))) for cell in jobs]
 
         tuning: list[tuple[Trial, ...]] = [()] * len(bases)
-        rates: list[tuple[float, ...]] = [tuple(grids[base.optimizer]) for base in bases]
+        rates: list[tuple[float, ...]] = [tuple(grids[name]) for name, _ in bases]
         while any(rates):
             more = trials(rates, tuning=True)
             tuning = [before + new for before, new in zip(tuning, more, strict=True)]
-            rates = [
-                beyond(*choose(cell), len(grids[base.optimizer])) for base, cell in zip(bases, tuning, strict=True)
-            ]
+            rates = [beyond(*choose(cell), len(grids[name])) for (name, _), cell in zip(bases, tuning, strict=True)]
             added(seeds * sum(map(len, rates)))
         chosen = [choose(cell) for cell in tuning]
         final = trials([(lr,) for lr, _ in chosen], tuning=False)
     return [
-        Cell(base.optimizer, base.batch_size or 0, tuned, lr, runs, tried)
-        for base, (lr, tuned), runs, tried in zip(bases, chosen, final, tuning, strict=True)
+        Cell(name, base.batch_size or 0, tuned, lr, runs, tried)
+        for (name, base), (lr, tuned), runs, tried in zip(bases, chosen, final, tuning, strict=True)
     ]
 
 

@@ -90,7 +90,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
         return trial(lr, job.config.seed, 1 - abs(lr - 0.35) if job.config.optimizer == "lamb" else lr / 1e3)
 
     monkeypatch.setattr(sweep, "make", fake)
-    bases = [RunConfig(optimizer=name).resolved() for name in ("lamb", "sgd")]
+    bases = [(name, RunConfig(optimizer=name).resolved()) for name in ("lamb", "sgd")]
     grids = {"lamb": (0.1, 0.2), "sgd": (0.1, 0.2)}
     counted = [sweep.count(bases, grids, 2), 0]
 

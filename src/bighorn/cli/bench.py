@@ -35,8 +35,8 @@ class BenchConfig:
 
     table: str = option(
         "steps",
-        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came). Against a loop over the tensors: "
-        "LAMBrrr's benchmark (lambrrr).",
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came). Against a loop over the "
+        "tensors: LAMBrrr's benchmark (lambrrr).",
         choices=tuple(TABLES),
     )
     shapes: str | None = option(

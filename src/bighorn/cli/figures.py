@@ -171,9 +171,10 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], lab
         axes = figure.add_subplot()
         left = np.zeros(len(names))
         for index, (part, values) in enumerate(parts):
-            axes.barh(names, values, left=left, height=0.64, color=SERIES[index % len(SERIES)], label=part)
+            colour = SERIES[index % len(SERIES)]
+            ends = axes.barh(names, values, left=left, height=0.64, color=colour, label=part)
             left += values
-        axes.bar_label(axes.containers[-1], [f"{total:.3g}" for total in left], padding=4, color=INK)
+        axes.bar_label(ends, [f"{total:.3g}" for total in left], padding=4, color=INK)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.1 * max(left))
         axes.grid(visible=False, axis="y")

@@ -36,9 +36,7 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
     """
     module_name, colon, attribute = place.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise InputError(
-            f"{flag} {place!r} is not of the form PACKAGE.MODULE:CALLABLE like torchvision.models:resnet50."
-        )
+        raise InputError(f"{flag} {place!r} is not of the form PACKAGE.MODULE:CALLABLE like mypackage.nets:small.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: one's own model lies in the folder that one is in

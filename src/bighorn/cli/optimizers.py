@@ -115,9 +115,7 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
         if not equals or not name.isidentifier():
             raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
         if name in OWN_FLAGS:
-            raise InputError(
-                f"--optimizer-option {text}: {name} has a flag of its own, or none. See bighorn train --help."
-            )
+            raise InputError(f"--optimizer-option {text}: {name} is set by bighorn train itself; see its --help.")
         if name in options:
             raise InputError(f"--optimizer-option {text}: {name} is given twice.")
         try:

@@ -1,4 +1,4 @@
-"""What ``bighorn bench`` times: this package's backends, torch's optimizers, other packages' LAMBs and CAMEs, the usual loop."""
+"""What ``bighorn bench`` times: Lamb and Came, torch's optimizers, those of other packages, and the usual loop."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -220,6 +220,31 @@ def _panels(
         return to_svg(figure, f"{ylabel} by {xlabel}")
 
 
+def side_by_side(panels: Panels, xlabel: str) -> str:
+    """Draw panels that share their x and the names of their lines; each has its own logarithmic y."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.6))
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (name, lines) in zip(grid, panels, strict=True):
+            for index, (label, xs, ys) in enumerate(lines):
+                axes.plot(xs, ys, color=SERIES[index % len(SERIES)], label=label if axes is grid[0] else None)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.set_title(name, fontsize=11, loc="left")
+            axes.set_xlabel(xlabel)
+        figure.legend(loc="outside upper left", ncols=3)
+        return to_svg(figure, " and ".join(name for name, _ in panels))
+
+
+def standalone(svg: str) -> str:
+    """A figure of a report as a file of its own: on white, in the page's light colours."""
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(variable, LIGHT[colour])
+    return svg.replace("<svg", '<svg style="background: white; font-family: sans-serif"', 1) + "\n"
+
+
 def smoothed(values: Sequence[float]) -> np.ndarray:
     """A centred running mean over a fortieth of the curve, narrower towards its ends."""
     series = np.asarray(values, dtype=float)

@@ -312,3 +312,18 @@ def test_the_commit_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.M
     assert found["clean"] is True
     package.write_text("changed")
     assert environment.commit() == {**found, "clean": False}
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_came_beside_its_peers(invoke: Invoke) -> None:
+    content, output = bench_json(invoke, "--table", "came", "--shapes", "small")
+    rows = {row["name"]: row for row in content["results"][0]["optimizers"]}
+    assert {"adamw", "came", "came-last-two", "came-int8", "adafactor"} <= set(rows)
+    assert "group 0" in rows["came"]["explain"]
+    # (16, 8) factored by ours and theirs, (8,) not; (1, 3, 2) by last_two alone. The step is a number there.
+    assert rows["came"]["state_bytes"] == 4 * (128 + 2 * 24 + 2 * 8 + 2 * 6 + 3)
+    assert rows["came-last-two"]["state_bytes"] == 4 * (128 + 2 * 24 + 2 * 8 + 6 + 2 * (3 + 2) + 3)
+    for name, row in rows.items():
+        # Adafactor clamps at a threshold that depends on the dtype.
+        assert row["error"] < 1e-5, name
+    assert "Came, int8" in output

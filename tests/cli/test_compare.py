@@ -9,7 +9,7 @@ import pytest
 from bighorn.cli import sweep
 from bighorn.cli.compare import continued, row, verdicts, warnings
 from bighorn.cli.config import RunConfig
-from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.optimizers import CONTESTANTS
 from bighorn.cli.studies import STUDIES, Study
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import Run
@@ -71,7 +71,7 @@ def test_a_study_is_its_row_of_the_table(invoke: Invoke) -> None:
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 def test_a_study_names_what_there_is(study: Study) -> None:
     assert study.asks.endswith("?")
-    assert set(study.batches) <= set(OPTIMIZERS)
+    assert set(study.batches) <= set(CONTESTANTS)
     for sizes in study.batch_sizes(TASKS["digits"]).values():
         assert sizes == tuple(sorted(sizes))
 
@@ -154,7 +154,7 @@ def test_a_diverged_run_is_the_worst_one() -> None:
 
 def test_what_a_cell_comes_to() -> None:
     few = cell("lamb", 32, 0.3, 0.9, 0.7, 0.8)
-    assert row(few) == ("lamb", "32", "0.3*", "80.0% (70.0%-90.0%)", "5 of 10", "2.00 MB", "1.0 s")
+    assert row(few) == ("lamb", "32", "0.3*", "80.0% (70.0-90.0)", "5 of 10", "1.0000", "2.00 MB", "1.0 s")
     never = dataclasses.replace(few, trials=tuple(trial(0.2, seed, 0.5, steps_to_target=None) for seed in range(3)))
     assert row(never)[4] == "never of 10"
 
@@ -201,3 +201,16 @@ def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:
     result = invoke("compare", *options, code=1)
     assert message in result.output
     assert len(result.output.splitlines()) <= 3
+
+
+def test_variants_take_part_with_their_own_options(invoke: Invoke) -> None:
+    rates = [word for name in ("came", "came-int8", "came-corrected") for word in ("--lrs", f"{name}=0.001")]
+    options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1, *rates, "--json", "c.json"]
+    invoke("compare", "--optimizers", "came,came-int8,came-corrected", *options)
+    cells = {cell["name"]: cell for cell in json.loads(Path("c.json").read_text())["cells"]}
+    assert list(cells) == ["came", "came-int8", "came-corrected"]
+    assert [cell["config"]["optimizer"] for cell in cells.values()] == ["came"] * 3
+    assert cells["came-int8"]["config"]["state_dtype"] == "int8"
+    assert cells["came-int8"]["state_bytes"] < cells["came"]["state_bytes"]
+    assert cells["came-corrected"]["config"]["optimizer_option"] == ["bias_correction=True"]
+    assert len({cell["loss"]["median"] for cell in cells.values()}) == 3

@@ -1,5 +1,6 @@
 """Reports hold what they must, and load nothing."""
 
+import json
 import os
 import re
 import signal
@@ -38,7 +39,25 @@ def test_no_heat_map_without_trust_ratios(invoke: Invoke) -> None:
     invoke("train", "--optimizer", "adamw", "--epochs", 1, "--report", "run.html")
     page = assert_self_contained(Path("run.html"))
     assert page.tags.count("svg") == 3
-    assert "trust ratio" not in page.text.replace("before any trust ratio", "")
+    assert "trust ratio" not in page.text
+
+
+def test_came_shows_confidence_and_the_size_of_its_updates(invoke: Invoke) -> None:
+    invoke(
+        "train", "--optimizer", "came", "--state-dtype", "int8", "--steps", 8, "--report", "r.html", "--json", "r.json"
+    )
+    page = assert_self_contained(Path("r.html"))
+    assert page.tags.count("svg") == 5
+    for words in ("mean confidence", "Update size by layer", "hidden1.weight", "state dtype int8"):
+        assert words in page.text
+    history = json.loads(Path("r.json").read_text())["history"]
+    assert history["layers"] == ["hidden1.weight", "hidden2.weight", "head.weight"]
+    assert {name: np.shape(rows) for name, rows in history["gauges"].items()} == {
+        "confidence": (8, 3),
+        "update_rms": (8, 3),
+    }
+    # The published start: with the second moment at 1/1000 of g^2, u is about 1/sqrt(0.001).
+    assert min(history["gauges"]["update_rms"][0]) > 20
 
 
 def test_report_of_a_resumed_run_shows_the_whole_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
 from bighorn.cli.config import RunConfig
+from bighorn.cli.memory import MemoryConfig
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.schedule import DECAYS
 from bighorn.cli.tasks import TASKS
@@ -39,13 +40,14 @@ def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
     assert result["config"]["batch_size"] == 128
     assert result["config"]["lr"] == OPTIMIZERS["lamb"].lr
     assert result["history"]["commands"] == ["bighorn train --report out/run.html --json out/run.json"]
-    assert len(result["history"]["ratios"][0]) == len(result["history"]["layers"]) == 3
+    assert len(result["history"]["gauges"]["trust_ratio"][0]) == len(result["history"]["layers"]) == 3
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_every_optimizer_learns(invoke: Invoke, name: str) -> None:
     output = invoke("train", "--optimizer", name, "--epochs", 6, "--json", "run.json").output
     assert ("trust ratio" in output) == (name == "lamb")
+    assert ("confidence" in output) == (name == "came")
     assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.9
 
 
@@ -136,7 +138,7 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
     ("options", "message"),
     [
         (["--task", "digit"], "'digit' is not one of 'digits', 'text', 'mnist'"),
-        (["--optimizr", "lamb"], "Did you mean '--optimizer'?"),
+        (["--optimizr", "lamb"], "Did you mean one of: '--optimizer',"),
         (["--lr", "-1"], "--lr is -1.0, but must be a number above 0"),
         (["--lr", "nan"], "--lr is nan"),
         (["--lr", "inf"], "--lr is inf"),
@@ -192,7 +194,9 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
         bighorn.cli.main()
 
 
-@pytest.mark.parametrize(("name", "config"), [("train", RunConfig), ("compare", CompareConfig)])
+@pytest.mark.parametrize(
+    ("name", "config"), [("train", RunConfig), ("compare", CompareConfig), ("memory", MemoryConfig)]
+)
 def test_options_agree_with_the_configuration(invoke: Invoke, name: str, config: type[Any]) -> None:
     """Every field is an option with the field's default, and the help shows that default."""
     command = group.get_command(click.Context(group), name)
@@ -245,3 +249,34 @@ def test_two_processes_share_the_batch(tmp_path: Path, invoke: Invoke) -> None:
     assert two["history"]["commands"][0].startswith("torchrun --nproc-per-node 2 --no-python bighorn train --")
     refused = invoke("train", "--resume", "two.pt", code=1)
     assert "resume with torchrun --nproc-per-node 2" in refused.output
+
+
+def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
+    sizes = {}
+    for dtype in ("fp32", "bf16", "fp16", "int8"):
+        invoke("train", "--optimizer", "came", "--steps", 1, "--state-dtype", dtype, "--json", "run.json")
+        sizes[dtype] = json.loads(Path("run.json").read_text())["result"]["optimizer_state_bytes"]
+    assert sizes["fp32"] > sizes["bf16"] == sizes["fp16"] > sizes["int8"]
+    options = ["--optimizer-option", "bias_correction=True", "--optimizer-option", "factor=last_two"]
+    output = invoke("train", "--optimizer", "came", "--steps", 1, *options, "--save", "run.pt").output
+    assert "came, bias_correction=True, factor=last_two: lr 0.001" in output
+    [first, _] = torch.load("run.pt", weights_only=True)["run"]["optimizer"]["param_groups"]
+    assert (first["bias_correction"], first["factor"]) == (True, "last_two")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--state-dtype", "int8"], "--state-dtype int8: --optimizer lamb keeps its state in fp32 or bf16."),
+        (["--optimizer", "adamw", "--state-dtype", "bf16"], "--state-dtype bf16 is for lamb and came"),
+        (["--optimizer", "sgd", "--backend", "foreach"], "--backend foreach is for lamb and came"),
+        (["--optimizer-option", "amsgrad"], "'amsgrad' is not of the form NAME=VALUE"),
+        (["--optimizer-option", "lr=1"], "lr is set by bighorn train itself"),
+        (["--optimizer-option", "adam=True", "--optimizer-option", "adam=False"], "adam is given twice"),
+        (["--optimizer-option", "bias_corection=True"], "did you mean 'bias_correction'?"),
+        (["--optimizer-option", "decay_mode=l3"], "decay_mode='l3'"),
+        (["--optimizer", "adam", "--optimizer-option", "amsgrd=True"], "amsgrd"),
+    ],
+)
+def test_options_that_an_optimizer_does_not_have(invoke: Invoke, options: list[str], message: str) -> None:
+    assert message in invoke("train", "--steps", 1, *options, code=1).output

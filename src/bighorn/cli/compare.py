@@ -242,7 +242,7 @@ def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
     return table
 
 
-COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "loss", "steps to {target}", "state", "time")
+COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "steps to {target}", "loss", "state", "time")
 
 
 def row(cell: sweep.Cell) -> tuple[str, ...]:
@@ -254,8 +254,8 @@ def row(cell: sweep.Cell) -> tuple[str, ...]:
         str(cell.batch_size),
         f"{cell.lr:g}" + ("*" if cell.on_edge else ""),
         f"{middle:.1%} ({100 * low:.1f}-{100 * high:.1f})",
-        f"{cell.loss[1]:.4f}",
         f"{reached} of {cell.trials[0].steps}",
+        f"{cell.loss[1]:.4f}",
         f"{cell.trials[0].state_bytes / 1e6:.2f} MB",
         f"{cell.seconds:.1f} s",
     )

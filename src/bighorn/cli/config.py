@@ -63,7 +63,9 @@ class RunConfig:
         None, "Type of lamb's moments or came's momentum.", shown="fp32", choices=tuple(STATE_DTYPES)
     )
     optimizer_option: tuple[str, ...] = option(
-        (), "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated."
+        (),
+        "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated.",
+        shown="none",
     )
     backend: str | None = option(
         None, "Kernels of lamb and came.", shown="auto", choices=("auto", "reference", "foreach", "cpu")

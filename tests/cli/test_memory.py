@@ -1,0 +1,216 @@
+"""``bighorn memory``: what it predicts is what is then allocated, to the byte."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bighorn import Came, Lamb
+from bighorn.cli.config import PRECISIONS, RunConfig
+from bighorn.cli.footprint import FOOTPRINTS, Named, kinds
+from bighorn.cli.memory import MemoryConfig, layer_rows
+from bighorn.cli.optimizers import CONTESTANTS, state_bytes
+from bighorn.cli.shapes import SHAPES, llama
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import Run
+from cli.helpers import Invoke, assert_self_contained
+
+ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
+       (70, 64, 1, 1), (2, 3, 4, 5, 6), (5000,)]  # fmt: skip
+
+BUILD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "came": partial(Came, lr=1e-3),
+    "came-bf16": partial(Came, lr=1e-3, state_dtype=torch.bfloat16),
+    "came-int8": partial(Came, lr=1e-3, state_dtype="int8"),
+    "lamb": Lamb,
+    "lamb-bf16": partial(Lamb, state_dtype=torch.bfloat16),
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def allocated(optimizer: torch.optim.Optimizer, params: Named) -> dict[str, int]:
+    """Bytes of state by name after a step."""
+    for _, param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return {
+        name: sum(value.nbytes for value in optimizer.state[param].values() if isinstance(value, Tensor))
+        for name, param in params
+    }
+
+
+def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Named:
+    return [(str(index), nn.Parameter(torch.ones(shape, dtype=dtype))) for index, shape in enumerate(shapes)]
+
+
+def on_meta(params: Named) -> Named:
+    return [(name, param.detach().to("meta")) for name, param in params]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", FOOTPRINTS)
+def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
+    # torch's Adafactor divides by the number of elements.
+    shapes = [shape for shape in ODD if name != "adafactor" or 0 not in shape]
+    params = parameters(shapes, PRECISIONS[precision])
+    predicted = FOOTPRINTS[name](on_meta(params))
+    assert predicted == allocated(BUILD[name](params), params)
+
+
+@pytest.mark.parametrize("name", FOOTPRINTS)
+@pytest.mark.parametrize("task", ["digits", "text", "mnist"])
+def test_a_run_of_a_task_allocates_what_was_predicted(
+    invoke: Invoke, text_file: Path, idx_folder: Path, task: str, name: str
+) -> None:
+    """Through both commands: what `train` builds, with its groups, is what `memory` speaks of."""
+    data = {"digits": None, "text": str(text_file), "mnist": str(idx_folder)}[task]
+    invoke("memory", "--task", task, *(["--data", data] if data else []), "--optimizers", name, "--json", "m.json")
+    config = RunConfig(task, data, **CONTESTANTS[name], batch_size=4, steps=1, threads=1).resolved()
+    run = Run(config, TASKS[task].load(data))
+    run.train_step()
+    result = json.loads(Path("m.json").read_text())
+    assert result["total"] == {name: state_bytes(run.optimizer)}
+    names = {layer["name"]: layer["bytes"][name] for layer in result["layers"]}
+    states = {label: run.optimizer.state[parameter] for label, parameter in run.model.named_parameters()}
+    assert names == {label: sum(value.nbytes for value in state.values()) for label, state in states.items()}
+
+
+def test_what_it_lists_are_contestants() -> None:
+    assert set(FOOTPRINTS) == set(BUILD) <= set(CONTESTANTS)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "name", "most"),
+    [
+        ("bert_base", "came", 4.05),
+        ("bert_base", "came-int8", 1.05),
+        ("resnet50", "came", 7.99),
+        ("llama_7b", "came", 4.01),
+    ],
+)
+def test_state_per_parameter_of_known_models(shapes: str, name: str, most: float) -> None:
+    params = [(str(index), torch.empty(shape, device="meta")) for index, shape in enumerate(SHAPES[shapes]())]
+    per_parameter = sum(FOOTPRINTS[name](params).values()) / sum(param.numel() for _, param in params)
+    assert per_parameter < most
+
+
+def test_llama_shapes_are_those_of_its_configuration() -> None:
+    shapes = list(llama(layers=1, width=8, hidden=12, heads=4, key_heads=2, vocabulary=10))
+    assert sorted(shapes) == sorted(
+        [(10, 8), (8, 8), (4, 8), (4, 8), (8, 8), (12, 8), (12, 8), (8, 12), (8,), (8,), (8,), (10, 8)]
+    )
+
+
+def test_table_and_report_of_a_large_model(invoke: Invoke) -> None:
+    output = invoke("memory", "--shapes", "llama_7b", "--report", "m.html", "--json", "m.json").output
+    assert all(len(line) <= 80 for line in output.splitlines())
+    assert "llama_7b: 6.7G trainable parameters in 291 tensors, fp32" in output
+    result = json.loads(Path("m.json").read_text())
+    assert result["parameters"] == 6_738_415_616
+    assert result["total"]["adamw"] == 8 * 6_738_415_616 + 4 * 291
+    assert result["environment"]["torch"]
+    assert sum(layer["bytes"]["came"] for layer in result["layers"]) == result["total"]["came"]
+    page = assert_self_contained(Path("m.html"))
+    assert page.tags.count("svg") == 1
+    for words in ("64 of 11008x4096", "bytes per parameter", "came-int8", "--shapes llama_7b", "53.9GB"):
+        assert words in page.text
+
+
+def test_the_rest_of_the_layers_adds_up() -> None:
+    params = [(f"blocks.{index}.w", torch.empty(8, 8, device="meta")) for index in range(3)]
+    params += [("head.weight", torch.empty(20, 8, device="meta")), ("bias", torch.empty(2, device="meta"))]
+    found = kinds(params, {"adamw": FOOTPRINTS["adamw"](params)})
+    assert [(kind.name, kind.count, kind.bytes["adamw"]) for kind in found] == [
+        ("blocks.*.w", 3, 3 * (2 * 256 + 4)),
+        ("head.weight", 1, 2 * 640 + 4),
+        ("bias", 1, 2 * 8 + 4),
+    ]
+    assert layer_rows(found, 1) == [("blocks.*.w\n3 of 8x8", "1.5k"), ("2 others", "1.3k")]
+
+
+CODE = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        assert torch.empty(1).is_meta
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+class Zoo:
+    tied = Tied
+
+def frozen(): return Tied().requires_grad_(False)
+def lazy(): return nn.LazyLinear(3)
+def number(): return 7
+def broken(): raise RuntimeError("no weights here")
+"""
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module in the current folder with models of all kinds."""
+    name = f"zoo_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(CODE)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_any_model_without_its_frozen_and_doubled_weights(invoke: Invoke, zoo: str) -> None:
+    invoke("memory", "--model", f"{zoo}:Zoo.tied", "--json", "m.json")
+    result = json.loads(Path("m.json").read_text())
+    assert [(layer["name"], layer["shape"]) for layer in result["layers"]] == [("embedding.weight", [50, 8])]
+    assert result["total"]["sgd"] == 4 * 400
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (":Tide", "no 'Tide' there; did you mean Tied?"),
+        (":Zoo.tide", "no 'tide' there; did you mean tied?"),
+        (":number", "gives a int, but must give a torch.nn.Module"),
+        (":broken", "RuntimeError: no weights here"),
+        (":lazy", "weight has no shape before the first batch"),
+        (":frozen", "has no trainable parameters"),
+        ("_:Tied", "ModuleNotFoundError: No module named"),
+        ("", "is not of the form PACKAGE.MODULE:CALLABLE"),
+        (":", "is not of the form PACKAGE.MODULE:CALLABLE"),
+    ],
+)
+def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message: str) -> None:
+    assert message in invoke("memory", "--model", zoo + what, code=1).output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "bert_bse"], "--shapes: no 'bert_bse' here; did you mean bert_base?"),
+        (["--task", "txt"], "--task: no 'txt' here; did you mean text?"),
+        (["--optimizers", "came,lam"], "--optimizers: no 'lam' here; did you mean lamb?"),
+        (["--task", "text", "--shapes", "one"], "--task and --shapes each say what to predict for"),
+        (["--shapes", "one", "--data", "x"], "--data x is for a task, but --shapes is given"),
+        (["--rows", "0"], "--rows is 0, but must be at least 1."),
+        (["--report", "no/../."], "is a folder"),
+    ],
+)
+def test_wrong_input_is_refused(invoke: Invoke, options: list[str], message: str) -> None:
+    assert message in invoke("memory", *options, code=1).output
+
+
+def test_only_digits_needs_no_word(invoke: Invoke) -> None:
+    assert MemoryConfig().parameters()[0] == "digits"
+    assert "hidden2.weight" in invoke("memory", "--rows", 1).output

@@ -59,7 +59,7 @@ def measured(dataset: Dataset, optimizer: str, options: tuple[str, ...], steps: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     found = commit()  # before the runs: what is committed meanwhile is not what ran
     dataset = TASKS["text"].load(None)

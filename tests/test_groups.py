@@ -78,7 +78,7 @@ def test_bare_parameters() -> None:
 
 def test_the_optimizer_checks_the_options() -> None:
     made = groups.by_rules(model().named_parameters(), [Rule("bias", weigth_decay=0.0)])
-    with pytest.raises(TypeError, match="unknown option 'weigth_decay' .did you mean 'weight_decay'"):
+    with pytest.raises(TypeError, match=r"unknown option 'weigth_decay' .did you mean 'weight_decay'"):
         Lamb(made)
 
 

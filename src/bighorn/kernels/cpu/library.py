@@ -44,8 +44,14 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{LIBRARY_NAME} was not built: install a C compiler, then reinstall bighorn from source"
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        return None, f"{LIBRARY_NAME} does not load: {error}"
+        declare(library)
+    except (OSError, AttributeError) as error:  # an AttributeError: built from older sources
+        return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
+    return library, str(path)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes what the library's functions take and return."""
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     run = ctypes.POINTER(Run)
     library.bighorn_isa.argtypes = []
@@ -56,7 +62,6 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     library.bighorn_came_workspace.argtypes = [address, address, count, ctypes.c_int]
     library.bighorn_came_workspace.restype = count
     library.bighorn_came_step.argtypes = [run, *[address] * 6, count, number, address]
-    return library, str(path)
 
 
 def openmp() -> tuple[int, int, int] | None:

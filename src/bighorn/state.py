@@ -60,11 +60,19 @@ def recoded(state: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
         outer = spec["exp_avg_scale"].dim() - 2
         codes, scales = codec.encode(values.flatten(0, outer))
         out["exp_avg"], out["exp_avg_scale"] = codes.view(values.shape), scales.view(spec["exp_avg_scale"].shape)
-    elif "exp_avg_scale" not in spec and values.dtype == torch.int8 and isinstance(scales, Tensor):
+    elif "exp_avg_scale" not in spec and isinstance(scales, Tensor) and _are_codes(values, scales):
         decoded = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2))
         out["exp_avg"] = decoded.view(values.shape)
         del out["exp_avg_scale"]
     return out
+
+
+def _are_codes(values: Tensor, scales: Tensor) -> bool:
+    """Whether these are 8-bit values and the scales of their blocks."""
+    outer = scales.dim() - 2
+    if values.dtype != torch.int8 or outer < 0:
+        return False
+    return scales.shape == (*values.shape[:outer], *codec.scales_shape(values.shape[outer:]))
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -117,18 +125,19 @@ def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> 
     out = recoded(state, spec)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", state["exp_avg_sq"].clone())  # amsgrad from now on
-    missing = [name for name in ("step", *spec) if name not in out]
-    if missing and not fresh:
-        raise ValueError(
-            f"the state of {what} lacks {missing[0]!r} and has {', '.join(map(repr, state))}: going on would take "
-            "steps of a wrong size. Load a whole checkpoint, or drop optimizer.state of this parameter"
-        )
-    out["step"] = _count(out.get("step", 0), param, what)
+    if fresh or "step" in out:
+        out["step"] = _count(out.get("step", 0), param, what)
     for name, like in spec.items():
-        out[name] = (
-            torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=param.device).zero_()
-            if fresh
-            else _placed(name, out[name], like, param.device, what)
+        if fresh:
+            out[name] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=param.device).zero_()
+        elif name in out:
+            out[name] = _placed(name, out[name], like, param.device, what)
+    missing = [name for name in ("step", *spec) if name not in out]
+    if missing:
+        raise ValueError(
+            f"the state of {what} lacks {missing[0]!r} and has {', '.join(map(repr, state))}: it is half a state, or "
+            "was made with other options, and going on would take steps of a wrong size. Load the matching "
+            "checkpoint, or drop optimizer.state of this parameter"
         )
     return out
 
@@ -142,6 +151,11 @@ def _placed(name: str, value: object, like: Tensor, device: torch.device, what: 
             f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter needs "
             f"{tuple(like.shape)}: it is another model's, or was made with other options. Load the matching "
             "checkpoint, or drop optimizer.state of this parameter"
+        )
+    if value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
+        raise ValueError(
+            f"state {name!r} of {what} has dtype {value.dtype}, expected {like.dtype} (values in 8 bits need their "
+            "scales): load the matching checkpoint, or drop optimizer.state of this parameter"
         )
     return in_layout_of(like, value, device)
 

@@ -80,7 +80,7 @@ class Came(KernelOptimizer[CameOptions]):
         decay_rate: Instead of betas[1], 1 - t ** -decay_rate at step t; 0.8 is mindformers'. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
-        relative_step: lr is min(1e-2, 1 / sqrt(t)) at step t. *Whole optimizer.* Default: False.
+        relative_step: lr is min(1e-2, 1 / sqrt(t)) at step t, for all groups. *Whole optimizer.* Default: False.
         warmup_init: With relative_step, lr is min(1e-6 t, 1 / sqrt(t)). *Whole optimizer.* Default: False.
         bias_correction: Correct the averages of the instability for their start at 0. The published rule does not, and
             takes a first step of about 11 times lr. Default: False.
@@ -174,6 +174,22 @@ class Came(KernelOptimizer[CameOptions]):
     ) -> None:
         lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init))
         super().__init__(params, locals(), unknown)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; a learning rate is none of them with relative_step.
+
+        Args:
+            param_group: `params`, and any option of the constructor that a group can have.
+
+        Raises:
+            TypeError: An unknown key, or a value of a wrong type.
+            ValueError: A value out of range, or a parameter that cannot be optimized here.
+        """
+        if self._settings.relative_step and isinstance(param_group, dict) and "lr" in param_group:
+            raise ValueError(
+                f"relative_step=True computes the learning rate itself: leave lr={param_group['lr']!r} out"
+            )
+        super().add_param_group(param_group)
 
     def telemetry(self) -> CameTelemetry:
         """What the last step did to updates, as tensors on the parameters' device.

@@ -1,7 +1,8 @@
-"""THE table of cases: every option, shape, layout and dtype that Lamb is tested on, for every backend.
+"""THE table of cases: every option, shape, layout and dtype that Lamb and Came are tested on, for every backend.
 
-A new option is one line in `OPTIONS`, a new trap one line in `ZOO`, a new dtype one line in `DTYPES`; each inherits
-every test. Weight decay is 0 only where that is the point: the trust ratio then hides a constant factor of the update.
+A new option is one line in `LAMB` or `CAME`, a new trap one line in `ZOO`, a new dtype one line in `DTYPES`; each
+inherits every test. Weight decay is 0 only where that is the point: the trust ratio then hides a constant factor of the
+update.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Lamb, kernels
+from bighorn import Came, Lamb, kernels
+
+Optimizer: TypeAlias = Lamb | Came
+Kind: TypeAlias = type[Lamb] | type[Came]
+KINDS: tuple[Kind, ...] = (Lamb, Came)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
 Fill = Literal["normal", "big", "small", "zero"]
 Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
+StateDtype: TypeAlias = torch.dtype | Literal["int8"] | None
 Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded", "lazy"]
 
 LRS = (0.1, 0.05, 0.2, 0.08)
@@ -57,6 +63,11 @@ class Case:
     groups: tuple[Mapping[str, Any], ...] = ({},)
     dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
+    kind: Kind = Lamb
+
+    def of(self, kind: Kind) -> Case:
+        """The same case for another optimizer."""
+        return replace(self, kind=kind)
 
     @property
     def size(self) -> int:
@@ -103,11 +114,16 @@ class Case:
             gradients.append(arranged(values.to(dtype), leaf.grad_layout))
         return gradients
 
-    def optimizer(self, parameters: Sequence[Parameter], backend: str, **options: Any) -> Lamb:
+    def optimizer(self, parameters: Sequence[Parameter], backend: str, **options: Any) -> Optimizer:
         groups: list[dict[str, Any]] = [{"params": [], **group} for group in self.groups]
         for leaf, parameter in zip(self.leaves, parameters, strict=True):
             groups[leaf.group]["params"].append((leaf.name, parameter))
-        return Lamb(groups, **{"lr": LRS[0], "weight_decay": 0.1, "backend": backend, **self.options, **options})
+        return self.kind(groups, **{"lr": LRS[0], "weight_decay": 0.1, "backend": backend, **self.options, **options})
+
+    def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """The learning rate of a step, unless the optimizer computes its own."""
+        if not self.options.get("relative_step"):
+            set_lr(optimizer, LRS[step])
 
     def _normal(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.id}/{key}".encode()))
@@ -188,6 +204,21 @@ LARGE = (
     Leaf("blocks.transposed", (130, 129), layout="transposed"),
 )
 
+BLOCKS = (
+    # Of 4096 elements or more, which int8 takes, in rows of less than a block, one, a few, and some with odd ends.
+    Leaf("rows.weight", (41, 100)),
+    Leaf("row.weight", (1, 4100)),
+    Leaf("column.weight", (4100, 1)),
+    Leaf("odd.weight", (16, 257), layout="transposed"),
+    Leaf("strided.weight", (9, 600), layout="strided", grad_layout="transposed"),
+    Leaf("conv.weight", (24, 20, 3, 3), layout="channels_last"),
+    Leaf("deep.weight", (2, 9, 256), grad="late"),
+    Leaf("zero.weight", (64, 64), fill="zero", grad="zero"),
+    Leaf("tiny.weight", (8, 513), grad="tiny"),
+    Leaf("bias", (4200,)),
+    Leaf("small.weight", (20, 9)),
+)
+
 FEW = tuple(
     leaf
     for leaf in ZOO
@@ -198,7 +229,7 @@ FEW = tuple(
 # More than a workspace of foreach holds, so that its second phase computes the update again.
 HUGE = (Leaf("huge.weight", (1301, 2050), grad_layout="transposed"), Leaf("huge.bias", (1301,)))
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
+LAMB_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "paper-v5": {},
     "paper-v3": {"bias_correction": False},
     "correction-in-lr": {"bias_correction": "lr"},
@@ -266,7 +297,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+LAMB_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "stacked": ({"stacked": True},),
     "stacked-decoupled": ({"stacked": True, "decay_mode": "decoupled"},),
     "stacked-bounds": ({"stacked": True, "weight_norm_bounds": (0, 1), "trust_ratio_bounds": (0.01, 0.5)},),
@@ -288,7 +319,59 @@ GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "two-groups-sometimes-adapt": ({"always_adapt": False}, {"always_adapt": False, "weight_decay": 0.0}),
 }
 
-DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, torch.dtype | None]] = {
+CAME_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "published": {},
+    "last-two": {"factor": "last_two"},
+    "no-weight-decay": {"weight_decay": 0.0},
+    "large-eps": {"eps": (1e-3, 1e-2)},
+    "short-memory": {"betas": (0.5, 0.9, 0.99)},
+    "no-memory": {"betas": (0.9, 0.0, 0.0)},
+    "hard-clip": {"clip_threshold": 0.2},
+    "no-clip": {"clip_threshold": 1e6},
+    "decay-rate": {"decay_rate": 0.8},
+    "scale-parameter": {"scale_parameter": True},
+    "scale-eps": {"scale_parameter": True, "scale_eps": 0.7},
+    "bias-correction": {"bias_correction": True},
+    "relative-step": {"relative_step": True, "lr": None},
+    "warmup-init": {"relative_step": True, "warmup_init": True, "lr": None},
+    "clip-active": {"max_grad_norm": 0.7},
+    "clip-inactive": {"max_grad_norm": 1e6},
+    "clip-skip": {"max_grad_norm": 1.5, "skip_nonfinite": True},
+    "skip": {"skip_nonfinite": True},
+    "maximize": {"maximize": True},
+    "maximize-clip": {"maximize": True, "max_grad_norm": 0.7},
+    "no-decay-by-name": {"exclude_from_weight_decay": [r"bias$", r"^conv\d"]},
+    "no-decay-by-callable": {"exclude_from_weight_decay": lambda _name, p: p.ndim < 2},
+    "everything": {
+        "betas": (0.8, 0.5, 0.99),
+        "clip_threshold": 0.5,
+        "decay_rate": 0.8,
+        "scale_parameter": True,
+        "bias_correction": True,
+        "max_grad_norm": 0.9,
+        "skip_nonfinite": True,
+        "maximize": True,
+        "exclude_from_weight_decay": ["bias"],
+    },
+}
+
+CAME_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "stacked": ({"stacked": True},),
+    "stacked-last-two": ({"stacked": True, "factor": "last_two"},),
+    "stacked-scaled": ({"stacked": True, "scale_parameter": True, "bias_correction": True, "decay_rate": 0.8},),
+    "stacked-centralised": ({"stacked": True, "grad_centralization": True},),
+    "stacked-centralised-conv": ({"stacked": True, "grad_centralization": "conv"},),
+    "centralised": ({"grad_centralization": True},),
+    "centralised-conv": ({"grad_centralization": "conv"},),
+    "centralised-last-two-maximize": ({"grad_centralization": True, "factor": "last_two", "maximize": True},),
+    "two-groups": ({}, {"weight_decay": 0.0, "betas": (0.8, 0.9, 0.99), "eps": (1e-8, 1e-6), "clip_threshold": 0.5}),
+    "two-groups-options": (
+        {"factor": "last_two", "decay_rate": 0.8, "state_dtype": torch.bfloat16},
+        {"scale_parameter": True, "bias_correction": True, "stacked": True, "grad_centralization": "conv"},
+    ),
+}
+
+DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, StateDtype]] = {
     "float64": (torch.float64, torch.float64, None),
     "bfloat16": (torch.bfloat16, torch.bfloat16, None),
     "float16": (torch.float16, torch.float16, None),
@@ -302,6 +385,16 @@ DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, torch.dtype | None]] = {
     "float16-states-bfloat16": (torch.float16, torch.float32, torch.bfloat16),
     "complex64": (torch.complex64, torch.complex64, None),
     "complex128": (torch.complex128, torch.complex128, None),
+}
+
+CAME_DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, StateDtype]] = {
+    **DTYPES,
+    "float32-states-float16": (torch.float32, torch.float32, torch.float16),
+    "float16-states-float16": (torch.float16, torch.float32, torch.float16),
+    "float32-states-int8": (torch.float32, torch.float32, "int8"),
+    "bfloat16-states-int8": (torch.bfloat16, torch.float32, "int8"),
+    "float64-states-int8": (torch.float64, torch.float64, "int8"),
+    "complex64-states-int8": (torch.complex64, torch.complex64, "int8"),
 }
 
 MIXED = (
@@ -321,28 +414,75 @@ def _stackable(leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in leaves if len(leaf.shape) >= 2 and leaf.shape[1:] != (1,))
 
 
-def _table() -> Iterator[Case]:
-    for name, options in OPTIONS.items():
-        yield Case(name, options, ZOO)
-    for name, groups in GROUPS.items():
-        stacked = any(group.get("stacked") for group in groups)
-        leaves = _stackable(ZOO) if stacked else ZOO
-        if any(group.get("grad_centralization") for group in groups):
-            # Equal gradients centralise to rounding noise, whose direction is nobody's.
-            leaves = tuple(leaf for leaf in leaves if leaf.grad_layout != "expanded")
-        yield Case(name, {}, tuple(replace(leaf, group=i % len(groups)) for i, leaf in enumerate(leaves)), groups)
-    for name, (dtype, grad_dtype, state_dtype) in DTYPES.items():
-        states = {} if state_dtype is None else {"state_dtype": state_dtype}
-        for option in ("paper-v5", "adamw", "everything", "cautious", "adagrad"):
-            yield Case(f"{name}-{option}", {**OPTIONS[option], **states}, FEW, ({},), dtype, grad_dtype)
-        yield Case(f"{name}-stacked", states, _stackable(FEW), ({"stacked": True},), dtype, grad_dtype)
-    for option in ("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled"):
-        yield Case(f"mixed-{option}", OPTIONS[option], MIXED)
-        yield Case(f"large-{option}", OPTIONS[option], LARGE)
-    yield Case("large-stacked", {}, _stackable(LARGE), ({"stacked": True},))
-    yield Case("huge-clip-skip", OPTIONS["clip-skip"], HUGE)
-    yield Case("huge-amsgrad-states-bfloat16", {"second_moment": "amsgrad", "state_dtype": torch.bfloat16}, HUGE)
-    yield Case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
+@dataclass(frozen=True)
+class Rows:
+    """What makes the cases of one optimizer."""
+
+    kind: Kind
+    prefix: str
+    options: Mapping[str, Mapping[str, Any]]
+    groups: Mapping[str, tuple[Mapping[str, Any], ...]]
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype, StateDtype]]
+    with_dtypes: tuple[str, ...]
+    """The options that are combined with every dtype."""
+    with_sizes: tuple[str, ...]
+    """Those that are combined with mixed dtypes and with large tensors."""
+    huge: Mapping[str, Mapping[str, Any]]
+    """Those that are tried on huge tensors."""
+
+    def cases(self) -> Iterator[Case]:
+        for name, options in self.options.items():
+            yield self._case(name, options, ZOO)
+        for name, groups in self.groups.items():
+            stacked = any(group.get("stacked") for group in groups)
+            leaves = _stackable(ZOO) if stacked else ZOO
+            if any(group.get("grad_centralization") for group in groups):
+                # Equal gradients centralise to rounding noise, whose direction is nobody's.
+                leaves = tuple(leaf for leaf in leaves if leaf.grad_layout != "expanded")
+            yield self._case(
+                name, {}, tuple(replace(leaf, group=i % len(groups)) for i, leaf in enumerate(leaves)), groups
+            )
+        stacked_group = ({"stacked": True},)
+        for name, (dtype, grad_dtype, state_dtype) in self.dtypes.items():
+            states = {} if state_dtype is None else {"state_dtype": state_dtype}
+            few = BLOCKS if state_dtype == "int8" else FEW
+            for option in self.with_dtypes:
+                yield self._case(f"{name}-{option}", {**self.options[option], **states}, few, ({},), dtype, grad_dtype)
+            yield self._case(f"{name}-stacked", states, _stackable(few), stacked_group, dtype, grad_dtype)
+        for option in self.with_sizes:
+            yield self._case(f"mixed-{option}", self.options[option], MIXED)
+            yield self._case(f"large-{option}", self.options[option], LARGE)
+        yield self._case("large-stacked", {}, _stackable(LARGE), stacked_group)
+        for name, options in self.huge.items():
+            yield self._case(f"huge-{name}", options, HUGE)
+        yield self._case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
+
+    def _case(self, name: str, *rest: Any) -> Case:
+        return Case(f"{self.prefix}{name}", *rest).of(self.kind)
 
 
-CASES = tuple(_table())
+LAMB = Rows(
+    Lamb,
+    "",
+    LAMB_OPTIONS,
+    LAMB_GROUPS,
+    DTYPES,
+    with_dtypes=("paper-v5", "adamw", "everything", "cautious", "adagrad"),
+    with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled"),
+    huge={
+        "clip-skip": LAMB_OPTIONS["clip-skip"],
+        "amsgrad-states-bfloat16": {"second_moment": "amsgrad", "state_dtype": torch.bfloat16},
+    },
+)
+CAME = Rows(
+    Came,
+    "came-",
+    CAME_OPTIONS,
+    CAME_GROUPS,
+    CAME_DTYPES,
+    with_dtypes=("published", "last-two", "everything"),
+    with_sizes=("published", "last-two", "clip-skip"),
+    huge={"everything-states-int8": {**CAME_OPTIONS["everything"], "state_dtype": "int8"}},
+)
+
+CASES = (*LAMB.cases(), *CAME.cases())

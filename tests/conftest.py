@@ -5,6 +5,7 @@ import torch
 
 import cases
 from bighorn import kernels
+from cases import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -12,6 +13,13 @@ def _same_start() -> None:
     """Every test starts with the same seed, and with one thread: several workers share the cores."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=cases.KINDS, ids=lambda kind: kind.ALGORITHM)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Each optimizer in turn: for tests of what they share."""
+    optimizer: Kind = request.param
+    return optimizer
 
 
 @pytest.fixture(params=cases.BACKENDS)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bighorn import Lamb
-from cases import CASES, LRS, ZOO, Case, set_gradients, set_lr
+from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
+from cases import BACKENDS, CASES, ZOO, Case, Kind, Optimizer, set_gradients
 
 BY_ID = {case.id: case for case in CASES}
 CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
+
+OWN: dict[Kind, dict[str, Any]] = {
+    Lamb: {"adam": True, "decay_mode": "decoupled", "betas": (0.5, 0.6), "eps": 0.1},
+    Came: {"factor": "last_two", "decay_rate": 0.8, "betas": (0.5, 0.6, 0.7), "eps": (1e-3, 1e-2)},
+}
+"""Options of each, other than their defaults, that a group can have."""
 
 
 class Net(nn.Module):
@@ -42,10 +49,20 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
     return loss
 
 
-def advance(case: Case, parameters: list[Parameter], optimizer: Lamb, steps: range) -> None:
+def runs(cases: Iterable[Case]) -> list[Any]:
+    """Each of these cases on each backend that serves it, for an indirect `backend` and a `case`."""
+    return [
+        pytest.param(backend, case, id=f"{backend}-{case.id}")
+        for backend in BACKENDS
+        for case in cases
+        if case.runs_on(backend)
+    ]
+
+
+def advance(case: Case, parameters: list[Parameter], optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         set_gradients(parameters, case.gradients(step))
-        set_lr(optimizer, LRS[step])
+        case.set_lr(optimizer, step)
         optimizer.step()
 
 
@@ -59,7 +76,7 @@ def assert_bitwise(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 
 
 def assert_same_everything(
-    ours: list[Parameter], optimizer: Lamb, theirs: list[Parameter], other: torch.optim.Optimizer
+    ours: list[Parameter], optimizer: Optimizer, theirs: list[Parameter], other: torch.optim.Optimizer
 ) -> None:
     assert_bitwise(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -69,6 +86,11 @@ def assert_same_everything(
             for key, value in optimizer.state[a].items():
                 assert value.dtype == other.state[b][key].dtype, key
                 assert value.equal(other.state[b][key]), key
+
+
+def figures(telemetry: LambTelemetry | CameTelemetry) -> dict[str, Tensor]:
+    """The columns with one entry per parameter."""
+    return {name: value for name, value in vars(telemetry).items() if name not in {"names", "skipped"}}
 
 
 def saved_and_loaded(state: Any) -> Any:

@@ -172,11 +172,12 @@ def test_documented_defaults_are_those_of_the_signature(name: str, thing: object
             assert ast.literal_eval(said) == argument.default, f"{name}: {argument.name}"
 
 
-def test_every_argument_of_lamb_is_documented() -> None:
-    documented = documented_defaults(inspect.getdoc(bighorn.Lamb) or "")
-    signature = inspect.signature(bighorn.Lamb).parameters.values()
+@pytest.mark.parametrize(("kind", "betas"), [(bighorn.Lamb, "(0.9, 0.999)"), (bighorn.Came, "(0.9, 0.999, 0.9999)")])
+def test_every_argument_of_an_optimizer_is_documented(kind: type, betas: str) -> None:
+    documented = documented_defaults(inspect.getdoc(kind) or "")
+    signature = inspect.signature(kind).parameters.values()
     assert set(documented) == {a.name for a in signature if a.kind is not inspect.Parameter.VAR_KEYWORD}
-    assert documented["betas"] == "(0.9, 0.999)"
+    assert documented["betas"] == betas
 
 
 def modules() -> list[str]:
@@ -192,6 +193,7 @@ def test_examples_in_docstrings_run(name: str) -> None:
     assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
-def test_there_are_examples() -> None:
+@pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came])
+def test_there_are_examples(kind: type) -> None:
     finder = doctest.DocTestFinder()
-    assert sum(len(test.examples) for test in finder.find(bighorn.Lamb, "Lamb")) > 0
+    assert sum(len(test.examples) for test in finder.find(kind, "kind")) > 0

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Lamb
-from cases import CASES, FEW, Case, set_gradients
+from bighorn import Came, Lamb
+from cases import BLOCKS, CASES, FEW, Case, Kind, set_gradients
 from contract import (
     BY_ID,
     CASE,
+    OWN,
     Net,
     advance,
     assert_bitwise,
@@ -22,10 +23,11 @@ from contract import (
     backward,
     copies,
     model,
+    runs,
     saved_and_loaded,
 )
 
-KEPT = [case for case in CASES if case.runs_on("cpu") and "large" not in case.id]
+KEPT = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
 
 
 @pytest.mark.parametrize("case", KEPT, ids=lambda case: case.id)
@@ -47,17 +49,24 @@ CHECKPOINTED = [
     "float32-states-bfloat16-paper-v5",
     "bfloat16-paper-v5",
     "complex64-paper-v5",
+    *("came-published", "came-everything", "came-clip-skip", "came-no-decay-by-name", "came-mixed-published"),
+    *("came-relative-step", "came-stacked", "came-two-groups-options", "came-bfloat16-published"),
+    *(
+        "came-float32-states-bfloat16-published",
+        "came-bfloat16-states-int8-last-two",
+        "came-complex64-states-int8-stacked",
+    ),
 ]
 
 
-@pytest.mark.parametrize("case_id", CHECKPOINTED)
-def test_load_state_dict_continues_bitwise(case_id: str, backend: str) -> None:
-    case = BY_ID[case_id]
+@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
+def test_load_state_dict_continues_bitwise(case: Case, backend: str) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))
     others = copies(parameters)
-    other = case.optimizer(others, backend, lr=7.0, weight_decay=0.9)
+    at_hand = {} if case.options.get("relative_step") else {"lr": 7.0}
+    other = case.optimizer(others, backend, weight_decay=0.9, **at_hand)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["weight_decay"] == optimizer.param_groups[0]["weight_decay"]
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
@@ -67,10 +76,9 @@ def test_load_state_dict_continues_bitwise(case_id: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("case_id", CHECKPOINTED)
-def test_a_copy_continues_bitwise(case_id: str, way: str, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
+def test_a_copy_continues_bitwise(case: Case, way: str, backend: str) -> None:
     """Everything that was given at construction must be in the copy, the exclusions and the clip too."""
-    case = BY_ID[case_id]
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))
@@ -83,20 +91,22 @@ def test_a_copy_continues_bitwise(case_id: str, way: str, backend: str) -> None:
     assert_same_everything(parameters, optimizer, others, other)
 
 
-def test_a_copy_before_the_first_step(backend: str) -> None:
-    parameters = CASE.parameters()
-    others, other = copy.deepcopy((parameters, CASE.optimizer(parameters, backend)))
-    optimizer = CASE.optimizer(parameters, backend)
-    advance(CASE, parameters, optimizer, range(2))
-    advance(CASE, others, other, range(2))
+def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    others, other = copy.deepcopy((parameters, case.optimizer(parameters, backend)))
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    advance(case, others, other, range(2))
     assert_same_everything(parameters, optimizer, others, other)
     other.add_param_group({"params": [("added", Parameter(torch.ones(2)))]})
     assert other.param_groups[1]["weight_decay"] == 0.1
 
 
-def test_loaded_moments_keep_their_dtype_whatever_the_parameters() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_loaded_moments_keep_their_dtype_whatever_the_parameters(dtype: torch.dtype, kind: Kind) -> None:
     """torch's own load_state_dict would cast the float32 moments of a bfloat16 parameter to bfloat16."""
-    case = Case("bf16", {}, FEW, dtype=torch.bfloat16)
+    case = Case("low", {}, FEW, dtype=dtype).of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "auto")
     advance(case, parameters, optimizer, range(2))
@@ -104,12 +114,13 @@ def test_loaded_moments_keep_their_dtype_whatever_the_parameters() -> None:
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     states = list(other.state.values())
     assert states
-    assert {state[key].dtype for state in states for key in ("step", "exp_avg", "exp_avg_sq")} == {torch.float32}
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_declared_state_dtype(dtype: torch.dtype, backend: str) -> None:
-    case = Case("declared", {"state_dtype": torch.bfloat16}, FEW, dtype=dtype)
+def test_declared_state_dtype(dtype: torch.dtype, kind: Kind, backend: str) -> None:
+    """It holds for LAMB's moments and for CAME's momentum, whose other averages stay in float32."""
+    case = Case("declared", {"state_dtype": torch.bfloat16}, FEW, dtype=dtype).of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))
@@ -117,30 +128,75 @@ def test_declared_state_dtype(dtype: torch.dtype, backend: str) -> None:
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for each in (optimizer, other):
         for state in each.state.values():
-            assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.bfloat16
-            assert state["step"].dtype is torch.float32
+            declared = {"exp_avg", "exp_avg_sq"} if kind is Lamb else {"exp_avg"}
+            assert {name for name in state if state[name].dtype is torch.bfloat16} == declared
+            assert {state[name].dtype for name in state.keys() - declared} == {torch.float32}
 
 
-def test_default_state_dtypes() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_momentum_in_8_bits_and_its_statistics(dtype: torch.dtype) -> None:
+    """Also where parameters are float64: who asks for 8 bits gets them, with scales and statistics that are wide."""
+    case = Case("declared", {"state_dtype": "int8"}, BLOCKS, dtype=dtype).of(Came)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(2))
+    other = case.optimizer(copies(parameters), "auto")
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    for each in (optimizer, other):
+        for parameter, state in each.state.items():
+            in_8_bits = parameter.dim() > 1 and parameter.numel() >= 4096
+            assert (state["exp_avg"].dtype is torch.int8) == ("exp_avg_scale" in state) == in_8_bits
+            statistics = state.keys() - {"step", "exp_avg", "exp_avg_scale"}
+            assert {state[name].dtype for name in statistics} == {wide}
+
+
+def test_default_state_dtypes(kind: Kind) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        parameter = Parameter(torch.ones(3, dtype=dtype))
-        optimizer = Lamb([parameter])
+        parameter = Parameter(torch.ones(7, 5, dtype=dtype))
+        optimizer = kind([parameter], lr=0.1)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         expected = torch.float64 if dtype is torch.float64 else torch.float32
-        assert optimizer.state[parameter]["exp_avg"].dtype is expected
-        assert optimizer.state[parameter]["exp_avg_sq"].dtype is expected
+        state = dict(optimizer.state[parameter])
+        assert state.pop("step").dtype is torch.float32
+        assert {value.dtype for value in state.values()} == {expected}
 
 
-def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options() -> None:
-    parameters = CASE.parameters()
-    optimizer = CASE.optimizer(parameters, "auto")
-    advance(CASE, parameters, optimizer, range(1))
+def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options(kind: Kind) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
-    del state["param_groups"][0]["trust_ratio_bounds"]
-    other = CASE.optimizer(copies(parameters), "auto")
+    new = "trust_ratio_bounds" if kind is Lamb else "decay_rate"
+    del state["param_groups"][0][new]
+    other = case.optimizer(copies(parameters), "auto")
     other.load_state_dict(state)
-    assert other.param_groups[0]["trust_ratio_bounds"] is None
+    assert other.param_groups[0][new] is None
+
+
+@pytest.mark.parametrize("kind", [Came], indirect=True)
+def test_a_checkpoint_of_came_pytorch(kind: Kind, backend: str) -> None:
+    """Where factoring is the published one, whoever trained with it goes on here."""
+    leaves = tuple(leaf for leaf in FEW if leaf.name != "empty")
+    case = Case("published", {"factor": "last_two", "lr": 0.01}, leaves).of(kind)
+    peer = pytest.importorskip("came_pytorch")
+    theirs = case.parameters()
+    published = peer.CAME(theirs, lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        set_gradients(theirs, case.gradients(step))
+        published.step()
+    ours = copies(theirs)
+    optimizer = case.optimizer(ours, backend)
+    optimizer.load_state_dict(saved_and_loaded(published.state_dict()))
+    for step in range(3, 6):
+        for parameters, each in ((ours, optimizer), (theirs, published)):
+            set_gradients(parameters, case.gradients(step))
+            each.step()
+    for leaf, a, b in zip(case.leaves, ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=leaf.name)
+        assert optimizer.state[a]["step"] == 6
 
 
 def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:
@@ -198,9 +254,9 @@ def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
     assert not maximum[0].equal(without[0])
 
 
-def test_a_checkpoint_that_counts_steps_per_group(backend: str) -> None:
+def test_a_checkpoint_that_counts_steps_per_group(kind: Kind, backend: str) -> None:
     """As those of apex and timm do."""
-    case = Case("grouped", {}, FEW)
+    case = Case("grouped", {}, FEW).of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(3))
@@ -227,23 +283,23 @@ SCHEDULED: dict[str, float] = {
 }
 
 
-def test_the_keys_of_schedulers_stay() -> None:
+def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
     """They lie in groups, and so in checkpoints, and in groups that another optimizer is built from."""
     net = model()
     groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
-    optimizer = Lamb(groups)
-    other = Lamb(optimizer.param_groups)
+    optimizer = kind(groups, lr=0.1)
+    other = kind(optimizer.param_groups, lr=0.1)
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for each in (optimizer, other):
         assert {key: each.param_groups[0][key] for key in SCHEDULED} == SCHEDULED
         assert not each.param_groups[1].keys() & SCHEDULED.keys()
 
 
-def test_a_one_cycle_schedule_is_resumed() -> None:
+def test_a_one_cycle_schedule_is_resumed(kind: Kind) -> None:
     """What it needs for that lies in the groups."""
 
     def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
-        optimizer = Lamb(net.parameters(), weight_decay=0.1)
+        optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)
         if state is not None:
             optimizer.load_state_dict(state)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, last_epoch=steps.start - 1)
@@ -260,10 +316,11 @@ def test_a_one_cycle_schedule_is_resumed() -> None:
     assert_bitwise(list(whole.parameters()), list(resumed.parameters()))
 
 
-def test_load_state_dict_hooks_still_run() -> None:
-    parameters = CASE.parameters()
-    optimizer = CASE.optimizer(parameters, "auto")
-    advance(CASE, parameters, optimizer, range(1))
+def test_load_state_dict_hooks_still_run(kind: Kind) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(1))
     calls: list[str] = []
     optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
@@ -272,28 +329,28 @@ def test_load_state_dict_hooks_still_run() -> None:
     assert calls == ["pre", "post"] * 2
 
 
-def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(backend: str) -> None:
+def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(kind: Kind, backend: str) -> None:
     """DCP makes the state by a step at lr = 0 with zero gradients."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     net, untouched = model(), model()
-    optimizer = Lamb(net.named_parameters(), lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
+    optimizer = kind(net.named_parameters(), lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
     state = get_optimizer_state_dict(net, optimizer)
     assert set(state["state"]) == {name for name, _ in net.named_parameters()}
     assert_bitwise(list(net.parameters()), list(untouched.parameters()))
     assert all(p.grad is None for p in net.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.1
     for state_of_one in optimizer.state.values():
-        assert not any(state_of_one[key].any() for key in ("exp_avg", "exp_avg_sq"))
+        assert not any(value.any() for value in state_of_one.values())
 
 
-def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(backend: str) -> None:
+def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(kind: Kind, backend: str) -> None:
     """The dummy step is not counted: the first real one is corrected as the first."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     net, other = model(), model()
-    optimizer = Lamb(net.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
-    twin = Lamb(other.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    optimizer = kind(net.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    twin = kind(other.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
     get_optimizer_state_dict(net, optimizer)
     for network, each in ((net, optimizer), (other, twin)):
         backward(network)
@@ -301,10 +358,10 @@ def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(backend: s
     assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), twin)
 
 
-def test_a_real_step_at_lr_0_counts(backend: str) -> None:
+def test_a_real_step_at_lr_0_counts(kind: Kind, backend: str) -> None:
     """As a warm-up from 0 takes it: the moments and the count move, the parameters do not."""
     net, untouched = model(), model()
-    optimizer = Lamb(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend)
+    optimizer = kind(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend)
     backward(net)
     optimizer.step()
     assert_bitwise(list(net.parameters()), list(untouched.parameters()))
@@ -314,7 +371,7 @@ def test_a_real_step_at_lr_0_counts(backend: str) -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_distributed_checkpoint_continues_bitwise(flatten: bool, backend: str) -> None:
+def test_distributed_checkpoint_continues_bitwise(flatten: bool, kind: Kind, backend: str) -> None:
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
@@ -322,9 +379,9 @@ def test_distributed_checkpoint_continues_bitwise(flatten: bool, backend: str) -
     )
 
     how = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, "trust_ratio_bounds": (0.0, 10.0)}
+    options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, **OWN[kind]}
     net = model()
-    optimizer = Lamb(net.named_parameters(), lr=0.1, backend=backend, **options)
+    optimizer = kind(net.named_parameters(), lr=0.1, backend=backend, **options)
     for step in range(3):
         optimizer.zero_grad()
         backward(net, step)
@@ -332,7 +389,7 @@ def test_distributed_checkpoint_continues_bitwise(flatten: bool, backend: str) -
     state = saved_and_loaded(get_optimizer_state_dict(net, optimizer, options=how))
     other = copy.deepcopy(net)
     other.zero_grad()
-    fresh = Lamb(other.named_parameters(), lr=0.5, backend=backend, **options)
+    fresh = kind(other.named_parameters(), lr=0.5, backend=backend, **options)
     before = copies(list(other.parameters()))
     set_optimizer_state_dict(other, fresh, state, options=how)
     assert_bitwise(list(other.parameters()), before)

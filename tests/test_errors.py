@@ -19,27 +19,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
+from cases import KINDS, Kind, Optimizer
 
 Errors: TypeAlias = "type[Exception] | tuple[type[Exception], ...]"
 
 
 def weights() -> list[Parameter]:
     generator = torch.Generator().manual_seed(2)
-    return [Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3), (5,), (2, 3, 3, 3))]
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3), (5,), (4, 3, 3, 3))]
 
 
-def stepped(backend: str = "auto", **options: Any) -> tuple[list[Parameter], Lamb]:
+def stepped(kind: Kind, backend: str = "auto", **options: Any) -> tuple[list[Parameter], Optimizer]:
     """An optimizer after one step, with gradients in place for the next."""
     parameters = weights()
-    optimizer = Lamb(parameters, lr=0.1, weight_decay=0.1, backend=backend, **options)
+    optimizer = kind(parameters, lr=0.1, weight_decay=0.1, backend=backend, **options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return parameters, optimizer
 
 
-def snapshot(parameters: Sequence[Tensor], optimizer: Lamb) -> Any:
+def snapshot(parameters: Sequence[Tensor], optimizer: Optimizer) -> Any:
     state = [(p in optimizer.state) and dict(optimizer.state[p]) for p in parameters]
     return copy.deepcopy(([p.detach() for p in parameters], state, optimizer.state_dict()))
 
@@ -55,7 +56,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def refused(parameters: Sequence[Tensor], optimizer: Lamb, error: Errors, message: str) -> Iterator[None]:
+def refused(parameters: Sequence[Tensor], optimizer: Optimizer, error: Errors, message: str) -> Iterator[None]:
     """The block raises this error with such a message, and has changed nothing."""
     before = snapshot(parameters, optimizer)
     with pytest.raises(error, match=f"(?is){message}"):
@@ -63,8 +64,8 @@ def refused(parameters: Sequence[Tensor], optimizer: Lamb, error: Errors, messag
     assert same(snapshot(parameters, optimizer), before), "something changed"
 
 
-def test_the_snapshot_sees_a_change() -> None:
-    parameters, optimizer = stepped()
+def test_the_snapshot_sees_a_change(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     for change in (
         lambda: parameters[2].data.add_(1),
         lambda: optimizer.state[parameters[0]]["step"].add_(1),
@@ -79,17 +80,31 @@ def test_the_snapshot_sees_a_change() -> None:
 
 # ---- hyper-parameters -------------------------------------------------------------------------------------------
 
-VALUES: list[tuple[str, Any, type[Exception]]] = [
+Value: TypeAlias = "tuple[str, Any, type[Exception]]"
+
+VALUES: list[Value] = [
     ("lr", -0.1, ValueError),
     ("lr", math.nan, ValueError),
     ("lr", math.inf, ValueError),
     ("lr", 10**400, ValueError),
     ("lr", "0.1", TypeError),
     ("lr", True, TypeError),
-    ("lr", None, TypeError),
     ("lr", torch.tensor(-0.1), ValueError),
     ("lr", torch.tensor(math.nan), ValueError),
     ("lr", torch.ones(2, 2), ValueError),
+    ("weight_decay", -0.1, ValueError),
+    ("weight_decay", math.nan, ValueError),
+    ("weight_decay", math.inf, ValueError),
+    ("weight_decay", "0.1", TypeError),
+    ("maximize", 1, TypeError),
+    ("stacked", 2, TypeError),
+    ("grad_centralization", "convolution", ValueError),
+    ("state_dtype", torch.int32, ValueError),
+    ("state_dtype", torch.complex64, ValueError),
+    ("state_dtype", "bf16", ValueError),
+]
+OF_LAMB: list[Value] = [
+    ("lr", None, TypeError),
     ("betas", (1.0, 0.9), ValueError),
     ("betas", (0.9, 1.0), ValueError),
     ("betas", (-0.1, 0.9), ValueError),
@@ -105,22 +120,15 @@ VALUES: list[tuple[str, Any, type[Exception]]] = [
     ("eps", math.nan, ValueError),
     ("eps", math.inf, ValueError),
     ("eps", "small", TypeError),
-    ("weight_decay", -0.1, ValueError),
-    ("weight_decay", math.nan, ValueError),
-    ("weight_decay", math.inf, ValueError),
-    ("weight_decay", "0.1", TypeError),
     ("adam", 1, TypeError),
     ("adam", "yes", TypeError),
     ("adapt", "no", TypeError),
     ("always_adapt", None, TypeError),
     ("grad_averaging", 0, TypeError),
     ("cautious", "very", TypeError),
-    ("maximize", 1, TypeError),
-    ("stacked", 2, TypeError),
     ("bias_correction", "v5", ValueError),
     ("decay_mode", "decoupeld", ValueError),
     ("second_moment", "amsgrd", ValueError),
-    ("grad_centralization", "convolution", ValueError),
     ("weight_norm_bounds", (10, 0), ValueError),
     ("weight_norm_bounds", (-1, 10), ValueError),
     ("weight_norm_bounds", (0, math.nan), ValueError),
@@ -133,9 +141,44 @@ VALUES: list[tuple[str, Any, type[Exception]]] = [
     ("trust_ratio_bounds", (math.nan, 1), ValueError),
     ("trust_ratio_bounds", "0,1", TypeError),
     ("state_dtype", torch.int8, ValueError),
-    ("state_dtype", torch.complex64, ValueError),
+    ("state_dtype", torch.float16, ValueError),
+    ("state_dtype", "int8", ValueError),
 ]
-WHOLE: list[tuple[str, Any, type[Exception]]] = [
+OF_CAME: list[Value] = [
+    ("betas", (0.0, 0.999, 0.9999), ValueError),
+    ("betas", (1.0, 0.999, 0.9999), ValueError),
+    ("betas", (0.9, 1.0, 0.9999), ValueError),
+    ("betas", (0.9, 0.999, 1.0), ValueError),
+    ("betas", (0.9, -1e-9, 0.9999), ValueError),
+    ("betas", (0.9, 0.999, math.nan), ValueError),
+    ("betas", (0.9, 0.999), TypeError),
+    ("betas", ("a", "b", "c"), TypeError),
+    ("betas", None, TypeError),
+    ("eps", (0.0, 1e-16), ValueError),
+    ("eps", (1e-30, 0), ValueError),
+    ("eps", (1e-30, -1e-16), ValueError),
+    ("eps", (math.inf, 1e-16), ValueError),
+    ("eps", (1e-30, "small"), TypeError),
+    ("eps", (1e-30, 1e-3, 1e-16), TypeError),
+    ("eps", 1e-30, TypeError),
+    ("clip_threshold", 0.0, ValueError),
+    ("clip_threshold", -1.0, ValueError),
+    ("clip_threshold", math.inf, ValueError),
+    ("clip_threshold", None, TypeError),
+    ("factor", "matrx", ValueError),
+    ("factor", None, ValueError),
+    ("decay_rate", -0.8, ValueError),
+    ("decay_rate", math.nan, ValueError),
+    ("decay_rate", "0.8", TypeError),
+    ("scale_parameter", 1, TypeError),
+    ("scale_eps", 0.0, ValueError),
+    ("scale_eps", "1e-3", TypeError),
+    ("bias_correction", "lr", TypeError),
+    ("state_dtype", "uint8", ValueError),
+    ("state_dtype", torch.float64, ValueError),
+]
+OWN_VALUES: dict[Kind, list[Value]] = {Lamb: [*VALUES, *OF_LAMB], Came: [*VALUES, *OF_CAME]}
+WHOLE: list[Value] = [
     ("max_grad_norm", 0.0, ValueError),
     ("max_grad_norm", -1.0, ValueError),
     ("max_grad_norm", math.nan, ValueError),
@@ -146,48 +189,74 @@ WHOLE: list[tuple[str, Any, type[Exception]]] = [
     ("exclude_from_weight_decay", "bias", TypeError),
     ("exclude_from_weight_decay", [1], TypeError),
     ("exclude_from_weight_decay", ["("], ValueError),
-    ("exclude_from_layer_adaptation", 3, TypeError),
-    ("exclude_from_layer_adaptation", ["[a"], ValueError),
     ("names", 3, TypeError),
     ("names", ["a", "b"], TypeError),
     ("process_group", "WORLD", TypeError),
     ("process_group", 0, TypeError),
 ]
+OWN_WHOLE: dict[Kind, list[Value]] = {
+    Lamb: [
+        *WHOLE,
+        ("exclude_from_layer_adaptation", 3, TypeError),
+        ("exclude_from_layer_adaptation", ["[a"], ValueError),
+    ],
+    Came: [
+        *WHOLE,
+        ("lr", None, ValueError),
+        ("relative_step", 1, TypeError),
+        ("relative_step", True, ValueError),
+        ("warmup_init", True, ValueError),
+        ("warmup_init", "yes", TypeError),
+    ],
+}
 
 
-def ids(cases: list[tuple[str, Any, type[Exception]]]) -> list[str]:
-    return [f"{name}={str(value).replace(' ', '')[:30]}" for name, value, _ in cases]
+def for_each(values: dict[Kind, list[Value]]) -> pytest.MarkDecorator:
+    """Run a test with each value of each optimizer."""
+    return pytest.mark.parametrize(
+        ("kind", "name", "value", "error"),
+        [
+            pytest.param(kind, *row, id=f"{kind.ALGORITHM}-{row[0]}={str(row[1]).replace(' ', '')[:30]}")
+            for kind, rows in values.items()
+            for row in rows
+        ],
+        indirect=["kind"],
+    )
 
 
-CONSTRUCTOR = [case for case in [*VALUES, *WHOLE] if case[0] not in {"adapt", "stacked", "grad_centralization"}]
+CONSTRUCTOR = {
+    kind: [row for row in OWN_VALUES[kind] if row[0] not in kind.GROUP_ONLY] + OWN_WHOLE[kind] for kind in KINDS
+}
 
 
-@pytest.mark.parametrize(("name", "value", "error"), CONSTRUCTOR, ids=ids(CONSTRUCTOR))
-def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exception]) -> None:
+@for_each(CONSTRUCTOR)
+def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
     with pytest.raises(error, match=name):
-        Lamb([("a", weights()[0])], **{name: value})
+        kind([("a", weights()[0])], **{"lr": 0.1, name: value})
 
 
-@pytest.mark.parametrize(("name", "value", "error"), VALUES, ids=ids(VALUES))
-def test_a_bad_value_in_a_group(name: str, value: Any, error: type[Exception]) -> None:
+@for_each(OWN_VALUES)
+def test_a_bad_value_in_a_group(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
     with pytest.raises(error, match=name):
-        Lamb([{"params": weights(), name: value}])
-    parameters, optimizer = stepped()
+        kind([{"params": weights(), name: value}], lr=0.1)
+    parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, error, name):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: value})
 
 
-@pytest.mark.parametrize(("name", "value", "error"), VALUES, ids=ids(VALUES))
-def test_a_bad_value_written_into_a_group_later(name: str, value: Any, error: type[Exception], backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+@for_each(OWN_VALUES)
+def test_a_bad_value_written_into_a_group_later(
+    name: str, value: Any, error: type[Exception], kind: Kind, backend: str
+) -> None:
+    parameters, optimizer = stepped(kind, backend)
     optimizer.param_groups[0][name] = value
     for method in (optimizer.step, optimizer.explain):
         with refused(parameters, optimizer, error, name):
             method()
 
 
-def test_a_bad_value_in_the_last_group_stops_the_first(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_bad_value_in_the_last_group_stops_the_first(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
     late = Parameter(torch.ones(3))
     late.grad = torch.ones(3)
     optimizer.add_param_group({"params": [late]})
@@ -196,9 +265,9 @@ def test_a_bad_value_in_the_last_group_stops_the_first(backend: str) -> None:
         optimizer.step()
 
 
-def test_a_negative_tensor_lr_filled_in_later(backend: str) -> None:
+def test_a_negative_tensor_lr_filled_in_later(kind: Kind, backend: str) -> None:
     parameters = weights()
-    optimizer = Lamb(parameters, lr=torch.tensor(0.1), backend=backend)
+    optimizer = kind(parameters, lr=torch.tensor(0.1), backend=backend)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -207,17 +276,18 @@ def test_a_negative_tensor_lr_filled_in_later(backend: str) -> None:
         optimizer.step()
 
 
-def test_the_message_tells_the_value() -> None:
+def test_the_message_tells_the_value(kind: Kind) -> None:
     with pytest.raises(ValueError, match=re.escape("-0.125")):
-        Lamb(weights(), lr=-0.125)
+        kind(weights(), lr=-0.125)
     with pytest.raises(ValueError, match=re.escape("1.25")):
-        Lamb(weights(), betas=(0.9, 1.25))
+        kind(weights(), lr=0.1, max_grad_norm=-1.25)
 
 
-def test_zero_is_allowed_where_it_makes_sense(backend: str) -> None:
+def test_zero_is_allowed_where_it_makes_sense(kind: Kind, backend: str) -> None:
     parameters = weights()
     before = [p.detach().clone() for p in parameters]
-    optimizer = Lamb(parameters, lr=0, betas=(0, 0), eps=0, weight_decay=0, backend=backend)
+    zeros: dict[str, Any] = {"betas": (0, 0), "eps": 0} if kind is Lamb else {"betas": (0.9, 0, 0), "decay_rate": 0}
+    optimizer = kind(parameters, lr=0, weight_decay=0, backend=backend, **zeros)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -226,30 +296,35 @@ def test_zero_is_allowed_where_it_makes_sense(backend: str) -> None:
 
 # ---- unknown names ----------------------------------------------------------------------------------------------
 
-UNKNOWN = [
-    ("beta", (0.9, 0.99), "betas"),
-    ("weigth_decay", 0.1, "weight_decay"),
-    ("max_grad_nrom", 1.0, "max_grad_norm"),
-    ("trust_ratio_bound", (0, 1), "trust_ratio_bounds"),
-    ("learning_rate", 0.1, ""),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "nearest"), UNKNOWN, ids=[name for name, *_ in UNKNOWN])
-def test_an_unknown_option_suggests_the_nearest(name: str, value: Any, nearest: str) -> None:
-    with pytest.raises(TypeError, match=f"(?s){name}.*{nearest}"):
-        Lamb(weights(), **{name: value})
+MISSPELT = {"beta": "betas", "weigth_decay": "weight_decay", "max_grad_nrom": "max_grad_norm", "learning_rate": ""}
+OWN_MISSPELT = {
+    Lamb: MISSPELT | {"trust_ratio_bound": "trust_ratio_bounds"},
+    Came: MISSPELT | {"factr": "factor", "clip_treshold": "clip_threshold", "exclude_from_layer_adaptation": ""},
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("weigth_decay", "weight_decay"), ("adpat", "adapt"), ("learnrate", ""), ("stcked", "stacked")],
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT[kind]], indirect=["kind"]
 )
-def test_an_unknown_group_key_suggests_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(TypeError, match=f"(?s){name}.*{nearest}"):
-        Lamb([{"params": weights(), name: 0.1}])
-    parameters, optimizer = stepped()
-    with refused(parameters, optimizer, TypeError, f"{name}.*{nearest}"):
+def test_an_unknown_option_suggests_the_nearest(kind: Kind, name: str) -> None:
+    nearest = OWN_MISSPELT[kind][name]
+    with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
+        kind(weights(), lr=0.1, **{name: 0.1})  # type: ignore[arg-type]
+
+
+MISSPELT_KEYS = {"weigth_decay": "weight_decay", "learnrate": "", "stcked": "stacked"}
+OWN_MISSPELT_KEYS = {Lamb: MISSPELT_KEYS | {"adpat": "adapt"}, Came: MISSPELT_KEYS | {"factr": "factor", "adapt": ""}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT_KEYS[kind]], indirect=["kind"]
+)
+def test_an_unknown_group_key_suggests_the_nearest(kind: Kind, name: str) -> None:
+    nearest = OWN_MISSPELT_KEYS[kind][name]
+    with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
+        kind([{"params": weights(), name: 0.1}], lr=0.1)
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, TypeError, f"{name!r}.*{nearest and repr(nearest)}"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: 0.1})
 
 
@@ -263,29 +338,30 @@ OF_THE_WHOLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OF_THE_WHOLE)
-def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str) -> None:
+def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str, kind: Kind) -> None:
     """But for ZeroRedundancyOptimizer, which writes what the constructor got into every group."""
     with pytest.raises(TypeError, match=name):
-        Lamb([{"params": weights(), name: OF_THE_WHOLE[name]}])
-    optimizer = Lamb([{"params": weights(), "max_grad_norm": 1.0, "skip_nonfinite": False}], max_grad_norm=1.0)
+        kind([{"params": weights(), name: OF_THE_WHOLE[name]}], lr=0.1)
+    groups = [{"params": weights(), "max_grad_norm": 1.0, "skip_nonfinite": False}]
+    optimizer = kind(groups, lr=0.1, max_grad_norm=1.0)
     assert not {"max_grad_norm", "skip_nonfinite"} & optimizer.param_groups[0].keys()
 
 
 @pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
 @pytest.mark.parametrize("value", [True, False, None])
-def test_torchs_switches_name_ours(name: str, value: bool | None) -> None:
+def test_torchs_switches_name_ours(name: str, value: bool | None, kind: Kind) -> None:
     switch: dict[str, Any] = {name: value}
     with pytest.raises(TypeError, match=f"(?s){name}.*backend"):
-        Lamb(weights(), **switch)
+        kind(weights(), lr=0.1, **switch)
 
 
 # ---- parameters -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("empty", [[], iter(())], ids=["list", "iterator"])
-def test_an_empty_parameter_list(empty: Any) -> None:
+def test_an_empty_parameter_list(empty: Any, kind: Kind) -> None:
     with pytest.raises(ValueError, match="empty"):
-        Lamb(empty)
+        kind(empty, lr=0.1)
 
 
 PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
@@ -304,20 +380,20 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
 
 
 @pytest.mark.parametrize(("make", "refusal"), [case[1:] for case in PARAMS], ids=[case[0] for case in PARAMS])
-def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str]) -> None:
+def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str], kind: Kind) -> None:
     with pytest.raises(refusal[0], match=refusal[1]):
-        Lamb(make())
+        kind(make(), lr=0.1)
 
 
 @pytest.mark.parametrize("view", [torch.ones(1).expand(4), torch.ones(4).as_strided((3, 2), (1, 1))], ids=str)
-def test_a_late_parameter_whose_elements_share_memory(view: Tensor) -> None:
-    parameters, optimizer = stepped()
+def test_a_late_parameter_whose_elements_share_memory(view: Tensor, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, ValueError, "memory.*clone"):
         optimizer.add_param_group({"params": [Parameter(view)]})
 
 
-def test_too_few_names_for_a_late_group() -> None:
-    parameters, optimizer = stepped_named()
+def test_too_few_names_for_a_late_group(kind: Kind) -> None:
+    parameters, optimizer = stepped_named(kind)
     late = {"params": [Parameter(torch.ones(2)), Parameter(torch.ones(3))], "param_names": ["a"]}
     with refused(parameters, optimizer, ValueError, "param_names"):
         optimizer.add_param_group(late)
@@ -326,56 +402,58 @@ def test_too_few_names_for_a_late_group() -> None:
 TWICE = r"more than one|duplicate|twice"
 
 
-def test_a_parameter_given_twice() -> None:
+def test_a_parameter_given_twice(kind: Kind) -> None:
     parameter = Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=TWICE):
-        Lamb([parameter, parameter])
+        kind([parameter, parameter], lr=0.1)
     with pytest.raises(ValueError, match=TWICE):
-        Lamb([{"params": [parameter]}, {"params": [parameter]}])
-    parameters, optimizer = stepped()
+        kind([{"params": [parameter]}, {"params": [parameter]}], lr=0.1)
+    parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, ValueError, TWICE):
         optimizer.add_param_group({"params": [parameters[0]]})
 
 
 @pytest.mark.parametrize("shape", [(), (5,)], ids=str)
-def test_stacked_needs_slices(shape: tuple[int, ...]) -> None:
+def test_stacked_needs_slices(shape: tuple[int, ...], kind: Kind) -> None:
     """Nothing about it becomes clearer later, so construction is where it is said."""
     with pytest.raises(ValueError, match="stacked"):
-        Lamb([{"params": [Parameter(torch.ones(shape))], "stacked": True}])
-    parameters, optimizer = stepped()
+        kind([{"params": [Parameter(torch.ones(shape))], "stacked": True}], lr=0.1)
+    parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, ValueError, "stacked"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(shape))], "stacked": True})
 
 
-def test_exclusions_without_names() -> None:
-    for option in ("exclude_from_weight_decay", "exclude_from_layer_adaptation"):
+def test_exclusions_without_names(kind: Kind) -> None:
+    for option in ("exclude_from_weight_decay", "exclude_from_layer_adaptation")[: 2 if kind is Lamb else 1]:
         exclusion: dict[str, Any] = {option: ["bias"]}
         with pytest.raises(ValueError, match=r"(?s)name.*named_parameters"):
-            Lamb(weights(), **exclusion)
-        parameters, optimizer = stepped_named(**exclusion)
+            kind(weights(), lr=0.1, **exclusion)
+        parameters, optimizer = stepped_named(kind, **exclusion)
         with refused(parameters, optimizer, ValueError, "name"):
             optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
 
 
-def test_an_exclusion_of_nothing_needs_no_names() -> None:
+def test_an_exclusion_of_nothing_needs_no_names(kind: Kind) -> None:
     parameters = weights()
-    optimizer = Lamb(parameters, exclude_from_weight_decay=[], exclude_from_layer_adaptation=[])
+    exclusions: dict[str, Any] = {"exclude_from_weight_decay": []}
+    exclusions |= {"exclude_from_layer_adaptation": []} if kind is Lamb else {}
+    optimizer = kind(parameters, lr=0.1, **exclusions)
     parameters[0].grad = torch.ones_like(parameters[0])
     optimizer.step()
     optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
 
 
-def stepped_named(**options: Any) -> tuple[list[Parameter], Lamb]:
+def stepped_named(kind: Kind, **options: Any) -> tuple[list[Parameter], Optimizer]:
     parameters = weights()
-    optimizer = Lamb([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], **options)
+    optimizer = kind([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], lr=0.1, **options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return parameters, optimizer
 
 
-def test_a_failed_add_param_group_can_be_repeated_rightly(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_failed_add_param_group_can_be_repeated_rightly(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
     late = Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="lr"):
         optimizer.add_param_group({"params": [late], "lr": -1.0})
@@ -386,21 +464,21 @@ def test_a_failed_add_param_group_can_be_repeated_rightly(backend: str) -> None:
     assert len(parameters) == 3
 
 
-def test_a_parameter_whose_elements_share_memory(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_parameter_whose_elements_share_memory(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
     parameters[1].data = torch.ones(1).expand(5)
     with refused(parameters, optimizer, (ValueError, RuntimeError), "memory|overlap|expand"):
         optimizer.step()
 
 
-def test_fsdp1_flattened_parameters() -> None:
+def test_fsdp1_flattened_parameters(kind: Kind) -> None:
     flat = Parameter(torch.ones(30))
     flat._fsdp_flattened = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"(?is)fsdp.*use_orig_params|fsdp.*fully_shard|flatten"):
-        Lamb([flat])
+        kind([flat], lr=0.1)
 
 
-def test_distributed_tensors() -> None:
+def test_distributed_tensors(kind: Kind) -> None:
     """A DTensor holds one rank's shard: its local norm is not the layer's."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -412,7 +490,7 @@ def test_distributed_tensors() -> None:
         mesh = DeviceMesh("cpu", [0])
         parameter = Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
         with pytest.raises((ValueError, TypeError, NotImplementedError), match="DTensor"):
-            Lamb([parameter])
+            kind([parameter], lr=0.1)
     finally:
         dist.destroy_process_group()
 
@@ -426,7 +504,7 @@ def test_the_cpu_backend_on_another_device(when: str) -> None:
         with pytest.raises((ValueError, RuntimeError), match=r"(?s)cpu.*meta"):
             Lamb([parameter], backend="cpu").step()
         return
-    parameters, optimizer = stepped("cpu") if cpu_works() else (weights(), None)
+    parameters, optimizer = stepped(Lamb, "cpu") if cpu_works() else (weights(), None)
     if optimizer is None:
         pytest.skip("no cpu library")
     with refused(parameters, optimizer, ValueError, "cpu.*meta"):
@@ -443,38 +521,38 @@ def cpu_works() -> bool:
 # ---- gradients --------------------------------------------------------------------------------------------------
 
 
-def test_sparse_gradients_name_the_remedy(backend: str) -> None:
+def test_sparse_gradients_name_the_remedy(kind: Kind, backend: str) -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
-    optimizer = Lamb(embedding.parameters(), backend=backend)
+    optimizer = kind(embedding.parameters(), lr=0.1, backend=backend)
     embedding(torch.tensor([1, 2])).sum().backward()
     with refused([embedding.weight], optimizer, RuntimeError, "sparse.*(dense|SparseAdam|sparse=False)"):
         optimizer.step()
 
 
-def test_a_sparse_gradient_after_good_ones(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_sparse_gradient_after_good_ones(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
     parameters[0].grad = torch.ones(4, 3).to_sparse()
     with refused(parameters, optimizer, RuntimeError, "sparse"):
         optimizer.step()
 
 
-def test_a_gradient_of_another_shape(backend: str) -> None:
+def test_a_gradient_of_another_shape(kind: Kind, backend: str) -> None:
     """Torch refuses the assignment, but not a parameter that changes under its gradient."""
-    parameters, optimizer = stepped(backend)
+    parameters, optimizer = stepped(kind, backend)
     parameters[1].data = torch.ones(7)
     with refused(parameters, optimizer, (ValueError, RuntimeError), "shape"):
         optimizer.step()
     fresh = Parameter(torch.ones(4, 3))
     fresh.grad = torch.ones(4, 3)
     fresh.data = fresh.data.view(3, 4)
-    other = Lamb([fresh], backend=backend)
+    other = kind([fresh], lr=0.1, backend=backend)
     with refused([fresh], other, (ValueError, RuntimeError), r"shape.*\(4, 3\)|\(4, 3\).*shape"):
         other.step()
 
 
-def test_a_gradient_on_another_device(backend: str) -> None:
+def test_a_gradient_on_another_device(kind: Kind, backend: str) -> None:
     """Torch lets a gradient on another device through where the parameter reports none of its own (a subclass)."""
-    parameters, optimizer = stepped(backend)
+    parameters, optimizer = stepped(kind, backend)
 
     class Elsewhere(Parameter):
         @property
@@ -488,8 +566,8 @@ def test_a_gradient_on_another_device(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e5m2], ids=str)
-def test_a_gradient_of_another_kind_than_its_parameter(backend: str, dtype: torch.dtype) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_gradient_of_another_kind_than_its_parameter(kind: Kind, backend: str, dtype: torch.dtype) -> None:
+    parameters, optimizer = stepped(kind, backend)
     parameters[1].grad = None
     parameters[1].grad_dtype = None
     parameters[1].grad = torch.ones(5).to(dtype)
@@ -497,9 +575,9 @@ def test_a_gradient_of_another_kind_than_its_parameter(backend: str, dtype: torc
         optimizer.step()
 
 
-def test_a_step_after_a_refused_one_is_right(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
-    others, other = stepped(backend)
+def test_a_step_after_a_refused_one_is_right(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    others, other = stepped(kind, backend)
     good = parameters[0].grad
     parameters[0].grad = torch.ones(4, 3).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
@@ -513,31 +591,31 @@ def test_a_step_after_a_refused_one_is_right(backend: str) -> None:
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_other_shapes(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_checkpoint_of_other_shapes(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][1]["exp_avg"] = torch.zeros(6)
     with refused(parameters, optimizer, ValueError, "shape"):
         optimizer.load_state_dict(state)
 
 
-def test_a_checkpoint_of_another_model(backend: str) -> None:
-    parameters, optimizer = stepped(backend)
+def test_a_checkpoint_of_another_model(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
     others = [Parameter(torch.ones(n)) for n in (2, 3, 4)]
-    other = Lamb(others, lr=0.7, backend=backend)
+    other = kind(others, lr=0.7, backend=backend)
     for parameter in others:
         parameter.grad = torch.ones_like(parameter)
     other.step()
     with refused(parameters, optimizer, ValueError, "shape"):
         optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    fewer = Lamb(others[:2], backend=backend)
+    fewer = kind(others[:2], lr=0.1, backend=backend)
     with refused(parameters, optimizer, ValueError, "size|group|number"):
         optimizer.load_state_dict(copy.deepcopy(fewer.state_dict()))
 
 
 @pytest.mark.parametrize("key", ["lr", "betas", "weight_decay"])
-def test_a_checkpoint_with_bad_hyper_parameters(key: str) -> None:
-    parameters, optimizer = stepped()
+def test_a_checkpoint_with_bad_hyper_parameters(key: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0][key] = (2.0, 2.0) if key == "betas" else -1.0
     with refused(parameters, optimizer, ValueError, key):
@@ -545,15 +623,15 @@ def test_a_checkpoint_with_bad_hyper_parameters(key: str) -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"state": {}}, {"model": 1}, "state"], ids=str)
-def test_what_is_no_checkpoint(state: Any) -> None:
-    parameters, optimizer = stepped()
+def test_what_is_no_checkpoint(state: Any, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, (ValueError, TypeError, KeyError), "param_groups|state"):
         optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("value", ["text", math.pi, torch.zeros(4, 3, dtype=torch.complex64)], ids=lambda v: str(v)[:4])
-def test_a_checkpoint_with_a_foreign_moment(value: Any) -> None:
-    parameters, optimizer = stepped()
+def test_a_checkpoint_with_a_foreign_moment(value: Any, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["exp_avg_sq"] = value
     with refused(parameters, optimizer, (ValueError, TypeError), "exp_avg_sq"):
@@ -561,8 +639,8 @@ def test_a_checkpoint_with_a_foreign_moment(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), "one", -1.0, math.nan], ids=str)
-def test_a_checkpoint_with_a_foreign_step(value: Any) -> None:
-    parameters, optimizer = stepped()
+def test_a_checkpoint_with_a_foreign_step(value: Any, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["step"] = value
     with refused(parameters, optimizer, (ValueError, TypeError), "step"):
@@ -575,14 +653,15 @@ PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "no-exp_avg_sq": (["exp_avg_sq"], {}, "'exp_avg_sq'"),
     "misspelt": (["exp_avg_sq"], {"exp_avg_sqr": torch.ones(4, 3)}, "'exp_avg_sq'"),
     "nothing-but-step": (["exp_avg", "exp_avg_sq"], {}, "'exp_avg'"),
+    "codes-without-scales": ([], {"exp_avg": torch.ones(4, 3, dtype=torch.int8)}, "'exp_avg'.*int8"),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_a_state(part: str, backend: str) -> None:
+def test_a_part_of_a_state(part: str, kind: Kind, backend: str) -> None:
     """Going on from it would take steps of a wrong size, whether it was loaded or the rest was deleted."""
     missing, more, named = PARTS[part]
-    parameters, optimizer = stepped(backend)
+    parameters, optimizer = stepped(kind, backend)
     state = copy.deepcopy(optimizer.state_dict())
     for each in (state["state"][0], optimizer.state[parameters[0]]):
         for name in missing:
@@ -591,29 +670,96 @@ def test_a_part_of_a_state(part: str, backend: str) -> None:
     with refused(parameters, optimizer, ValueError, named):
         optimizer.step()
     fresh = weights()
-    other = Lamb(fresh, backend=backend)
+    other = kind(fresh, lr=0.1, backend=backend)
     with refused(fresh, other, ValueError, named):
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("name", ["exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"])
+def test_a_statistic_that_is_missing_or_of_another_shape(name: str) -> None:
+    parameters, optimizer = stepped(Came)
+    for value, message in ((None, f"{name}'.*Load the matching"), (torch.ones(4, 3), f"{name}'.*shape.*options")):
+        state = copy.deepcopy(optimizer.state_dict())
+        del state["state"][2][name]
+        state["state"][2] |= {} if value is None else {name: value}
+        with refused(parameters, optimizer, ValueError, message):
+            optimizer.load_state_dict(state)
+
+
+def test_scales_that_are_missing_or_of_another_shape() -> None:
+    """Whether the momentum at hand is in 8 bits or not."""
+    for at_hand in (None, "int8"):
+        for scale in ({}, {"exp_avg_scale": torch.ones(3)}, {"exp_avg_scale": torch.ones(64, 2)}):
+            parameter = Parameter(torch.ones(64, 64))
+            optimizer = Came([parameter], lr=0.1, state_dtype="int8")
+            parameter.grad = torch.ones(64, 64)
+            optimizer.step()
+            state = copy.deepcopy(optimizer.state_dict())
+            state["param_groups"][0]["state_dtype"] = at_hand
+            del state["state"][0]["exp_avg_scale"]
+            state["state"][0] |= scale
+            with refused([parameter], optimizer, ValueError, "exp_avg.*(lacks|shape|int8)|lacks 'exp_avg_scale'"):
+                optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [Came], indirect=True)
+@pytest.mark.parametrize(
+    "change", [{"factor": "last_two"}, {"stacked": True}, {"factor": "last_two", "stacked": True}], ids=str
+)
+def test_options_that_change_the_shapes_of_statistics_after_a_step(
+    change: dict[str, Any], kind: Kind, backend: str
+) -> None:
+    parameter = Parameter(torch.ones(4, 6, 5))
+    optimizer = kind([parameter], lr=0.1, backend=backend)
+    parameter.grad = torch.ones(4, 6, 5)
+    optimizer.step()
+    optimizer.param_groups[0].update(change)
+    with refused([parameter], optimizer, ValueError, "exp_avg_sq.*made with other options"):
+        optimizer.step()
+
+
+def test_why_a_beta_is_refused_and_how_relative_step_wants_its_learning_rate() -> None:
+    for options, message in (
+        ({"lr": 0.1, "betas": (0.0, 0.9, 0.9)}, r"betas\[0\]=0.*misses the update.*0\.9"),
+        ({"lr": 0.1, "betas": (0.9, 0.9, 1.0)}, r"betas\[2\]=1.0.*in \[0, 1\)"),
+        ({}, "lr is missing.*relative_step"),
+        ({"lr": 0.1, "relative_step": True}, "relative_step.*lr=0.1"),
+        ({"warmup_init": True, "lr": 0.1}, "warmup_init.*relative_step=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Came(weights(), **options)
+    with pytest.raises(ValueError, match=r"relative_step.*lr=0\.1"):
+        Came([{"params": weights(), "lr": 0.1}], relative_step=True)
+
+
 @pytest.mark.parametrize("key", ["momentum", "nesterov", "weigth_decay"])
-def test_a_checkpoint_with_options_that_are_not_ours(key: str) -> None:
-    parameters, optimizer = stepped()
+def test_a_checkpoint_with_options_that_are_not_ours(key: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0][key] = 0.0
     with refused(parameters, optimizer, (ValueError, TypeError), key):
         optimizer.load_state_dict(state)
 
 
-def test_a_checkpoint_of_sgd() -> None:
+def test_a_checkpoint_of_sgd(kind: Kind) -> None:
     others = weights()
     sgd = torch.optim.SGD(others, momentum=0.9, nesterov=True)
     for parameter in others:
         parameter.grad = torch.ones_like(parameter)
     sgd.step()
-    parameters, optimizer = stepped()
+    parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, (ValueError, TypeError), "momentum"):
         optimizer.load_state_dict(copy.deepcopy(sgd.state_dict()))
+
+
+def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
+    """It names the first option that is not ours."""
+    (other,) = set(KINDS) - {kind}
+    parameters, optimizer = stepped(kind)
+    _, theirs = stepped(other)
+    message = r"param_groups\[0\].*unknown option '(adam|clip_threshold)'"
+    with refused(parameters, optimizer, ValueError, message):
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
 
 
 def test_amsgrad_that_is_on_in_a_checkpoint_must_be_on_here() -> None:
@@ -622,7 +768,7 @@ def test_amsgrad_that_is_on_in_a_checkpoint_must_be_on_here() -> None:
     for parameter in others:
         parameter.grad = torch.ones_like(parameter)
     adam.step()
-    parameters, optimizer = stepped()
+    parameters, optimizer = stepped(Lamb)
     with refused(parameters, optimizer, ValueError, "amsgrad.*second_moment"):
         optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
     Lamb(weights(), second_moment="amsgrad").load_state_dict(copy.deepcopy(adam.state_dict()))

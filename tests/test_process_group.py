@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from bighorn import Lamb
+from cases import Kind
 
 SCRIPT = """
     import sys, torch
     import torch.distributed as dist
     from torch.nn import Parameter
-    from bighorn import Lamb
+    from bighorn import Came, Lamb
 
     rank, store, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -40,25 +41,29 @@ SCRIPT = """
             grads[1] = None  # rank 1 has nothing to do in this step
         return grads
 
-    options = dict(lr=0.1, weight_decay=0.1, max_grad_norm=0.5, skip_nonfinite=True)
-    whole = parameters()
-    alone = Lamb(whole, **options)
-    all_here = [0, 1] if rank == 0 else []
-    indices = all_here if mode == "empty" else [rank]
-    mine = [parameters()[i] for i in indices]
-    sharded = Lamb([{"params": mine}], process_group=dist.group.WORLD, **options)
-    for bad in (False, mode == "nonfinite", False):
-        grads = gradients(bad)
-        for p, g in zip(whole, grads):
-            p.grad = None if g is None else g.clone()
+    def check(kind, **own):
+        options = dict(lr=0.1, weight_decay=0.1, max_grad_norm=0.5, skip_nonfinite=True, **own)
+        whole = parameters()
+        alone = kind(whole, **options)
+        all_here = [0, 1] if rank == 0 else []
+        indices = all_here if mode == "empty" else [rank]
+        mine = [parameters()[i] for i in indices]
+        sharded = kind([{"params": mine}], process_group=dist.group.WORLD, **options)
+        for bad in (False, mode == "nonfinite", False):
+            grads = gradients(bad)
+            for p, g in zip(whole, grads):
+                p.grad = None if g is None else g.clone()
+            for i, p in zip(indices, mine):
+                p.grad = None if grads[i] is None else grads[i].clone()
+            alone.step()
+            sharded.step()
+        assert sharded.telemetry().skipped == alone.telemetry().skipped
         for i, p in zip(indices, mine):
-            p.grad = None if grads[i] is None else grads[i].clone()
-        alone.step()
-        sharded.step()
-    assert sharded.telemetry().skipped == alone.telemetry().skipped
-    for i, p in zip(indices, mine):
-        torch.testing.assert_close(p, whole[i], rtol=1e-6, atol=1e-7)
-        assert mode == "idle" or not p.equal(parameters()[i])
+            torch.testing.assert_close(p, whole[i], rtol=1e-6, atol=1e-7)
+            assert mode == "idle" or not p.equal(parameters()[i])
+
+    check(Lamb)
+    check(Came, eps=(1e-2, 1e-16))  # a small one would hide by what gradients were scaled
     dist.destroy_process_group()
 """
 
@@ -93,7 +98,7 @@ ZERO = """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from bighorn import Lamb
+    from bighorn import Came, Lamb
 
     rank, store, world = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -117,20 +122,22 @@ ZERO = """
         for a, b in zip(ours.parameters(), theirs.parameters()):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
-    options = dict(lr=0.1, weight_decay=0.1, betas=(0.8, 0.9))
+    own = {Lamb: dict(betas=(0.8, 0.9)), Came: dict(betas=(0.8, 0.9, 0.99), eps=(1e-2, 1e-16), bias_correction=True)}
     clip = dict(max_grad_norm=0.5)
     # Without the group each rank knows the norm of its own parameters alone, so only one rank may clip.
     alone_or_never = clip if world == 1 else dict(max_grad_norm=1e6)
-    grouped = functools.partial(Lamb, process_group=dist.group.WORLD, **clip)
 
-    for model, make, extra, same in (
-        (large, Lamb, {}, {}),
-        (large, Lamb, alone_or_never, alone_or_never),
-        (large, grouped, {}, clip),
-        (small, grouped, {}, clip),
-    ):
+    def cases(kind):
+        grouped = functools.partial(kind, process_group=dist.group.WORLD, **clip)
+        yield kind, large, kind, {}, {}
+        yield kind, large, kind, alone_or_never, alone_or_never
+        yield kind, large, grouped, {}, clip
+        yield kind, small, grouped, {}, clip
+
+    for kind, model, make, extra, same in (*cases(Lamb), *cases(Came)):
+        options = dict(lr=0.1, weight_decay=0.1, **own[kind])
         alone, sharded = model(), model()
-        whole = Lamb(alone.parameters(), **options, **same)
+        whole = kind(alone.parameters(), **options, **same)
         zero = ZeroRedundancyOptimizer(sharded.parameters(), make, **options, **extra)
         train(alone, whole, range(3))
         train(sharded, zero, range(3))
@@ -145,7 +152,7 @@ ZERO = """
         train(sharded, zero, range(3, 5))
         assert_same(sharded, alone)
 
-        other = Lamb(sharded.parameters(), **options, **same)
+        other = kind(sharded.parameters(), **options, **same)
         zero.consolidate_state_dict(to=0)
         if rank == 0:
             other.load_state_dict(zero.state_dict())
@@ -174,10 +181,10 @@ def group() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def test_a_group_that_nothing_uses(group: Any) -> None:
+def test_a_group_that_nothing_uses(group: Any, kind: Kind) -> None:
     with pytest.raises(ValueError, match=r"(?s)process_group.*max_grad_norm"):
-        Lamb([Parameter(torch.ones(3))], process_group=group)
-    Lamb([Parameter(torch.ones(3))], process_group=group, skip_nonfinite=True)
+        kind([Parameter(torch.ones(3))], lr=0.1, process_group=group)
+    kind([Parameter(torch.ones(3))], lr=0.1, process_group=group, skip_nonfinite=True)
 
 
 def test_a_copy_has_the_same_group(group: Any) -> None:
@@ -193,8 +200,8 @@ def test_a_copy_has_the_same_group(group: Any) -> None:
     assert copied[0].equal(parameter)
 
 
-def test_a_group_cannot_be_pickled(group: Any) -> None:
-    optimizer = Lamb([Parameter(torch.ones(3))], max_grad_norm=0.5, process_group=group)
+def test_a_group_cannot_be_pickled(group: Any, kind: Kind) -> None:
+    optimizer = kind([Parameter(torch.ones(3))], lr=0.1, max_grad_norm=0.5, process_group=group)
     with pytest.raises(TypeError, match=r"(?s)process_group.*state_dict"):
         pickle.dumps(optimizer)
     pickle.dumps(optimizer.state_dict())

@@ -273,7 +273,7 @@ def test_a_bad_form_is_refused_at_construction(value: Any, error: type[Exception
 
 
 def refusal(optimizer: Lamb | Came, params: list[Parameter], error: type[Exception], message: str) -> None:
-    with refused(params, optimizer, error, message):  # type: ignore[arg-type]
+    with refused(params, optimizer, error, message):
         optimizer.step()
 
 

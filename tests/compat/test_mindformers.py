@@ -243,7 +243,7 @@ def test_loss_scale_is_for_a_manager_that_nobody_makes_a_scaler_of() -> None:
     optim = Came(params.items(), 0.1, weight_decay=0.1, loss_scale=manager.get_loss_scale())
     step(params, optim, 0)
     scaler = manager.loss_scaler()
-    with refused(list(params.values()), optim, RuntimeError, "loss_scale=1024 divides the gradients"):  # type: ignore[arg-type]
+    with refused(list(params.values()), optim, RuntimeError, "loss_scale=1024 divides the gradients"):
         scaler.scale(torch.ones(()))
         scaler.step(optim)
 
@@ -324,7 +324,7 @@ def test_groups(options: dict[str, Any], error: type[Exception], message: str) -
     with pytest.raises(error, match=message):
         Came([{"params": [first]}, {"params": [second], **options}], 0.1)
     optim = Came([{"params": [first]}], 0.1)
-    with refused([first[1]], optim, error, message):  # type: ignore[arg-type]
+    with refused([first[1]], optim, error, message):
         optim.add_param_group({"params": [second], **options})
 
 

@@ -55,21 +55,17 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     """Continue ``run`` from ``checkpoint``; returns what differs now and may change the last bits of the result.
 
     Raises:
-        InputError: If the data or the number of processes are not those of the saved run.
+        InputError: If the data are not those of the saved run.
     """
     if checkpoint["data"] != run.dataset.fingerprint():
         raise InputError(f"the training data ({run.dataset.description}) are not those of the checkpoint: see --data.")
-    if checkpoint["processes"] != run.ranks.size:
-        raise InputError(
-            f"the checkpoint is of {checkpoint['processes']} process(es), this is {run.ranks.size}: "
-            f"resume with torchrun --nproc-per-node {checkpoint['processes']}."
-        )
     try:
         run.load_state_dict(checkpoint["run"])
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"the checkpoint does not fit the model: {error}") from error
     then, now = checkpoint["environment"], environment()
-    return [f"{name}: {then[name]} then, {now[name]} now" for name in now if then.get(name) != now[name]]
+    then, now = then | {"processes": checkpoint["processes"]}, now | {"processes": run.ranks.size}
+    return [f"{name}: {then.get(name)} then, {now[name]} now" for name in now if then.get(name) != now[name]]
 
 
 def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bighorn import FixedScale, WindowScale
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES, read_options
 from bighorn.cli.options import option
@@ -20,6 +21,7 @@ BASE_BATCH = 256
 """The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Types of weights."""
 
 
 def _by_name(table: Mapping[str, Any], attribute: str) -> str:
@@ -58,7 +60,15 @@ class RunConfig:
         None, "Weight decay; biases and norms have none.", shown=_by_name(OPTIMIZERS, "weight_decay")
     )
     seed: int = option(0, "Seed of weights, data order and dropout.")
-    precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
+    precision: str = option(
+        "fp32",
+        "fp32 or bf16: type of weights and gradients. fp16: mixed, computed under autocast over fp32 weights.",
+        choices=(*PRECISIONS, "fp16"),
+    )
+    loss_scale: str | None = option(
+        None, "For --precision fp16: none, a fixed number, or dynamic.", shown="dynamic with fp16, else none"
+    )
+    max_grad_norm: float | None = option(None, "Clip gradients to this 2-norm over all parameters.", shown="no clip")
     state_dtype: str | None = option(
         None, "Type of lamb's moments or came's momentum.", shown="fp32", choices=tuple(STATE_DTYPES)
     )
@@ -82,6 +92,12 @@ class RunConfig:
         at_least("--weight-decay", self.weight_decay, 0)
         positive("--lr", self.lr)
         positive("--epochs", self.epochs)
+        positive("--max-grad-norm", self.max_grad_norm)
+        if scale_policy(self.loss_scale) is not None and self.precision != "fp16":
+            raise InputError(
+                f"--loss-scale {self.loss_scale} is for --precision fp16; {self.precision} holds gradients as small as "
+                "any that matter: leave --loss-scale out."
+            )
         warmup_steps(self.warmup, total=1)
         if self.epochs is not None and self.steps is not None:
             raise InputError("--epochs and --steps both set the length of the run: give one of them.")
@@ -108,6 +124,7 @@ class RunConfig:
             lr=recipe.lr if self.lr is None else self.lr,
             epochs=task.epochs if self.epochs is None and self.steps is None else self.epochs,
             weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
+            loss_scale=self.loss_scale or ("dynamic" if self.precision == "fp16" else "none"),
             threads=torch.get_num_threads() if self.threads is None else self.threads,
         )
 
@@ -134,3 +151,59 @@ class RunConfig:
         if self.lr_scaling == "none":
             return self.lr
         return scaled_lr(self.lr, BASE_BATCH, self.batch_size, self.lr_scaling)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the work of a step is divided. It changes results by rounding alone, and no checkpoint holds it."""
+
+    accumulate: int = option(1, "Parts in which each process computes its share of a batch, one after the other.")
+    tail_overlap: bool = option(
+        False, "Step parameters while the last gradients are still on the wire; with several processes.", shown="off"
+    )
+    shard_update: bool = option(
+        False, "Each process keeps optimizer state for, and steps, a part of the tensors.", shown="off"
+    )
+
+    def __post_init__(self) -> None:
+        at_least("--accumulate", self.accumulate, 1)
+        if self.tail_overlap and self.shard_update:
+            raise InputError(
+                "--tail-overlap and --shard-update exclude each other: with shards, a step ends with an exchange of "
+                "parameters, not of gradients. Leave one of them out."
+            )
+
+    def check(self, batch_size: int, processes: int) -> None:
+        """Refuse a batch that cannot be split evenly."""
+        if batch_size % (processes * self.accumulate):
+            into = [f"{processes} processes"] * (processes > 1) + [f"--accumulate {self.accumulate}"] * (
+                self.accumulate > 1
+            )
+            raise InputError(
+                f"--batch-size {batch_size} cannot be split evenly over {' x '.join(into)}: take a multiple."
+            )
+
+    def idle(self, processes: int) -> list[str]:
+        """The options that have no effect with so few processes."""
+        flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update)]
+        return [flag for flag, given in flags if given and processes == 1]
+
+
+def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
+    """Read ``--loss-scale``; None for none.
+
+    Example:
+        >>> scale_policy("1024")
+        FixedScale(init_scale=1024.0)
+    """
+    if text is None or text == "none":
+        return None
+    if text == "dynamic":
+        return WindowScale()
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = math.nan
+    if not 1 <= scale <= torch.finfo(torch.float32).max:
+        raise InputError(f"--loss-scale {text} is neither none, dynamic nor a number of at least 1, such as 1024.")
+    return FixedScale(scale)

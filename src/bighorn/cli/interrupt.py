@@ -1,7 +1,11 @@
 """Ctrl-C at a place where it does no harm."""
 
 import signal
+import time
 from types import FrameType, TracebackType
+
+ECHO = 1.0
+"""Seconds after a Ctrl-C in which torchrun passes it on to processes that have it from the terminal already."""
 
 
 class Interrupt:
@@ -10,10 +14,15 @@ class Interrupt:
     SIGTERM counts as a first one, however often it comes: torchrun sends it after passing a Ctrl-C on.
 
     An interrupt inside an optimizer's step would leave half of the parameters updated.
+
+    Args:
+        echoes: Whether torchrun has started the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, echoes: bool = False) -> None:
         self.requested = False
+        self._echo = ECHO if echoes else 0.0
+        self._since = 0.0
 
     def __enter__(self) -> "Interrupt":
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -26,6 +35,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's signature
-        if self.requested and number == signal.SIGINT:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = True, now
+        elif number == signal.SIGINT and now - self._since >= self._echo:
             raise KeyboardInterrupt
-        self.requested = True

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bighorn import Came, Lamb
@@ -16,7 +17,7 @@ from bighorn.cli.gauges import CONFIDENCE, TRUST_RATIO, UPDATE_RMS, Gauge
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """What ``--state-dtype`` calls them, and what the optimizers do."""
 
-OWN_FLAGS = ("lr", "weight_decay", "backend", "state_dtype", "params")
+OWN_FLAGS = ("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "process_group", "names")
 """Arguments of an optimizer that ``--optimizer-option`` does not set."""
 
 
@@ -78,10 +79,13 @@ def build_optimizer(
     backend: str | None = None,
     state_dtype: str | None = None,
     options: Sequence[str] = (),
+    max_grad_norm: float | None = None,
+    sharded: bool = False,
 ) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` over named parameters.
 
     Vectors (biases and norms) take neither weight decay nor, in Lamb, a trust ratio: what LAMB's authors do for BERT.
+    ``max_grad_norm`` is for Bighorn's own; ``sharded`` puts a ZeroRedundancyOptimizer around it.
     """
     named = list(model.named_parameters())
     matrices = [(label, parameter) for label, parameter in named if parameter.ndim > 1]
@@ -96,10 +100,33 @@ def build_optimizer(
     ours: dict[str, Any] = {}
     if recipe.state_dtypes:
         ours = {"backend": backend or "auto", "state_dtype": STATE_DTYPES.get(state_dtype or "")}
+        ours |= {"max_grad_norm": max_grad_norm}
+        if sharded and max_grad_norm is not None:
+            ours["process_group"] = dist.group.WORLD
+
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return recipe.build(groups, lr=lr, **ours, **read_options(options))
+
+    groups = [group for group in groups if group["params"]]
     try:
-        return recipe.build([group for group in groups if group["params"]], lr=lr, **ours, **read_options(options))
+        return _sharded(groups, build) if sharded else build(groups)
     except (TypeError, ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
         raise InputError(f"--optimizer {name}: {error}") from error
+
+
+def _sharded(
+    groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """Each process steps whole tensors of its own, by an optimizer that knows their names."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # torch 2.13 warns, since it compiles with torch.jit
+
+    names = {parameter: name for group in groups for name, parameter in group["params"]}
+    bare = [group | {"params": [parameter for _, parameter in group["params"]]} for group in groups]
+
+    def build_part(part: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return build([group | {"param_names": [names[p] for p in group["params"]]} for group in part])
+
+    return ZeroRedundancyOptimizer(bare, build_part)  # type: ignore[arg-type]  # any callable will do
 
 
 def read_options(texts: Sequence[str]) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 import shlex
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import click
@@ -32,9 +32,11 @@ def config_options(config: type[Any]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for field in reversed(dataclasses.fields(config)):
             choices, shown = field.metadata["choices"], field.metadata["shown"]
+            flag = hints[field.name] is bool
             command = click.option(
                 "--" + field.name.replace("_", "-"),
-                type=click.Choice(choices) if choices else _plain(hints[field.name]),
+                type=None if flag else click.Choice(choices) if choices else _plain(hints[field.name]),
+                is_flag=flag,
                 default=field.default,
                 multiple=isinstance(field.default, tuple),
                 show_default=shown or field.default is not None,
@@ -53,13 +55,21 @@ def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
 
 def command_line(ctx: click.Context) -> str:
     """The command as it was given, defaults left out."""
-    words = ctx.command_path.split()
+    return shlex.join([*ctx.command_path.split(), *words(ctx, ctx.params)])
+
+
+def words(ctx: click.Context, names: Container[str]) -> list[str]:
+    """The options with these names as they stand on the command line."""
+    found = []
     for parameter in ctx.command.params:
-        value = ctx.params.get(parameter.name or "")
-        if ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
+        name = parameter.name or ""
+        if name in names and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            value = ctx.params[name]
             for each in value if isinstance(value, tuple) else (value,):
-                words += [parameter.opts[0], f"{each:g}" if isinstance(each, float) else str(each)]
-    return shlex.join(words)
+                found.append(parameter.opts[0])
+                if each is not True:
+                    found.append(f"{each:g}" if isinstance(each, float) else str(each))
+    return found
 
 
 def _plain(hint: Any) -> type:

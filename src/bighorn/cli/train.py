@@ -11,23 +11,25 @@ from rich.console import Console
 from rich.table import Table
 
 from bighorn.cli import checkpoint, files
-from bighorn.cli.config import RunConfig
+from bighorn.cli.config import Division, RunConfig
 from bighorn.cli.display import Display, quantity
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
 from bighorn.cli.interrupt import Interrupt
 from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.options import command_line, config_options, given
+from bighorn.cli.options import command_line, config_options, given, words
 from bighorn.cli.ranks import Ranks
-from bighorn.cli.tasks import TASKS
+from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import DivergedError, Run
 
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".svg")
+RESULTS = ("--save", "--report", "--json")
 
 
 @click.command
 @config_options(RunConfig)
+@config_options(Division)
 @click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")
 @click.option("--resume", type=FILE, help="Continue a saved run; its options come from the file, --save too.")
 @click.option("--report", type=FILE, help="Write an HTML report with curves and heat maps of layers by step.")
@@ -47,65 +49,78 @@ def train(
     """Train a model with LAMB, CAME or, for comparison, with one of torch's optimizers.
 
     Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
-    resumed run is bitwise the one that was never interrupted. Several processes:
+    resumed run is bitwise the one that was never interrupted. Several processes share each batch:
 
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
-    ranks = Ranks.join()
-    options = given(ctx, RunConfig)
-    saved = None if resume is None else checkpoint.load(resume)
-    config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
-    if plot_schedule is not None:
-        _check_plot(plot_schedule, {"--save": save, "--report": report, "--json": json_file})
-    save = save or resume
-    outputs = (("--save", save), ("--report", report), ("--json", json_file), ("--plot-schedule", plot_schedule))
-    for option, path in outputs:
-        if path is not None:
-            files.check_writable(path, option)
-    run = Run(config, TASKS[config.task].load(config.data), ranks)
-    differences = [] if saved is None else checkpoint.restore(run, saved)
-    run.history.commands.append(" ".join([*ranks.launcher, command_line(ctx)]))
-    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
-    _introduce(run, console)
-    for difference in differences:
-        console.print(f"Warning: not as it was saved, the last bits may differ: {difference}", style="yellow")
-
-    if plot_schedule is not None:
-        if ranks.first:
-            _plot(run, plot_schedule)
-        console.print(f"Schedule: {plot_schedule}; nothing was trained.")
-        ranks.leave()
-        return
-    try:
-        _train(run, console, save)
-    except DivergedError as error:
+    if plot_schedule is None:
+        save = save or resume
+    outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
+    with Ranks.join() as ranks:
+        saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
+        config, division, dataset = ranks.together(lambda: _prepare(ctx, saved, outputs, ranks))
+        ranks.check_same(
+            options={**asdict(config), **asdict(division), "data": None, "threads": None},
+            training_data=dataset.fingerprint(),
+        )
+        run = Run(config, dataset, ranks, division=division)
+        differences = [] if saved is None else checkpoint.restore(run, saved)
+        run.history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command_line(ctx))
+        console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
+        _introduce(run, console)
+        for flag in division.idle(ranks.size):
+            console.print(f"Warning: {flag} has no effect in one process; see torchrun in --help.", style="yellow")
+        for difference in differences:
+            console.print(f"Warning: not as it was saved, the last bits may differ: {difference}", style="yellow")
+        if plot_schedule is not None:
+            if ranks.first:
+                _plot(run, plot_schedule)
+            console.print(f"Schedule: {plot_schedule}; nothing was trained.")
+            return
+        try:
+            _train(run, console, save)
+        except DivergedError as error:
+            if ranks.first:
+                _write(run, report, json_file)
+            raise InputError(f"{error}. Try a lower --lr than {config.lr:g} or a longer --warmup.") from error
+        if not run.done and save is None:
+            save = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}.pt")
+            checkpoint.save(run, save)
+        console.print(_summary(run))
         if ranks.first:
             _write(run, report, json_file)
-        raise InputError(f"{error}. Try a lower --lr than {config.lr:g} or a longer --warmup.") from error
-    if not run.done and save is None:
-        save = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}.pt")
-        checkpoint.save(run, save)
-    console.print(_summary(run))
-    if ranks.first:
-        _write(run, report, json_file)
-    for name, path in (("Report", report), ("JSON", json_file), ("Checkpoint", save)):
-        if path is not None:
-            console.print(f"{name}: {path}")
-    ranks.leave()
+        for name, path in (("Report", report), ("JSON", json_file), ("Checkpoint", save)):
+            if path is not None:
+                console.print(f"{name}: {path}")
     if not run.done:
         again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
-        again += [
-            word for flag, path in (("--report", report), ("--json", json_file)) if path for word in (flag, str(path))
-        ]
+        again += words(ctx, {"report", "json_file", *asdict(division)})
+        where = " on every machine, each with its --node-rank" if ranks.machines > 1 else ""
         console.print(
-            f"Interrupted after step {run.step} of {run.total} and saved. Resume with:\n  {shlex.join(again)}"
+            f"Interrupted after step {run.step} of {run.total} and saved. Resume{where} with:\n  {shlex.join(again)}"
         )
         ctx.exit(130)
 
 
+def _prepare(
+    ctx: click.Context, saved: dict[str, Any] | None, outputs: dict[str, Path | None], ranks: Ranks
+) -> tuple[RunConfig, Division, Dataset]:
+    """All that may be wrong with the command in one process alone."""
+    options = given(ctx, RunConfig)
+    config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
+    division = Division(**given(ctx, Division))
+    if outputs["--plot-schedule"] is not None:
+        _check_plot(outputs["--plot-schedule"], {name: path for name, path in outputs.items() if name in RESULTS})
+    if ranks.first:
+        for option, path in outputs.items():
+            if path is not None:
+                files.check_writable(path, option)
+    return config, division, TASKS[config.task].load(config.data)
+
+
 def _train(run: Run, console: Console, save: Path | None) -> None:
     """Train to the end or to a Ctrl-C, saving at every evaluation and at the end."""
-    with Interrupt() as interrupt, Display(run, console) as display:
+    with Interrupt(echoes=run.ranks.size > 1) as interrupt, Display(run, console) as display:
         while not run.done and not run.ranks.any(interrupt.requested):
             run.train_step()
             display.stepped()
@@ -147,13 +162,18 @@ def _introduce(run: Run, console: Console) -> None:
     config = run.config
     parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
     scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
-    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}")
+    scale = "" if config.loss_scale == "none" else f", loss scale {config.loss_scale}"
+    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}{scale}")
     state = "" if config.state_dtype is None else f", state in {config.state_dtype}"
     options = "".join(f", {text}" for text in config.optimizer_option)
     console.print(
         f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
+    if run.ranks.size > 1:
+        share = run.batch_size // run.ranks.size
+        machines = f" on {run.ranks.machines} machines" if run.ranks.machines > 1 else ""
+        console.print(f"{run.ranks.size} processes{machines}, each with {share} samples of a batch")
     if run.step:
         console.print(f"resumed after step {run.step}")
 
@@ -169,6 +189,7 @@ def results(run: Run) -> dict[str, Any]:
         "best_test_accuracy": max(test[2] for test in tests) if tests else None,
         "train_seconds": run.history.seconds,
         "samples_per_second": run.step * run.batch_size / run.history.seconds if run.step else None,
+        "skipped_steps": len(run.history.skipped),
         "optimizer_state_bytes": state_bytes(run.optimizer),
     }
 
@@ -183,7 +204,10 @@ def _summary(run: Run) -> Table:
         table.add_row("Test loss", f"{figures['test_loss']:.4f}")
     table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")
     table.add_row("Training time", f"{figures['train_seconds']:.1f} s")
-    table.add_row("Optimizer state", f"{figures['optimizer_state_bytes'] / 1e6:.2f} MB")
+    if run.history.scale:
+        table.add_row("Loss scale", f"{run.history.scale[-1]:g}; {figures['skipped_steps']} steps skipped")
+    share = " in the first process" if run.division.shard_update and run.ranks.size > 1 else ""
+    table.add_row("Optimizer state", f"{figures['optimizer_state_bytes'] / 1e6:.2f} MB{share}")
     return table
 
 

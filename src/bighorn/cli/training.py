@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bighorn.cli import randomness
-from bighorn.cli.config import PRECISIONS, RunConfig
+from bighorn.cli.config import PRECISIONS, Division, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS, build_optimizer
+from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.schedule import batch_indices, learning_rate, warmup_steps
 from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.updating import Updater
 
 TEST_BATCH = 1000
 
@@ -24,7 +25,7 @@ HEAT_COLUMNS = 400
 
 
 class DivergedError(ArithmeticError):
-    """The loss is not finite. The model is as it was before the step."""
+    """The loss is not finite, or no gradient has been for long. The model is as it was before the step."""
 
 
 @dataclass
@@ -35,6 +36,8 @@ class History:
         loss: Training loss of each step's batch.
         accuracy: Training accuracy of each step's batch.
         lr: Learning rate of each step.
+        scale: Loss scale of each step; empty without.
+        skipped: The steps, counted from 1, that changed nothing, since gradients overflowed.
         tests: Evaluations, ``(step, loss, accuracy)``.
         layers: Names of the matrices, which gauges tell of; empty for optimizers without gauges.
         gauge_steps: The steps, counted from 1, whose gauges were kept.
@@ -46,6 +49,8 @@ class History:
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     tests: list[tuple[int, float, float]] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     gauge_steps: list[int] = field(default_factory=list)
@@ -61,21 +66,30 @@ class History:
 class Run:
     """A run of ``config`` on ``dataset``; two with the same arguments are bitwise equal on one machine.
 
+    A batch is the same whatever the number of processes: a function of seed and step alone.
+
     Args:
         config: A resolved configuration.
         dataset: The data of its task.
         ranks: The processes that share each batch.
         evaluations: How many times the whole run evaluates, evenly spread.
+        division: How the processes divide the work of a step.
     """
 
-    def __init__(self, config: RunConfig, dataset: Dataset, ranks: Ranks = ALONE, evaluations: int = 10) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        ranks: Ranks = ALONE,
+        evaluations: int = 10,
+        division: Division = Division(),  # noqa: B008 - frozen
+    ) -> None:
         assert config.batch_size is not None
-        assert config.weight_decay is not None
         assert config.threads is not None
-        ranks.check(config.batch_size)
+        division.check(config.batch_size, ranks.size)
         torch.set_num_threads(config.threads)
         self.config, self.dataset, self.ranks, self.evaluations = config, dataset, ranks, evaluations
-        self.batch_size = config.batch_size
+        self.division, self.batch_size = division, config.batch_size
         self.total = config.total_steps(len(dataset))
         self.warmup = warmup_steps(config.warmup, self.total)
         self.peak_lr = config.peak_lr()
@@ -83,24 +97,20 @@ class Run:
             raise InputError(f"--warmup {config.warmup} is longer than the run of {self.total} steps: take less.")
         self.schedule = learning_rate(config.schedule, self.total, self.warmup, self.peak_lr)
         randomness.seed(config.seed)
-        self.model = TASKS[config.task].model(dataset).to(PRECISIONS[config.precision])
-        self._forward = ranks.wrap(self.model)
-        self.optimizer = build_optimizer(
-            config.optimizer,
-            self.model,
-            self.peak_lr,
-            config.weight_decay,
-            config.backend,
-            config.state_dtype,
-            config.optimizer_option,
-        )
+        self.model = TASKS[config.task].model(dataset).to(PRECISIONS.get(config.precision, torch.float32))
+        self._updater = Updater(self.model, config, self.peak_lr, division, ranks)
         self.gauges = OPTIMIZERS[config.optimizer].gauges
         self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
-        randomness.seed(config.seed + 1_000_003 * ranks.rank)
         self.step = 0
+        self._seed_generators()
         self.history = History()
         self.gauge: Tensor | None = None
         """The first gauge of each layer in the last step; None for optimizers without."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; with ``--shard-update`` that of this process's part of the parameters."""
+        return self._updater.optimizer
 
     @property
     def done(self) -> bool:
@@ -121,73 +131,96 @@ class Run:
         """Make one step.
 
         Raises:
-            DivergedError: If the loss is not finite.
+            DivergedError: If the loss is not finite, or gradients are not, whatever the loss scale.
         """
         started = time.perf_counter()
-        lr = self.schedule(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr, history, updater = self.schedule(self.step), self.history, self._updater
+        updater.set_lr(lr)
+        if updater.scaler.is_enabled():
+            history.scale.append(updater.scaler.get_scale())
         indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))
-        indices = indices[self.ranks.rank :: self.ranks.size]
+        parts = indices[self.ranks.rank :: self.ranks.size].chunk(self.division.accumulate)
         self.model.train()
-        loss, accuracy = _score(self._forward(self.dataset.inputs[indices]), self.dataset.targets[indices])
-        mean_loss, mean_accuracy = self.ranks.mean(torch.stack((loss.detach(), accuracy))).tolist()
-        if not math.isfinite(mean_loss):
-            raise DivergedError(f"the loss became {mean_loss} in step {self.step + 1}")
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+        means = torch.zeros(2)
+        for number, part in enumerate(parts, start=1):
+            last = number == len(parts)
+            with updater.part(last):
+                loss, accuracy = self._score(updater.forward, self.dataset.inputs[part], self.dataset.targets[part])
+                means += torch.stack((loss.detach(), accuracy)) / len(parts)
+                if last:
+                    mean_loss, mean_accuracy = self.ranks.mean(means).tolist()
+                    if not math.isfinite(mean_loss):
+                        raise DivergedError(f"the loss became {mean_loss} in step {self.step + 1}")
+                updater.backward(loss / len(parts))
+        try:
+            stepped = updater.step()
+        except FloatingPointError as error:
+            raise DivergedError(f"step {self.step + 1}: {error}") from error
         self.step += 1
-        self.history.loss.append(mean_loss)
-        self.history.accuracy.append(mean_accuracy)
-        self.history.lr.append(lr)
-        if self.gauges:
+        history.loss.append(mean_loss)
+        history.accuracy.append(mean_accuracy)
+        history.lr.append(lr)
+        if not stepped:
+            history.skipped.append(self.step)
+        elif self.gauges:
             self._record_gauges()
-        self.history.seconds += time.perf_counter() - started
+        history.seconds += time.perf_counter() - started
 
     def _record_gauges(self) -> None:
-        telemetry, history = self.optimizer.telemetry(), self.history  # type: ignore[attr-defined]
-        matrices = [index for index, name in enumerate(telemetry.names) if name in self._matrices]
-        self.gauge = getattr(telemetry, self.gauges[0].name)[matrices]
-        history.layers = [telemetry.names[index] for index in matrices]
+        history = self.history
+        telemetry = self._updater.telemetry(tuple(gauge.name for gauge in self.gauges))
+        rows = {name: {key: of[key] for key in of if key in self._matrices} for name, of in telemetry.items()}
+        first = rows[self.gauges[0].name]
+        self.gauge = torch.tensor(list(first.values()))
+        history.layers = list(first)
         if (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0:
             history.gauge_steps.append(self.step)
-            for gauge in self.gauges:
-                figures = getattr(telemetry, gauge.name)[matrices]
-                history.gauges.setdefault(gauge.name, []).append(figures.tolist())
+            for name, row in rows.items():
+                history.gauges.setdefault(name, []).append(list(row.values()))
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Loss and accuracy on the whole test data, kept in the history."""
         self.model.eval()
-        inputs, targets = self.dataset.test_inputs, self.dataset.test_targets
+        share = slice(self.ranks.rank, None, self.ranks.size)
+        inputs, targets = self.dataset.test_inputs[share], self.dataset.test_targets[share]
         totals = torch.zeros(2, dtype=torch.float64)
         for start in range(0, len(inputs), TEST_BATCH):
             batch = slice(start, start + TEST_BATCH)
-            totals += len(inputs[batch]) * torch.stack(_score(self.model(inputs[batch]), targets[batch])).double()
-        loss, accuracy = (totals / len(inputs)).tolist()
+            scores = self._score(self.model, inputs[batch], targets[batch])
+            totals += len(inputs[batch]) * torch.stack(scores).double()
+        loss, accuracy = (self.ranks.sum(totals) / len(self.dataset.test_inputs)).tolist()
         self.history.tests.append((self.step, loss, accuracy))
         return loss, accuracy
+
+    def _score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss and accuracy."""
+        with self._updater.autocast():
+            logits = model(inputs)
+        logits, targets = logits.flatten(0, -2).float(), targets.flatten().long()
+        return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on beyond its configuration; call it in all processes."""
         return {
             "step": self.step,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self._updater.state_dict(),
             "history": vars(self.history),
             "generators": self.ranks.gather(randomness.state()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned, with as many processes as made it."""
+        """Continue from what :meth:`state_dict` returned; with another number of processes, dropout draws anew."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._updater.load_state_dict(state)
         self.step = state["step"]
         self.history = History(**state["history"])
-        randomness.restore(state["generators"][self.ranks.rank])
+        if len(state["generators"]) == self.ranks.size:
+            randomness.restore(state["generators"][self.ranks.rank])
+        else:
+            self._seed_generators()
 
-
-def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits, targets = logits.flatten(0, -2).float(), targets.flatten().long()
-    return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
+    def _seed_generators(self) -> None:
+        """Seed them by process and step, so that no two processes drop out the same."""
+        randomness.seed(self.config.seed + 1_000_003 * (self.ranks.rank + self.ranks.size * self.step))

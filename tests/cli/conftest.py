@@ -1,13 +1,10 @@
-import gzip
-import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from bighorn.cli.commands import bighorn
-from cli.helpers import Invoke
+from cli.helpers import Invoke, write_idx
 
 
 @pytest.fixture
@@ -28,18 +25,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 @pytest.fixture
 def idx_folder(tmp_path: Path) -> Path:
     """The four idx files of a tiny set of images that a network can tell apart, half of them gzipped."""
-    folder = tmp_path / "idx"
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    for name, count in (("train", 64), ("t10k", 16)):
-        labels = random.integers(0, 10, count).astype(np.uint8)
-        images = random.integers(0, 50, (count, 28, 28)).astype(np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[2 * label : 2 * label + 4] = 255
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">2xBBI", 8, 1, count) + labels.tobytes())
-        content = struct.pack(">2xBB3I", 8, 3, count, 28, 28) + images.tobytes()
-        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(content))
-    return folder
+    return write_idx(tmp_path / "idx")
 
 
 @pytest.fixture

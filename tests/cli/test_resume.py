@@ -79,6 +79,15 @@ def test_resumed_is_bitwise_the_uninterrupted_run(
     assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
 
 
+def test_fp16_resumes_bitwise_scaler_included(invoke: Invoke, interrupt_after: Callable[[int], None]) -> None:
+    options = ["--precision", "fp16", "--steps", 6, "--threads", 1]
+    invoke("train", *options, "--save", "whole.pt")
+    interrupt_after(3)
+    invoke("train", *options, "--save", "parts.pt", code=130)
+    invoke("train", "--resume", "parts.pt")
+    assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
+
+
 @pytest.mark.parametrize("task", ["text", "mnist"])
 def test_other_tasks_resume_bitwise(
     invoke: Invoke, interrupt_after: Callable[[int], None], task: str, text_file: Path, idx_folder: Path
@@ -128,6 +137,16 @@ def test_a_second_ctrl_c_aborts() -> None:
         signal.raise_signal(signal.SIGINT)
         assert interrupt.requested
         signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Interrupt(echoes=True) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        monkeypatch.setattr(interrupt, "_echo", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

@@ -3,10 +3,7 @@
 import dataclasses
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +14,17 @@ import torch
 from matplotlib import image
 
 import bighorn.cli
+from bighorn import WindowScale
 from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
-from bighorn.cli.config import RunConfig
+from bighorn.cli.config import Division, RunConfig
 from bighorn.cli.memory import MemoryConfig
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.schedule import DECAYS
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
-from cli.helpers import Invoke
+from cli.helpers import Invoke, without_dropout
 
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
@@ -66,6 +64,52 @@ def test_bf16_is_the_whole_model(invoke: Invoke) -> None:
     run = torch.load("run.pt", weights_only=True)["run"]
     assert {tensor.dtype for tensor in run["model"].values()} == {torch.bfloat16}
     assert {state["exp_avg"].dtype for state in run["optimizer"]["state"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+def test_fp16_skips_until_the_scale_fits_and_learns(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    monkeypatch.setattr("bighorn.cli.config.WindowScale", lambda: WindowScale(2.0**30))
+    options = ["--optimizer", optimizer, "--precision", "fp16", "--epochs", 8, "--max-grad-norm", 1]
+    output = invoke("train", *options, "--save", "run.pt", "--json", "run.json").output
+    result = json.loads(Path("run.json").read_text())
+    skipped, scale = result["history"]["skipped"], result["history"]["scale"]
+    assert skipped == list(range(1, len(skipped) + 1))
+    assert 0 < len(skipped) < 20
+    assert scale[: len(skipped) + 1] == [2.0 ** (30 - step) for step in range(len(skipped) + 1)]
+    assert set(scale[len(skipped) :]) == {scale[-1]}
+    assert f"Loss scale       {scale[-1]:g}; {len(skipped)} steps skipped" in output
+    assert result["result"]["test_accuracy"] > 0.9
+    run = torch.load("run.pt", weights_only=True)["run"]
+    assert run["scaler"]["scale"] == scale[-1]
+    assert run["scaler"]["_growth_tracker"] == run["step"] - len(skipped)
+    assert {int(state["step"]) for state in run["optimizer"]["state"].values()} == {run["step"] - len(skipped)}
+    assert {tensor.dtype for tensor in run["model"].values()} == {torch.float32}
+
+
+def test_a_scale_that_never_fits_ends_the_run(invoke: Invoke) -> None:
+    result = invoke("train", "--precision", "fp16", "--loss-scale", "1e30", "--json", "run.json", code=1)
+    assert "step 51: 50 steps in a row overflowed" in result.output
+    assert json.loads(Path("run.json").read_text())["result"]["skipped_steps"] == 50
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+def test_accumulated_parts_are_the_batch(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
+    options = ["--steps", 8, "--optimizer", optimizer, "--max-grad-norm", 0.3]
+    losses = []
+    for parts in (1, 4):
+        invoke("train", *options, "--accumulate", parts, "--json", "run.json")
+        losses.append(json.loads(Path("run.json").read_text())["history"]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    invoke("train", *options[:-2], "--json", "run.json")
+    assert json.loads(Path("run.json").read_text())["history"]["loss"] != pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("flag", ["--tail-overlap", "--shard-update"])
+def test_what_needs_several_processes_does_nothing_in_one_and_says_so(invoke: Invoke, flag: str) -> None:
+    assert f"Warning: {flag} has no effect in one process" in invoke("train", "--steps", 1, flag).output
 
 
 @pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
@@ -156,6 +200,15 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
         (["--schedule", "cosin"], "'cosin' is not one of 'linear', 'cosine', 'constant'"),
         (["--plot-schedule", "lr.pdf"], "--plot-schedule lr.pdf must end in .png or .svg"),
         (["--plot-schedule", "lr.svg", "--report", "x"], "so --report would stay empty: leave one of them out"),
+        (["--max-grad-norm", "0"], "--max-grad-norm is 0.0, but must be a number above 0"),
+        (["--accumulate", "0"], "--accumulate is 0"),
+        (["--accumulate", "3"], "--batch-size 128 cannot be split evenly over --accumulate 3: take a multiple"),
+        (["--loss-scale", "dynamic"], "--loss-scale dynamic is for --precision fp16; fp32 holds gradients"),
+        (["--precision", "bf16", "--loss-scale", "8"], "--loss-scale 8 is for --precision fp16"),
+        (["--precision", "fp16", "--loss-scale", "0.5"], "--loss-scale 0.5 is neither none, dynamic nor a number of"),
+        (["--precision", "fp16", "--loss-scale", "auto"], "--loss-scale auto is neither none, dynamic nor a number"),
+        (["--tail-overlap", "--shard-update"], "--tail-overlap and --shard-update exclude each other"),
+        (["--optimizer-option", "max_grad_norm=1"], "max_grad_norm is set by bighorn train itself"),
         (["--threads", "0"], "--threads is 0"),
         (["--seed", "-1"], "--seed is -1"),
         (["--backend", "cpu", "--optimizer", "adamw"], "leave --backend out"),
@@ -195,7 +248,8 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [("train", RunConfig), ("compare", CompareConfig), ("memory", MemoryConfig)]
+    ("name", "config"),
+    [("train", RunConfig), ("train", Division), ("compare", CompareConfig), ("memory", MemoryConfig)],
 )
 def test_options_agree_with_the_configuration(invoke: Invoke, name: str, config: type[Any]) -> None:
     """Every field is an option with the field's default, and the help shows that default."""
@@ -227,28 +281,6 @@ def test_the_group_lists_its_commands(invoke: Invoke) -> None:
     output = invoke("--help").output
     assert all(re.search(rf"^  {name}  ", output, re.MULTILINE) for name in COMMANDS)
     assert "version" in invoke("--version").output
-
-
-def test_two_processes_share_the_batch(tmp_path: Path, invoke: Invoke) -> None:
-    """Under torchrun: one output, and the losses of a single process up to rounding, dropout aside."""
-    options = ["--epochs", "2", "--threads", "1", "--batch-size", "256"]
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "bighorn.cli", "train"]
-    subprocess.run(
-        [sys.executable, "-m", *torchrun, *options, "--json", "two.json", "--save", "two.pt"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    invoke("train", *options, "--json", "one.json")
-    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
-    assert two["result"]["steps"] == one["result"]["steps"]
-    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=0.1)
-    assert two["result"]["test_loss"] == pytest.approx(one["result"]["test_loss"], rel=0.1)
-    assert two["history"]["commands"][0].startswith("torchrun --nproc-per-node 2 --no-python bighorn train --")
-    refused = invoke("train", "--resume", "two.pt", code=1)
-    assert "resume with torchrun --nproc-per-node 2" in refused.output
 
 
 def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:

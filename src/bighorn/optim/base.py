@@ -110,10 +110,16 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         used = settings["max_grad_norm"] is not None or settings["skip_nonfinite"]
         arguments = {**self.defaults, **self._default_schedules, **settings, "names": None}
         arguments["process_group"] = process_group if used else None
-        scheduled = [{name: driven.schedule for name, driven in drivers.items()} for drivers in self._drivers]
         part = type(self).__new__(type(self))
-        KernelOptimizer.__init__(part, [g | own for g, own in zip(groups, scheduled, strict=True)], arguments, {})
+        mine = [self._as_given(group, drivers) for group, drivers in zip(groups, self._drivers, strict=True)]
+        KernelOptimizer.__init__(part, mine, arguments, {})
         return part
+
+    def _as_given(self, group: dict[str, Any], drivers: Drivers) -> dict[str, Any]:
+        """A group with its schedules instead of their present values; the default ones will be found again."""
+        own = {name: driven.schedule for name, driven in drivers.items()}
+        default = [name for name in own if own[name] is self._default_schedules.get(name)]
+        return {name: value for name, value in (group | own).items() if name not in default}
 
     # ---- parameters and options ---------------------------------------------------------------------------
 

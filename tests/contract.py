@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
-from cases import BACKENDS, CASES, ZOO, Case, Kind, Optimizer, set_gradients
+from cases import BACKENDS, CASES, INTERPRETED, ZOO, Case, Kind, Optimizer, set_gradients
 
 BY_ID = {case.id: case for case in CASES}
 CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
@@ -52,7 +52,12 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
 def runs(cases: Iterable[Case]) -> list[Any]:
     """Each of these cases on each backend that serves it, for an indirect `backend` and a `case`."""
     return [
-        pytest.param(backend, case, id=f"{backend}-{case.id}")
+        pytest.param(
+            backend,
+            case,
+            id=f"{backend}-{case.id}",
+            marks=[pytest.mark.slow] if backend == "triton" and case.id not in INTERPRETED else [],
+        )
         for backend in BACKENDS
         for case in cases
         if case.runs_on(backend)

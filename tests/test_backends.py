@@ -130,6 +130,10 @@ def copied(state: State) -> State:
 
 @pytest.mark.parametrize(("backend", "case"), runs(CASES), indirect=["backend"])
 def test_a_step_equals_the_float64_reference(backend: str, case: Case) -> None:
+    check_steps(backend, case)
+
+
+def check_steps(backend: str, case: Case) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     twins = [Parameter(torch.empty(p.shape, dtype=double(p.dtype)).copy_(p.detach())) for p in parameters]

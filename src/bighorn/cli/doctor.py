@@ -85,11 +85,13 @@ def step_failure(backend: str) -> str | None:
 
 
 def _step(backend: str, dtype: torch.dtype) -> torch.Tensor:
+    found = status().get(backend)
+    device = found.device if found else "cpu"
     param, grad = torch.linspace(1, 2, 1000), torch.linspace(1, -2, 1000)
-    param = param.to(dtype)
-    param.grad = grad.to(dtype)
+    param = param.to(device, dtype)
+    param.grad = grad.to(device, dtype)
     Lamb([param], lr=0.1, weight_decay=0.01, backend=backend).step()
-    return param
+    return param.cpu()
 
 
 def _table(content: dict[str, Any]) -> Table:

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bighorn.kernels import cpu, foreach, reference
+from bighorn.kernels import cpu, foreach, reference, triton
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
 from bighorn.kernels.cpu import library
+from bighorn.kernels.triton import device
 
 __all__ = ["BACKENDS", "Backend", "Bucket", "CameOptions", "Kernel", "LambOptions", "Status", "pick", "status"]
 
@@ -46,6 +47,7 @@ class Backend:
 
 BACKENDS = {
     "cpu": Backend(cpu.why_not, cpu.Lamb, cpu.Came),
+    "triton": Backend(triton.why_not, triton.Lamb, reference.Came),  # its why_not refuses CAME
     "foreach": Backend(foreach.why_not, foreach.Lamb, foreach.Came),
     "reference": Backend(reference.why_not, reference.Lamb, reference.Came),
 }
@@ -58,6 +60,8 @@ class Status:
 
     available: bool
     detail: str
+    device: str = "cpu"
+    """The type of a device on which it can be tried."""
 
 
 def status() -> dict[str, Status]:
@@ -69,6 +73,7 @@ def status() -> dict[str, Status]:
     """
     return {
         "cpu": Status(library.LIBRARY is not None, library.describe()),
+        "triton": Status(*device.status()),
         "foreach": Status(True, "plain torch, any device"),
         "reference": Status(True, "the specification, any device"),
     }

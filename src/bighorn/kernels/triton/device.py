@@ -1,0 +1,118 @@
+"""Triton and the devices that it works on: all that this backend knows of CUDA, ROCm and XPU, and of no GPU at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICES = ("cuda", "xpu")  # ROCm calls itself cuda
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST = (3, 3)
+THREADS = 256  # LANES of the kernels
+
+
+def unsupported(param: Tensor) -> str | None:
+    """Why no algorithm of this backend can serve such a tensor, or None."""
+    device = param.device
+    if interpreted() and device.type != "cpu":
+        return "TRITON_INTERPRET is set, and the interpreter reads the memory of the CPU alone: unset it"
+    if not interpreted() and device.type not in DEVICES:
+        return f"it lies on {device}"
+    if param.dtype not in DTYPES:
+        return f"its dtype is {param.dtype}"
+    return broken(device)
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels, on the CPU: slowly, for tests."""
+    return "TRITON_INTERPRET" in os.environ and os.environ["TRITON_INTERPRET"] not in ("", "0")
+
+
+def status() -> tuple[bool, str, str]:
+    """Whether it works on this machine, on what or why not, and the type of the device that it serves."""
+    device = _device()
+    reason = broken(device) if device else "torch sees no GPU here"
+    if device is None or reason:
+        return False, reason or "", "cpu"
+    name = "the interpreter, for tests" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    return True, f"Triton {_version()} on {name}", device.type
+
+
+def _device() -> torch.device | None:
+    if interpreted():
+        return torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device if device is not None and device.type in DEVICES else None
+
+
+def _version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+@functools.cache
+def broken(device: torch.device) -> str | None:
+    """Why Triton does not work on a device of this machine, or None."""
+    try:
+        version = _version()
+    except Exception as error:  # an installation that does not fit its surroundings fails in many ways
+        return f"Triton does not import ({error}): install the version that this torch asks for"
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        return (
+            f"Triton {version} is older than {'.'.join(map(str, OLDEST))}: install a newer torch, which brings its own"
+        )
+    if device.type == "cpu":
+        return None
+    try:
+        _target()
+    except Exception as error:
+        return f"Triton does not work on {device}: {error}"
+    return None
+
+
+def _target() -> Any:
+    from triton.runtime import driver
+
+    return driver.active.get_current_target()
+
+
+def launch(
+    kernel: Any, programs: int, tables: tuple[Tensor, ...], constants: dict[str, Any], *, compile_only: bool
+) -> None:
+    """Launch so many programs of a kernel, or only compile and load it."""
+    named = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    found = kernel.run(*tables, grid=(programs,), warmup=compile_only, **named, **compile_options(_warp_size()))
+    if compile_only and not interpreted():
+        _ = found.run  # loads it
+
+
+def compile_options(warp_size: int) -> dict[str, Any]:
+    """How kernels are compiled for a device whose warps have so many threads."""
+    # Triton fuses multiplications with additions by default until 3.8, and not from then on.
+    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
+
+
+@functools.cache
+def _warp_size() -> int:
+    return THREADS if interpreted() else int(_target().warp_size)
+
+
+def guard(device: torch.device) -> AbstractContextManager[object]:
+    """Launches inside go to this device, on its current stream."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    manager: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return manager
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches are being recorded into a graph."""
+    module = torch.get_device_module(device)
+    return hasattr(module, "is_current_stream_capturing") and bool(module.is_current_stream_capturing())

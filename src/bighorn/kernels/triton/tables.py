@@ -1,0 +1,51 @@
+"""Tables of numbers on the device, made from lists of the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.triton.device import capturing
+
+_captured: list[Tensor] = []
+
+
+def table(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat table. The host does not wait: the copy is made from pinned memory, which torch keeps until it is done."""
+    if capturing(device):
+        # The host's memory would have to live as long as the graph; so would numbers lie in the arguments of kernels.
+        recorded = torch.zeros(len(values), dtype=dtype, device=device)
+        torch._foreach_add_(list(recorded.unbind()), values)
+        return recorded
+    staged = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+    return staged.to(device, non_blocking=True)
+
+
+def in_order_of(x: Tensor, g: Tensor) -> Tensor:
+    """A gradient in the memory order of its parameter: a copy only where it lies otherwise."""
+    if all(a == b for a, b, size in zip(g.stride(), x.stride(), x.shape, strict=True) if size > 1):
+        return g
+    return torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=x.device).copy_(g)
+
+
+def keep(*tables: Tensor) -> None:
+    """Let tables live as long as the process where a graph is told their addresses: it may be replayed at any time."""
+    if capturing(tables[0].device):
+        _captured.extend(tables)
+
+
+class Mirror:
+    """A table that is made anew when the numbers change."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.values: list[int] | list[float] | None = None
+        self.table = torch.empty(0, dtype=dtype, device=device)
+
+    def of(self, values: list[int] | list[float]) -> Tensor:
+        """The table with these numbers."""
+        if capturing(self.device):  # a graph has tables of its own: when it runs, and how often, nobody knows here
+            return table(values, self.dtype, self.device)
+        if values != self.values:
+            self.table, self.values = table(values, self.dtype, self.device), values
+        return self.table

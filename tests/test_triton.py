@@ -1,0 +1,491 @@
+"""The Triton backend without a GPU: compiled ahead of time for several, and run in Triton's interpreter.
+
+Interpreted or compiled is settled when Triton is imported, so what is interpreted runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Lamb, kernels
+from bighorn.kernels import Bucket, LambOptions
+from bighorn.kernels.bucket import DecayMode, SecondMoment
+from bighorn.kernels.triton import device, lamb, tables
+from cases import set_gradients
+
+pytest.importorskip("triton")
+
+compiled = pytest.mark.skipif(device.interpreted(), reason="needs Triton's compiler, and TRITON_INTERPRET is set")
+interpreted = pytest.mark.skipif(
+    not device.interpreted(), reason="needs TRITON_INTERPRET=1, which test_in_the_interpreter sets for it"
+)
+
+OPTIONS = LambOptions(
+    lr=0.1,
+    betas=(0.9, 0.999),
+    eps=1e-6,
+    weight_decay=0.1,
+    bias_correction=True,
+    grad_averaging=True,
+    decay_mode="ratio",
+    adapt=True,
+    weight_norm_bounds=None,
+    trust_ratio_bounds=None,
+    second_moment="adam",
+    cautious=False,
+    maximize=False,
+    centre=False,
+)
+
+
+# ---- interpreted ------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize(
+    "which", ["not slow", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_in_the_interpreter(which: str) -> None:
+    """The table of cases against the float64 reference, and what is interpreted in this file."""
+    files = [str(Path(__file__).with_name(name)) for name in ("test_backends.py", "test_triton.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *files,
+        "-k",
+        "triton",
+        "-m",
+        which,
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1700, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= (50 if which == "not slow" else 80), done.stdout
+
+
+def bucket(
+    *sizes: int, dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32, **options: Any
+) -> Bucket[LambOptions]:
+    """Rows with a gradient each, and a state as after some steps."""
+    torch.manual_seed(0)
+    params = [torch.randn(size).to(dtype) for size in sizes]
+    state = {name: [torch.rand(size).to(state_dtype) for size in sizes] for name in ("exp_avg", "exp_avg_sq")}
+    steps = [torch.tensor(3.0) for _ in sizes]
+    grads = [torch.randn(size).to(dtype) for size in sizes]
+    return Bucket(replace(OPTIONS, **options), params, state, steps, steps, torch.zeros(len(sizes), 3), grads)
+
+
+def everything(of: Bucket[LambOptions]) -> list[Tensor]:
+    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.norms]
+
+
+def stepped(of: Bucket[LambOptions], *arguments: Any, kernel: Any = lamb.Lamb) -> list[Tensor]:
+    stepper = kernel([of])
+    stepper.prepare()
+    stepper.step(*arguments)
+    return everything(of)
+
+
+@interpreted
+def test_numbers_may_be_tensors() -> None:
+    """A learning rate, a scale and a decision on the device are read by the kernels, never by the host."""
+    plain = stepped(bucket(5, 3000, lr=0.25), 0.5)
+    given = stepped(bucket(5, 3000, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
+    assert all(a.equal(b) for a, b in zip(plain, given, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("adapt", [True, False])
+def test_nothing_is_written_without_commit(adapt: bool) -> None:
+    before = everything(bucket(5, 0, 9000, adapt=adapt))
+    after = stepped(bucket(5, 0, 9000, adapt=adapt), torch.tensor(float("nan")), torch.tensor(False))
+    assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+
+
+@interpreted
+def test_the_same_bits_from_run_to_run() -> None:
+    first, second = (stepped(bucket(70_001, 17)) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+@interpreted
+def test_tables_are_made_anew_only_when_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counting(values: list[Any], *arguments: Any) -> Tensor:
+        made.append(len(values))
+        return tables_table(values, *arguments)
+
+    tables_table = tables.table
+    monkeypatch.setattr(tables, "table", counting)
+    monkeypatch.setattr(lamb, "table", counting)
+    params = [Parameter(torch.ones(20)), Parameter(torch.ones(30))]
+    set_gradients(params, [torch.ones(20), torch.ones(30)])
+    optimizer = Lamb(params, backend="triton")
+    optimizer.step()
+    assert len(made) == 4  # rows, owners of chunks, addresses of gradients, options
+    optimizer.step()
+    assert len(made) == 4
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert made[4:] == [made[3]]
+    kept = params[0].grad, params[1].grad
+    set_gradients(params, [torch.ones(20), torch.ones(30)])
+    assert kept[0] is not params[0].grad
+    optimizer.step()
+    assert made[5:] == [2]
+
+
+def test_the_tables_of_a_graph_hold_the_same_numbers_without_memory_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirrors = [tables.Mirror(dtype, torch.device("cpu")) for dtype in (torch.int64, torch.float64)]
+    values: list[list[Any]] = [[2**47 + 123, 0, -1], [0.1, -math.inf, math.inf, 1]]
+    plain = [mirror.of(list(row)) for mirror, row in zip(mirrors, values, strict=True)]
+    monkeypatch.setattr(tables, "capturing", lambda _: True)
+    for mirror, row, table in zip(mirrors, values, plain, strict=True):
+        assert mirror.of(list(row)).equal(table)
+        assert mirror.of(list(row)).data_ptr() != table.data_ptr()
+
+
+@interpreted
+def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
+    """With always_adapt=False a schedule that reaches 0 does; the plan stays, and so does the kernel."""
+    results = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(20, 30)), Parameter(torch.randn(9))]
+        groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.2}]
+        optimizer = Lamb(groups, lr=0.1, weight_decay=[0.1, 0.0, 0.1], always_adapt=False, backend=backend)
+        for _ in range(3):
+            set_gradients(params, [torch.randn(20, 30), torch.randn(9)])
+            optimizer.step()
+        results.append([*params, optimizer.telemetry().trust_ratio])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("adapt", [True, False])
+def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
+    size, ends = 2**31 + 5, (slice(0, lamb.CHUNK), slice(2**31, None))
+    big, small = (bucket(lamb.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12")
+    for held in (big.params, big.grads, *big.state.values()):
+        values, held[0] = held[0], torch.empty(size, dtype=torch.bfloat16)
+        held[0][ends[0]], held[0][ends[1]] = values[: lamb.CHUNK], values[lamb.CHUNK :]
+    kernel = lamb.Lamb([big])
+    (part,) = kernel.parts
+    part.sums.zero_()  # of the chunks whose programs do not run
+    only_the_first_and_the_last(part.chunks, monkeypatch)
+    part.chunks, part.adapted = 2, 2 * adapt
+    kernel.step()
+    monkeypatch.undo()
+    stepped(small)
+    torch.testing.assert_close(big.norms, small.norms, rtol=1e-6, atol=0)
+    for ours, theirs in zip(arrays(big), arrays(small), strict=True):
+        assert torch.cat([ours[end] for end in ends]).equal(theirs)
+
+
+def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of two programs runs these two of so many."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    place, size = builder.set_grid_idx, builder.set_grid_dim
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(programs - 1 if x == 1 else x, y, z))
+    monkeypatch.setattr(builder, "set_grid_dim", lambda x, y, z: size(programs if x == 2 else x, y, z))
+
+
+def arrays(of: Bucket[LambOptions]) -> list[Tensor]:
+    return [*of.params, *itertools.chain.from_iterable(of.state.values())]
+
+
+# ---- compiled ahead of time ---------------------------------------------------------------------------------------
+
+KERNELS = ("lamb_square_sums", "lamb_moments", "lamb_norms", "lamb_apply")
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+POINTERS = {
+    "rows": "*i64",
+    "grads": "*i64",
+    "owners": "*i32",
+    "hyper": "*fp64",
+    "grad_scale": "*fp64",
+    "commit": "*i1",
+    "sums": "*fp64",
+    "factors": "*fp64",
+}
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DECAY_MODES: tuple[DecayMode, ...] = ("ratio", "l2", "decoupled")
+SECOND_MOMENTS: tuple[SecondMoment, ...] = ("adam", "amsgrad")
+MODES = list(itertools.product(DECAY_MODES, SECOND_MOMENTS))
+COMMON = [(F32, F32, F32), (BF16, BF16, F32), (BF16, BF16, BF16)]
+VARIANTS = [
+    pytest.param(dtypes, modes, id="-".join(str(d).removeprefix("torch.") for d in dtypes) + suffix, marks=marks)
+    for suffix, modes, marks, every in (
+        ("", MODES[:1], [], COMMON),
+        (
+            "-all-modes",
+            MODES,
+            [pytest.mark.slow],
+            itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16)),
+        ),
+    )
+    for dtypes in every
+]
+
+
+def build(name: str, constants: dict[str, Any], target: str) -> Any:
+    """A kernel, compiled as `launch` compiles it, with the tables aligned as the allocator aligns them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bighorn.kernels.triton import lamb_kernels
+
+    kernel = getattr(lamb_kernels, name)
+    backend, arch, warp_size = TARGETS[target]
+    source = ASTSource(
+        kernel,
+        {argument: POINTERS.get(argument, "constexpr") for argument in kernel.arg_names},
+        {argument: value for argument, value in constants.items() if argument in kernel.arg_names},
+        {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(kernel.arg_names) if argument in POINTERS},
+    )
+    return triton.compile(source, GPUTarget(backend, arch, warp_size), device.compile_options(warp_size))
+
+
+def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
+    """How many loads and stores of 128 bits a thread has on the main path."""
+    each = constants["BLOCK"] // device.THREADS
+    x, g, s = (each * constants[key].primitive_bitwidth // 128 for key in ("X", "G", "S"))
+    amsgrad = constants["AMSGRAD"]
+    return {
+        "lamb_square_sums": (1, 0),
+        "lamb_moments": (x + g + (2 + amsgrad) * s, x + (2 + amsgrad) * s),
+        "lamb_norms": (0, 0),
+        "lamb_apply": (x + 2 * s, x),
+    }[name]
+
+
+def found_in_ptx(kernel: Any) -> tuple[int, int]:
+    """Loads and stores of 128 bits."""
+    found = Counter(re.findall(r"\b(ld|st)\.global\S*\.(?:v4\.[bf]32|v2\.[bf]64)\b", kernel.asm["ptx"]))
+    return found["ld"], found["st"]
+
+
+def spilled_by_ptxas(kernel: Any, folder: Path) -> int:
+    """The bytes of local memory that a thread uses."""
+    import triton
+
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
+
+
+def found_in_amdgcn(kernel: Any) -> tuple[int, int]:
+    """Loads and stores of 128 bits in the basic block that has the most of both: tables are read before it."""
+    blocks = re.split(r"^\.LBB", kernel.asm["amdgcn"], flags=re.MULTILINE)
+    loads, stores = max(
+        ([block.count(f"global_{way}_dwordx4") for way in ("load", "store")] for block in blocks), key=min
+    )
+    return loads, stores
+
+
+@compiled
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtypes", "modes"), VARIANTS)
+def test_kernels_compile_without_spills_and_load_128_bits(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    modes: list[tuple[DecayMode, SecondMoment]],
+    target: str,
+    tmp_path: Path,
+) -> None:
+    for decay_mode, second_moment in modes:
+        options = replace(OPTIONS, decay_mode=decay_mode, second_moment=second_moment)
+        constants = lamb.constants(*dtypes, options)
+        for name in KERNELS:
+            kernel = build(name, constants, target)
+            if target.startswith("sm"):
+                assert found_in_ptx(kernel) == wide(name, constants), name
+                assert spilled_by_ptxas(kernel, tmp_path) == 0, name
+            else:
+                assert re.findall(r"[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"]) == ["0", "0"], name
+                loads, stores = wide(name, constants)
+                assert kernel.asm["amdgcn"].count("global_load_dwordx4") >= loads, name
+                if name == "lamb_moments" and stores:  # the others have no block that both loads and stores
+                    assert found_in_amdgcn(kernel) == (loads, stores)
+
+
+# ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
+
+
+class Driver:
+    """An H100 as far as Triton's launcher looks; what is launched there is noted down, and never runs."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, int]] = []
+        self.utils = self
+        self.get_current_device = self.get_current_stream = lambda *_: 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, _: Any) -> Any:
+        return lambda programs, *_: self.launched.append((source.fn.__name__, programs))
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        return 1, 1, 32, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    from triton.runtime import driver as real
+
+    from bighorn.kernels.triton import lamb_kernels
+
+    pretended = Driver()
+    monkeypatch.setattr(real, "_active", pretended)
+    monkeypatch.setattr(device, "DEVICES", ("cpu",))
+    device._warp_size.cache_clear()
+    yield pretended
+    device._warp_size.cache_clear()
+    for name in KERNELS:
+        getattr(lamb_kernels, name).device_caches.clear()
+
+
+@compiled
+def test_a_model_takes_three_launches(driver: Driver) -> None:
+    params = [Parameter(torch.randn(size)) for size in (3 * lamb.CHUNK + 1, 0, 17, 5)]
+    set_gradients(params, [torch.randn(p.shape) for p in params])
+    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "adapt": False}]
+    optimizer = Lamb(groups, weight_decay=0.1, backend="triton")
+    optimizer.step()
+    # 4 chunks, and one for each of the others; the second pass leaves out the tensor that does not adapt.
+    assert driver.launched == [("lamb_moments", 7), ("lamb_norms", 4), ("lamb_apply", 6)]
+
+    driver.launched.clear()
+    Lamb(params, weight_decay=0.1, adam=True, backend="triton", max_grad_norm=1.0).step()
+    assert driver.launched == [("lamb_square_sums", 7), ("lamb_moments", 7), ("lamb_norms", 4)]
+
+
+@compiled
+def test_nothing_is_compiled_again_when_numbers_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compilations: list[str] = []
+    hook = lambda *_, fn, **__: compilations.append(fn.name)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    params = [Parameter(torch.randn(70, 70)), Parameter(torch.randn(9))]
+    optimizer = Lamb(params, weight_decay=0.1, backend="triton", max_grad_norm=1.0)
+    for step in range(4):
+        set_gradients(params, [torch.randn(p.shape) for p in params])
+        optimizer.param_groups[0].update(lr=0.1 / (step + 1), weight_decay=0.2 * step, betas=(0.5, 0.9 + step / 100))
+        optimizer.grad_scale = torch.tensor(2.0**step)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.step()
+    assert len(driver.launched) == 16
+    assert len(compilations) == len(set(compilations)) == 4
+
+
+# ---- where it does not work ---------------------------------------------------------------------------------------
+
+CPU = torch.zeros(3)
+GPU = torch.zeros(3, device="meta")  # stands for a tensor on a device that this machine does not have
+
+
+@compiled
+def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lamb.why_not(CPU, OPTIONS) == "it lies on cpu"
+    monkeypatch.setattr(device, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "broken", lambda _: None)
+    assert lamb.why_not(GPU, OPTIONS) is None
+    assert lamb.why_not(GPU.double(), OPTIONS) == "its dtype is torch.float64"
+    assert "cautious" in str(lamb.why_not(GPU, replace(OPTIONS, cautious=True)))
+    assert "centralisation" in str(lamb.why_not(GPU, replace(OPTIONS, centre=True)))
+    monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
+    assert "older" in str(lamb.why_not(GPU, OPTIONS))
+    assert kernels.pick("auto", GPU, OPTIONS) == (
+        "foreach",
+        "not cpu: it lies on meta; not triton: Triton 2.0.0 is older than 3.3",
+    )
+    with pytest.raises(ValueError, match=r'backend="triton" cannot serve .* older than 3\.3'):
+        kernels.pick("triton", GPU, OPTIONS)
+
+
+@compiled
+def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    why = device.broken.__wrapped__
+    assert why(torch.device("cpu")) is None
+    assert re.search("Triton does not work on cuda", str(why(torch.device("cuda")))) or torch.cuda.is_available()
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    assert str(why(torch.device("cuda"))).startswith("Triton 3.2.0 is older than 3.3")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert str(why(torch.device("cuda"))).startswith("Triton does not import")
+
+
+@interpreted
+def test_the_interpreter_serves_the_cpu_alone() -> None:
+    assert lamb.why_not(CPU, OPTIONS) is None
+    assert "unset it" in str(lamb.why_not(GPU, OPTIONS))
+
+
+PROGRAM = """
+import sys
+if "without" in sys.argv:
+    sys.modules["triton"] = None
+import torch
+from bighorn import Lamb, kernels
+p = torch.ones(3, requires_grad=True)
+p.grad = torch.ones(3)
+optimizer = Lamb([p])
+optimizer.step()
+print(optimizer.explain(), kernels.status())
+assert "bighorn.kernels.triton.lamb_kernels" not in sys.modules
+"""
+
+
+@compiled
+@pytest.mark.parametrize("argument", ["with", "without"])
+def test_bighorn_neither_needs_triton_nor_reads_its_kernels_before_they_are_used(argument: str) -> None:
+    """Torch itself imports Triton where it is installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "group 0: " in done.stdout

@@ -161,6 +161,7 @@ def constants(x: torch.dtype, g: torch.dtype, state: torch.dtype, options: LambO
 
     # A thread moves 16 bytes of the widest dtype: more of them, and the narrow ones pass through shared memory.
     narrow = all(dtype.itemsize == 2 for dtype in (x, g, state))
+    narrow &= options.decay_mode != "l2"  # with 8 elements a thread, ptxas of CUDA 13.1 spills 8 bytes there
     return {
         **{name: lamb_kernels.TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", state))},
         "DECAY_MODE": options.decay_mode,

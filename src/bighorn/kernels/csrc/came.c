@@ -1,7 +1,7 @@
 /* CAME: who does what, and when: schedule, clipping, what is known of whole tensors. No arithmetic on elements here.
  *
- * A step reads the gradient for the averages of its squares, again for the size of u, again for m and the residuals'
- * averages, and then writes x. Small tensors go to threads whole, so that all but the first pass find them in cache.
+ * A step reads the gradient for the averages of its squares (and again for the size of u, where it cannot be had from
+ * sums of columns), again for m and the residuals' averages, and then writes x. Small tensors go to threads whole, so that all but the first pass find them in cache.
  * Large ones are shared by all threads in static slices with barriers between the passes. */
 #include "came.h"
 
@@ -11,10 +11,12 @@ TABLE_PER_ISA(CameLoops, came_loops)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
-/* A block has so many rows at least, so that its column sums are at most a 64th of its elements. */
-enum { LEAST_ROWS = 64, LEAST_ELEMENTS = 4096 };
+/* A block has so many rows at least, so that sums of its columns are few beside its elements. A tensor that is shared
+ * has more blocks, for many threads, as long as their sums have less than half a megabyte. */
+enum { LEAST_ROWS = 128, LEAST_ROWS_SHARED = 32, LEAST_ELEMENTS = 8192, MOST_SHARED = 1 << 16 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static Grid grid_of(const CameRow *row) {
     Grid g = {row->matrices, row->height, row->width, .per_tile = 1, .blocks = 1, .strips = 1};
@@ -24,23 +26,33 @@ static Grid grid_of(const CameRow *row) {
     if (g.whole) {
         g.per_tile = PIECE / size;
     } else {
-        g.blocks = larger(1, g.height / larger(LEAST_ROWS, LEAST_ELEMENTS / g.width));
-        g.strips = (g.width + PIECE - 1) / PIECE;
+        const int64_t least = LEAST_ELEMENTS / g.width;
+        g.blocks = larger(1, g.height / larger(LEAST_ROWS, least));
+        if (size > LARGE)
+            g.blocks = larger(g.blocks, smaller(g.height / larger(LEAST_ROWS_SHARED, least),
+                                                MOST_SHARED / (g.matrices * g.width)));
+        g.strips = g.width <= WIDE ? 1 : (g.width + PIECE - 1) / PIECE;
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;
+    g.pieces = (g.width + COLUMNS - 1) / COLUMNS;
+    g.read_once = !g.whole && g.strips == 1 && g.width >= NARROW;
     return g;
 }
 
 /* In doubles: sums of tiles, twice of blocks, of rows and of columns, one after the other. */
 typedef struct {
-    int64_t square_sums, residual_sums, row_sums, col_sums, end;
+    int64_t square_sums, residual_sums, row_sums, col_sums, ratio_sums, end;
 } Places;
 
 static Places places_in(const Grid *g) {
     const int64_t blocks = g->whole ? 0 : g->matrices * g->blocks;
-    Places p = {.square_sums = g->tiles, .residual_sums = g->tiles + blocks, .row_sums = g->tiles + 2 * blocks};
+    const int64_t columns = g->blocks > 1 ? (g->blocks * g->matrices * g->width + 1) / 2 : 0;
+    Places p = {.square_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
+    p.residual_sums = p.square_sums + blocks;
+    p.row_sums = p.residual_sums + blocks;
     p.col_sums = p.row_sums + (g->strips > 1 ? (g->strips * g->matrices * g->height + 1) / 2 : 0);
-    p.end = p.col_sums + (g->blocks > 1 ? (g->blocks * g->matrices * g->width + 1) / 2 : 0);
+    p.ratio_sums = p.col_sums + columns;
+    p.end = p.ratio_sums + (g->read_once ? columns : 0);
     return p;
 }
 
@@ -102,26 +114,30 @@ static Job make_job(const Step *s, int64_t index, double *workspace) {
         .tile_sums = workspace,
         .row_sums = (float *)(workspace + p.row_sums),
         .col_sums = (float *)(workspace + p.col_sums),
+        .ratio_sums = (float *)(workspace + p.ratio_sums),
     };
 }
 
-static double total(const Job *job) {
+static double total(const double *sums, int64_t count) {
     double sum = 0;
-    for (int64_t tile = 0; tile < job->grid.tiles; tile++) sum += job->tile_sums[tile];
+    for (int64_t i = 0; i < count; i++) sum += sums[i];
     return sum;
 }
 
-static double rms(const Job *job) { return sqrt(total(job) / (double)job->gradient->size); }
+static double rms(const Job *job, int64_t count) {
+    return sqrt(total(job->tile_sums, count) / (double)job->gradient->size);
+}
 
 /* Averages of the lines that no tile saw whole. */
 static void finish(const CameLoops *loops, const Job *job, const Average *average, int thread, int team) {
     const Grid *g = &job->grid;
-    const int64_t blocks = g->matrices * g->blocks, columns = g->matrices * g->width;
+    const int64_t blocks = g->matrices * g->blocks, pieces = g->matrices * g->pieces;
     if (g->strips > 1)
         for (int64_t i = share(blocks, thread, team); i < share(blocks, thread + 1, team); i++)
             loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
     if (g->blocks > 1)
-        loops->finish_columns(job, average, share(columns, thread, team), share(columns, thread + 1, team));
+        for (int64_t i = share(pieces, thread, team); i < share(pieces, thread + 1, team); i++)
+            job->tile_sums[i] = loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
 }
 
 /* All of a tensor by one thread, or a thread's share of it. */
@@ -135,30 +151,37 @@ static void step_row(Step *s, int64_t index, double *workspace, int thread, int 
         return;
     }
     const int factored = !job.row->exp_avg_sq;
-    const int64_t first = share(job.grid.tiles, thread, team), last = share(job.grid.tiles, thread + 1, team);
+    const Grid *g = &job.grid;
+    const int64_t first = share(g->tiles, thread, team), last = share(g->tiles, thread + 1, team);
+    const int64_t sums = g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles; /* of u^2 */
     Columns columns = {.matrix = -1};
 
     double lr = o->lr;
     if (o->scale_parameter) {
         for (int64_t tile = first; tile < last; tile++) job.tile_sums[tile] = loops->param_square_sum(&job, tile);
         wait_for_all(&s->barrier, team);
-        double size = rms(&job);
+        double size = rms(&job, job.grid.tiles);
         lr *= size < o->scale_eps ? o->scale_eps : size;
         wait_for_all(&s->barrier, team);
     }
 
     if (factored) {
-        for (int64_t tile = first; tile < last; tile++) loops->squares(&job, tile);
+        for (int64_t tile = first; tile < last; tile++) {
+            job.tile_sums[tile] = loops->squares(&job, tile);
+            if (g->whole) job.tile_sums[tile] = loops->update_square_sum(&job, tile, &columns);
+        }
         wait_for_all(&s->barrier, team);
         finish(loops, &job, &job.square, thread, team);
-        wait_for_all(&s->barrier, team);
-        for (int64_t tile = last; tile-- > first;)
-            job.tile_sums[tile] = loops->update_square_sum(&job, tile, &columns);
+        if (!g->whole && !g->read_once) {
+            wait_for_all(&s->barrier, team);
+            for (int64_t tile = last; tile-- > first;)
+                job.tile_sums[tile] = loops->update_square_sum(&job, tile, &columns);
+        }
     } else {
         for (int64_t tile = first; tile < last; tile++) job.tile_sums[tile] = loops->second_moment(&job, tile);
     }
     wait_for_all(&s->barrier, team);
-    double rms_u = rms(&job), excess = rms_u / o->clip_threshold;
+    double rms_u = rms(&job, factored ? sums : g->tiles), excess = rms_u / o->clip_threshold;
     if (excess < 1) excess = 1; /* CAME-clip */
     float clip = (float)(1 / excess), decay = (float)(1 - lr * o->weight_decay);
     double confidence = 1;
@@ -170,16 +193,16 @@ static void step_row(Step *s, int64_t index, double *workspace, int thread, int 
             loops->momentum_apart(&job, clip, share(blocks, thread, team), share(blocks, thread + 1, team));
             wait_for_all(&s->barrier, team);
         }
-        for (int64_t tile = first; tile < last; tile++) loops->momentum(&job, tile, clip, apart, &columns);
+        for (int64_t tile = last; tile-- > first;) loops->momentum(&job, tile, clip, apart, &columns);
         wait_for_all(&s->barrier, team);
         finish(loops, &job, &job.residual, thread, team);
         wait_for_all(&s->barrier, team);
         double correction = o->bias_correction ? sqrt(1 - power(o->beta3, (int64_t)*job.row->step + 1)) : 1;
         columns.matrix = -1;
-        for (int64_t tile = last; tile-- > first;)
+        for (int64_t tile = first; tile < last; tile++)
             job.tile_sums[tile] = loops->apply(&job, tile, (float)(lr * correction), decay, &columns);
         wait_for_all(&s->barrier, team);
-        confidence = correction * total(&job) / (double)job.gradient->size;
+        confidence = correction * total(job.tile_sums, g->tiles) / (double)job.gradient->size;
     } else {
         for (int64_t tile = first; tile < last; tile++)
             loops->momentum_and_apply(&job, tile, clip, (float)lr, decay);

@@ -28,12 +28,20 @@ typedef struct {
     int32_t param_type, state_type, options;
 } CameRow;
 
-/* A tensor is cut into tiles, by its shape alone: several whole matrices, or one matrix's block of rows in a strip of
- * columns. Tiles lie matrix by matrix, strip by strip, so that neighbours share columns. */
+enum {
+    NARROW = 32, /* columns: shorter rows go together */
+    WIDE = 8192, /* columns: longer rows are cut into strips of a piece */
+    COLUMNS = 256, /* added up at once */
+};
+
+/* A tensor is cut into tiles, by its shape alone: several whole matrices, or one matrix's block of rows, perhaps in a
+ * strip of columns. Tiles lie matrix by matrix, strip by strip, so that neighbours share columns. */
 typedef struct {
     int64_t matrices, height, width;
     int64_t per_tile, blocks, strips, tiles;
-    int whole; /* tiles of whole matrices */
+    int64_t pieces; /* of a matrix's columns, when the sums of blocks are added up */
+    int whole;      /* tiles of whole matrices */
+    int read_once;  /* the gradient, for its squares and for the size of u */
 } Grid;
 
 /* A running average of a matrix's row means and column means: average <- beta * average + (1 - beta) * (mean + eps). */
@@ -54,6 +62,7 @@ typedef struct {
     double *tile_sums;
     float *row_sums; /* per strip and row; not used where one strip is the whole matrix */
     float *col_sums; /* per block and column; not used where one block is the whole matrix */
+    float *ratio_sums; /* the same of q / row, where the gradient is read once */
 } Job;
 
 /* What a strip's tiles share, kept from one tile to the next. */
@@ -61,16 +70,18 @@ typedef struct {
     int64_t matrix, strip; /* -1: nothing yet */
     double row_mean;       /* of the whole matrix */
     double sum;            /* of the factors */
-    float factor[PIECE];   /* 1 / sqrt(col) */
+    float factor[WIDE];    /* 1 / sqrt(col) */
 } Columns;
 
 typedef struct {
-    /* q = g^2 into the averages of rows and columns, or into partial sums where a tile does not see all of a line. */
-    void (*squares)(const Job *job, int64_t tile);
-    /* What `squares` and `momentum` left as partial sums goes into the averages. */
+    /* q = g^2 into the averages of rows and columns, or into partial sums where a tile does not see all of a line.
+     * Returns the sum of u^2, before clipping, of a tile that is all of a matrix whose gradient is read once. */
+    double (*squares)(const Job *job, int64_t tile);
+    /* What `squares` and `momentum` left as partial sums goes into the averages; the columns' part of the sum of u^2,
+     * if the gradient is read once. */
     void (*finish_rows)(const Job *job, const Average *average, int64_t matrix, int64_t block);
-    void (*finish_columns)(const Job *job, const Average *average, int64_t first, int64_t last);
-    /* The sum of u^2, before clipping. */
+    double (*finish_columns)(const Job *job, const Average *average, int64_t matrix, int64_t piece);
+    /* The sum of u^2, before clipping, by another look at the gradient. */
     double (*update_square_sum)(const Job *job, int64_t tile, Columns *columns);
     /* m, for int8 blocks [first, last) that do not lie in tiles. */
     void (*momentum_apart)(const Job *job, float clip, int64_t first, int64_t last);

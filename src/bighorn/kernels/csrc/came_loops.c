@@ -1,16 +1,17 @@
-/* The arithmetic of a CAME step. Everything is computed in float32, sums over more than a piece in double.
+/* The arithmetic of a CAME step. Everything is computed in float32, sums over more than a tile in double.
  *
  * The inner loops go over spans of consecutive elements, and take the factor 1 / sqrt(row col / mean(row)) as r * c[i].
- * In a wide matrix a span is one row of a tile: r is the row's, c the columns'. Where rows are short a span is many of
- * them, or many matrices: r is 1, and c is their product, written out. */
+ * In a wide matrix a span lies in one row of a tile: r is the row's, c the columns'. Where rows are short a span is many
+ * of them, or many matrices: r is 1, and c is their product, written out. */
 #include "came.h"
 
 #include <float.h>
 #include <math.h>
 
 enum {
-    NARROW = 32,  /* columns: shorter rows go together */
-    AHEAD = 2048, /* elements between what is read and what is asked for */
+    TOGETHER = 4,     /* rows of a wide matrix */
+    AHEAD = 2048,     /* elements between what is read and what is asked for */
+    IN_CACHE = 1 << 16, /* elements that stay in the second-level cache */
 };
 
 /* ---- tiles ----------------------------------------------------------------------------------------------- */
@@ -27,37 +28,55 @@ static Tile tile_at(const Grid *g, int64_t index) {
     t.row = share(g->height, t.block, g->blocks);
     t.rows = share(g->height, t.block + 1, g->blocks) - t.row;
     t.column = t.strip * PIECE;
-    t.columns = g->width - t.column < PIECE ? g->width - t.column : PIECE;
+    t.columns = g->strips == 1 ? g->width : g->width - t.column < PIECE ? g->width - t.column : PIECE;
     return t;
 }
 
-/* Consecutive elements of a tile: `lines` rows from `row` on, or a part of one. */
+/* Consecutive elements of a tile, a piece at most: `lines` rows from `row` on, or a part of one. Rows of a wide matrix
+ * are taken together from all quarters of a tile: memory serves several streams faster than one, and column sums are
+ * read and written less often. */
 typedef struct {
-    int64_t start, row;
-    int n, lines;
+    int64_t start, row, column; /* of the first of `count` spans */
+    int64_t apart;              /* rows from one span to the next */
+    int count, n, lines;
 } Span;
 
 static int is_narrow(const Grid *g) { return g->whole || g->width < NARROW; }
 
-static Span span_at(const Grid *g, const Tile *t, int64_t row, int lines) {
-    int64_t start = (t->matrix * g->height + t->row + row) * g->width + t->column;
-    return (Span){start, row, lines * (int)t->columns, lines};
+/* Moves on, from zeros to the first, or from a count of 1 if spans are wanted one by one; false after the last. */
+static int next_span(const Grid *g, const Tile *t, Span *s) {
+    const int64_t rows = t->matrices * t->rows;
+    if (is_narrow(g)) {
+        const int most = PIECE / (int)g->width;
+        s->row += s->lines;
+        s->lines = rows - s->row < most ? (int)(rows - s->row) : most;
+        s->n = s->lines * (int)g->width;
+        s->count = 1;
+    } else {
+        s->column += s->n;
+        if (s->column == t->columns) s->column = 0, s->row++;
+        s->lines = 1;
+        if (s->count == 0) s->apart = rows / TOGETHER, s->count = TOGETHER;
+        if (s->count == TOGETHER && s->row == s->apart) s->row *= TOGETHER, s->count = 1;
+        s->n = t->columns - s->column < PIECE ? (int)(t->columns - s->column) : PIECE;
+    }
+    s->start = (t->matrix * g->height + t->row + s->row) * g->width + t->column + s->column;
+    return s->row < rows;
 }
 
-/* Moves on; false after the last. */
-static int next_span(const Grid *g, const Tile *t, Span *s) {
-    int64_t row = s->row + s->lines, rest = t->matrices * t->rows - row;
-    if (rest == 0) return 0;
-    int most = is_narrow(g) ? PIECE / (int)g->width : 1;
-    int lines = rest < most ? (int)rest : most;
-    *s = span_at(g, t, row, lines);
-    return 1;
-}
+/* Where span k begins. */
+static int64_t start_of(const Grid *g, const Span *s, int k) { return s->start + k * s->apart * g->width; }
 
 /* ---- elements in float32, where they lie or in a buffer -------------------------------------------------- */
 
-static const float *grad_at(const Job *job, int64_t start, int n, float *buffer, Mean *last) {
-    return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer, last);
+/* What spans that are read together need each. */
+typedef struct {
+    float values[PIECE];
+    Mean last;
+} Buffer;
+
+static const float *grad_at(const Job *job, int64_t start, int n, Buffer *buffer) {
+    return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
 }
 
 static Int8 int8_of(const CameRow *row) { return (Int8){row->exp_avg, row->exp_avg_scale, row->inner}; }
@@ -92,10 +111,22 @@ static double put_average(const Average *a, float *restrict lines, int n, const 
     return total;
 }
 
+/* The mean of a matrix's row averages, once all its blocks are done. */
+static double row_mean(const Job *job, const Average *average, int64_t matrix) {
+    const Grid *g = &job->grid;
+    double sum = 0;
+    for (int64_t b = 0; b < g->blocks; b++) sum += average->block_sums[matrix * g->blocks + b];
+    return sum / (double)g->height;
+}
+
+/* The sum of u^2 is mean(row) sum_j (sum_i q_ij / row_i) / col_j. Roots of the ratios are scaled, since they can be small
+ * where col_j is, and are sqrt(columns / (1 - beta)) at most. */
+static const float RATIO_SCALE = 0x1p32f;
+
 /* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
 typedef struct {
     double rows[PIECE], columns[PIECE];
-    float elements[PIECE];
+    float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
     int64_t row; /* of the first of `lines` that wait in `rows` */
     int lines;
 } Sums;
@@ -103,8 +134,10 @@ typedef struct {
 static void begin(const Job *job, const Average *average, const Tile *t, Sums *s) {
     const Grid *g = &job->grid;
     s->row = s->lines = 0;
-    memset(s->elements, 0, sizeof s->elements);
-    memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
+    memset(s->rows, 0, sizeof s->rows);
+    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE : t->columns) * sizeof(float));
+    memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(float));
+    if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
     if (!g->whole && g->strips == 1) average->block_sums[t->matrix * g->blocks + t->block] = 0;
 }
 
@@ -119,20 +152,27 @@ static void put_rows(const Job *job, const Average *average, const Tile *t, Sums
         float *out = job->row_sums + t->strip * g->matrices * g->height + first;
         for (int i = 0; i < s->lines; i++) out[i] = (float)s->rows[i];
     }
+    memset(s->rows, 0, (size_t)s->lines * sizeof(double));
     s->row += s->lines;
     s->lines = 0;
 }
 
-static void put_columns(const Job *job, const Average *average, const Tile *t, Sums *s) {
+/* The averages of columns [first, first + n) of a matrix from the sums of blocks, which lie `stride` apart; returns the
+ * sum of u^2 in them. */
+static double put_columns(const Job *job, const Average *average, int64_t matrix, int64_t first, int n, int64_t blocks,
+                          int64_t stride, const float *elements, const float *ratios) {
     const Grid *g = &job->grid;
-    const int n = (int)(t->matrices * t->columns);
-    const int64_t first = t->matrix * g->width + t->column;
-    if (g->blocks == 1) {
-        put_average(average, average->col + first, n, s->columns, (double)g->height);
-    } else {
-        float *out = job->col_sums + t->block * g->matrices * g->width + first;
-        for (int i = 0; i < n; i++) out[i] = (float)s->columns[i];
-    }
+    float *restrict col = average->col + matrix * g->width + first;
+    double sums[COLUMNS] = {0}, sums_of_ratios[COLUMNS] = {0}, total = 0;
+    for (int64_t block = 0; block < blocks; block++)
+        for (int i = 0; i < n; i++) sums[i] += elements[block * stride + i];
+    put_average(average, col, n, sums, (double)g->height);
+    if (!g->read_once || average != &job->square) return 0;
+    for (int64_t block = 0; block < blocks; block++)
+        for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[block * stride + i];
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
+    return total * row_mean(job, average, matrix) / (RATIO_SCALE * RATIO_SCALE);
 }
 
 /* Sums of rows and columns of `matrices` of height x width, one after the other. */
@@ -181,11 +221,12 @@ static inline __attribute__((always_inline)) void spread_means(int matrices, con
      : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__)                       \
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
-/* A span was added to `elements`; `row_sum` is the sum of what was added. */
-static void put_span(const Job *job, const Average *average, const Tile *t, const Span *span, double row_sum, Sums *s) {
+/* A span was added to `elements`; `row_sums` are what was added for each row. */
+static void put_span(const Job *job, const Average *average, const Tile *t, const Span *span, const float *row_sums,
+                     Sums *s) {
     const Grid *g = &job->grid;
     if (!is_narrow(g)) {
-        s->rows[s->lines++] = row_sum;
+        for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
         return;
     }
     s->lines = span->lines;
@@ -195,12 +236,30 @@ static void put_span(const Job *job, const Average *average, const Tile *t, cons
     put_rows(job, average, t, s);
 }
 
-static void end(const Job *job, const Average *average, const Tile *t, Sums *s) {
-    if (!is_narrow(&job->grid)) {
-        put_rows(job, average, t, s);
-        for (int i = 0; i < t->columns; i++) s->columns[i] = s->elements[i];
+/* Returns the sum of u^2, if it is known. */
+static double end(const Job *job, const Average *average, const Tile *t, Sums *s) {
+    const Grid *g = &job->grid;
+    double total = 0;
+    if (is_narrow(g)) {
+        const int n = (int)(t->matrices * t->columns);
+        const int64_t first = t->matrix * g->width + t->column;
+        if (g->blocks == 1) {
+            put_average(average, average->col + first, n, s->columns, (double)g->height);
+        } else {
+            float *out = job->col_sums + t->block * g->matrices * g->width + first;
+            for (int i = 0; i < n; i++) out[i] = (float)s->columns[i];
+        }
+    } else if (g->blocks == 1) {
+        for (int64_t i = 0; i < t->columns; i += COLUMNS) {
+            int n = (int)(t->columns - i < COLUMNS ? t->columns - i : COLUMNS);
+            total += put_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
+        }
+    } else {
+        const int64_t to = (t->block * g->matrices + t->matrix) * g->width + t->column;
+        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(float));
+        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(float));
     }
-    put_columns(job, average, t, s);
+    return total;
 }
 
 static void finish_rows(const Job *job, const Average *average, int64_t matrix, int64_t block) {
@@ -218,17 +277,12 @@ static void finish_rows(const Job *job, const Average *average, int64_t matrix, 
     average->block_sums[matrix * g->blocks + block] = total;
 }
 
-/* Columns [first, last) of all matrices one after the other. */
-static void finish_columns(const Job *job, const Average *average, int64_t first, int64_t last) {
+static double finish_columns(const Job *job, const Average *average, int64_t matrix, int64_t piece) {
     const Grid *g = &job->grid;
-    double sums[PIECE];
-    for (; first < last; first += PIECE) {
-        int n = (int)(last - first < PIECE ? last - first : PIECE);
-        for (int i = 0; i < n; i++) sums[i] = 0;
-        for (int64_t block = 0; block < g->blocks; block++)
-            for (int i = 0; i < n; i++) sums[i] += job->col_sums[block * g->matrices * g->width + first + i];
-        put_average(average, average->col + first, n, sums, (double)g->height);
-    }
+    const int64_t first = piece * COLUMNS, at = matrix * g->width + first;
+    const int n = (int)(g->width - first < COLUMNS ? g->width - first : COLUMNS);
+    return put_columns(job, average, matrix, first, n, g->blocks, g->matrices * g->width, job->col_sums + at,
+                       job->ratio_sums + at);
 }
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
@@ -241,11 +295,7 @@ static inline float column_factor(float col) { return 1 / sqrtf(col); }
 static void set_columns(const Job *job, const Average *average, const Tile *t, Columns *columns) {
     const Grid *g = &job->grid;
     if (g->whole || (columns->matrix == t->matrix && columns->strip == t->strip)) return;
-    if (columns->matrix != t->matrix) {
-        columns->row_mean = 0;
-        for (int64_t b = 0; b < g->blocks; b++) columns->row_mean += average->block_sums[t->matrix * g->blocks + b];
-        columns->row_mean /= (double)g->height;
-    }
+    if (columns->matrix != t->matrix) columns->row_mean = row_mean(job, average, t->matrix);
     columns->matrix = t->matrix;
     columns->strip = t->strip;
     const float *restrict col = average->col + t->matrix * g->width + t->column;
@@ -262,7 +312,7 @@ static void set_columns(const Job *job, const Average *average, const Tile *t, C
 /* The factors of a span's elements are r * c[i]; their sum over c is `sum`. */
 typedef struct {
     const float *c;
-    float r;
+    float r[TOGETHER];
     double sum;
     float buffer[PIECE];
 } Factors;
@@ -272,7 +322,8 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
     const Grid *g = &job->grid;
     const float *restrict row = average->row + t->matrix * g->height + t->row + span->row;
     if (!is_narrow(g)) {
-        f->c = columns->factor, f->sum = columns->sum, f->r = row_factor(columns->row_mean, *row);
+        f->c = columns->factor + span->column, f->sum = span->column == 0 ? columns->sum : 0;
+        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, row[k * span->apart]);
         return;
     }
     float r[PIECE], c[PIECE];
@@ -287,11 +338,10 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
         for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], row[i]);
         FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     }
-    f->c = f->buffer, f->r = 1, f->sum = 0;
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < span->n; i++) sum += f->buffer[i];
-    f->sum = sum;
+    f->c = f->buffer, f->r[0] = 1, f->sum = sum;
 }
 
 /* Asks for the elements that come AHEAD from now: a pass that reads one stream alone waits for memory otherwise. */
@@ -315,70 +365,104 @@ static inline float moved(float x, float m, float factor, float step, float deca
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
-enum { TOGETHER = 4 };
+/* A loop over one span or over TOGETHER, which is known when it is compiled; sums of spans that are not there are of
+ * this zero, which costs nothing to add. */
+#define LOOP static inline __attribute__((always_inline)) void
+static const float NOTHING = -0.0f;
 
-/* The squares of a span, and the sum of them. */
-static float square_loop(int n, const float *restrict g, float *restrict elements) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) {
-        float q = g[i] * g[i];
-        sum += q;
-        elements[i] += q;
-    }
-    return sum;
-}
-
-/* The same for four spans. */
-static void square_loop_4(int n, const float *const *g, float *restrict elements, double *const *sums) {
-    const float *restrict a = g[0], *restrict b = g[1], *restrict c = g[2], *restrict d = g[3];
+LOOP square_loop(const int count, int n, const float *const *g, float *restrict elements, float *restrict sums) {
+    const int all = count == TOGETHER;
+    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float q_a = a[i] * a[i], q_b = b[i] * b[i], q_c = c[i] * c[i], q_d = d[i] * d[i];
+        float q_a = a[i] * a[i], q_b = all ? b[i] * b[i] : NOTHING;
+        float q_c = all ? c[i] * c[i] : NOTHING, q_d = all ? d[i] * d[i] : NOTHING;
         sum_a += q_a, sum_b += q_b, sum_c += q_c, sum_d += q_d;
         elements[i] += (q_a + q_b) + (q_c + q_d);
     }
-    *sums[0] = sum_a, *sums[1] = sum_b, *sums[2] = sum_c, *sums[3] = sum_d;
+    sums[0] = sum_a;
+    if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
 }
 
-static void squares(const Job *job, int64_t index) {
-    const Tile t = tile_at(&job->grid, index);
-    Mean last = {-1, 0};
-    float buffers[TOGETHER][PIECE];
-    Sums sums;
-    begin(job, &job->square, &t, &sums);
-    /* Rows far apart are read together: memory serves four streams faster than one (a fifth of a step). */
-    const int64_t apart = is_narrow(&job->grid) ? 0 : t.rows / TOGETHER;
-    for (int64_t row = 0; row < apart; row++) {
+static inline float ratio_of(float g, float r) { return (g * r) * (g * r); }
+
+LOOP ratio_loop(const int count, int n, const float *const *g, const float *r, float *restrict ratios) {
+    const int all = count == TOGETHER;
+    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
+    const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+#pragma omp simd
+    for (int i = 0; i < n; i++)
+        ratios[i] += (ratio_of(a[i], r_a) + (all ? ratio_of(b[i], r_b) : NOTHING)) +
+                     (all ? ratio_of(c[i], r_c) + ratio_of(d[i], r_d) : NOTHING);
+}
+
+/* q of some rows of a tile, into its sums. */
+static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const Tile *t, Sums *sums) {
+    for (Span s = {0}; next_span(&job->grid, part, &s);) {
         const float *g[TOGETHER];
-        double *out[TOGETHER];
-        for (int k = 0; k < TOGETHER; k++) {
-            const Span s = span_at(&job->grid, &t, row + k * apart, 1);
-            g[k] = grad_at(job, s.start, s.n, buffers[k], &last);
-            out[k] = &sums.rows[row + k * apart];
+        float row_sums[TOGETHER], *elements = sums->elements + s.column;
+        for (int k = 0; k < s.count; k++) {
+            const int64_t start = start_of(&job->grid, &s, k);
+            prefetch(job->grad, job->gradient->type, start, s.n);
+            g[k] = grad_at(job, start, s.n, &buffers[k]);
         }
-        square_loop_4((int)t.columns, g, sums.elements, out);
+        if (s.count == 1) square_loop(1, s.n, g, elements, row_sums);
+        else square_loop(TOGETHER, s.n, g, elements, row_sums);
+        put_span(job, &job->square, t, &s, row_sums, sums);
     }
-    sums.lines = (int)(TOGETHER * apart);
-    for (Span s = {.row = sums.lines}; next_span(&job->grid, &t, &s);) {
-        const float *g = grad_at(job, s.start, s.n, buffers[0], &last);
-        put_span(job, &job->square, &t, &s, square_loop(s.n, g, sums.elements), &sums);
+}
+
+static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *sums) {
+    const float *row = job->square.row + part->matrix * job->grid.height + part->row;
+    float factors[PIECE];
+    for (int i = 0; i < part->rows; i++) factors[i] = RATIO_SCALE / sqrtf(row[i]);
+    for (Span s = {0}; next_span(&job->grid, part, &s);) {
+        const float *g[TOGETHER];
+        float r[TOGETHER], *ratios = sums->ratios + s.column;
+        for (int k = 0; k < s.count; k++) {
+            g[k] = grad_at(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
+            r[k] = factors[s.row + k * s.apart];
+        }
+        if (s.count == 1) ratio_loop(1, s.n, g, r, ratios);
+        else ratio_loop(TOGETHER, s.n, g, r, ratios);
     }
-    end(job, &job->square, &t, &sums);
+}
+
+static double squares(const Job *job, int64_t index) {
+    const Grid *g = &job->grid;
+    const Tile t = tile_at(g, index);
+    Buffer buffers[TOGETHER];
+    Sums sums;
+    for (int k = 0; k < TOGETHER; k++) buffers[k].last.first = -1;
+    begin(job, &job->square, &t, &sums);
+    if (is_narrow(g)) {
+        add_squares(job, &t, buffers, &t, &sums);
+        return end(job, &job->square, &t, &sums);
+    }
+    const int64_t most = IN_CACHE / t.columns / TOGETHER * TOGETHER;
+    Tile part = t;
+    for (int64_t row = 0; row < t.rows; row += part.rows) {
+        part.row = t.row + row;
+        part.rows = t.rows - row < most ? t.rows - row : most;
+        add_squares(job, &part, buffers, &t, &sums);
+        sums.lines = (int)part.rows;
+        put_rows(job, &job->square, &t, &sums);
+        if (g->read_once) add_ratios(job, &part, buffers, &sums);
+    }
+    return end(job, &job->square, &t, &sums);
 }
 
 static double update_square_sum(const Job *job, int64_t index, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
-    Mean last = {-1, 0};
-    float buffer[PIECE];
+    Buffer buffer = {.last = {-1, 0}};
     Factors f;
     double total = 0;
     set_columns(job, &job->square, &t, columns);
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, buffer, &last);
+    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+        const float *restrict g = grad_at(job, s.start, s.n, &buffer);
         set_factors(job, &job->square, &t, &s, columns, &f);
-        const float *restrict c = f.c, r = f.r;
+        const float *restrict c = f.c, r = f.r[0];
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
@@ -390,34 +474,49 @@ static double update_square_sum(const Job *job, int64_t index, Columns *columns)
     return total;
 }
 
-/* m of a span in one pass with the residuals. */
-static float momentum_loop(const Job *job, int n, const float *restrict g, float r, const float *restrict c,
-                           float *restrict m, float *restrict elements) {
+/* m, and returns its residual. */
+static inline float momentum_at(const Job *job, float g, float r, float c, float *m) {
+    float u = update_of(g, r, c);
+    *m = averaged(job, *m, u);
+    return residual_of(u, *m);
+}
+
+/* m in one pass with the residuals. */
+LOOP momentum_loop(const int count, const Job *job, int n, const float *const *g, const float *r,
+                   const float *restrict c, float *const *m, float *restrict elements, float *restrict sums) {
+    const int all = count == TOGETHER;
     const Job j = *job;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
+    const float *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0], *restrict g_c = g[all ? 2 : 0],
+                *restrict g_d = g[all ? 3 : 0];
+    float *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
+          *restrict m_d = m[all ? 3 : 0];
+    const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+    float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
+#pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float u = update_of(g[i], r, c[i]), w;
-        m[i] = averaged(&j, m[i], u);
-        w = residual_of(u, m[i]);
-        sum += w;
-        elements[i] += w;
+        float w_a = momentum_at(&j, g_a[i], r_a, c[i], &m_a[i]);
+        float w_b = all ? momentum_at(&j, g_b[i], r_b, c[i], &m_b[i]) : NOTHING;
+        float w_c = all ? momentum_at(&j, g_c[i], r_c, c[i], &m_c[i]) : NOTHING;
+        float w_d = all ? momentum_at(&j, g_d[i], r_d, c[i], &m_d[i]) : NOTHING;
+        sum_a += w_a, sum_b += w_b, sum_c += w_c, sum_d += w_d;
+        elements[i] += (w_a + w_b) + (w_c + w_d);
     }
-    return sum;
+    sums[0] = sum_a;
+    if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
 }
 
 /* The same for an m that is rounded as it is stored, between the two. */
-static float rounded_momentum_loop(const Job *job, const Span *s, const float *restrict g, float r,
+static float rounded_momentum_loop(const Job *job, int64_t start, int n, const float *restrict g, float r,
                                    const float *restrict c, int apart, float *restrict elements) {
     float u[PIECE], m[PIECE], sum = 0;
-    read_m(job->row, s->start, s->n, m);
-    for (int i = 0; i < s->n; i++) u[i] = update_of(g[i], r, c[i]);
+    read_m(job->row, start, n, m);
+    for (int i = 0; i < n; i++) u[i] = update_of(g[i], r, c[i]);
     if (!apart) {
-        for (int i = 0; i < s->n; i++) m[i] = averaged(job, m[i], u[i]);
-        write_m(job->row, s->start, s->n, m);
+        for (int i = 0; i < n; i++) m[i] = averaged(job, m[i], u[i]);
+        write_m(job->row, start, n, m);
     }
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < s->n; i++) {
+    for (int i = 0; i < n; i++) {
         float w = residual_of(u[i], m[i]);
         sum += w;
         elements[i] += w;
@@ -427,22 +526,36 @@ static float rounded_momentum_loop(const Job *job, const Span *s, const float *r
 
 static void momentum(const Job *job, int64_t index, float clip, int apart, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
-    Mean last = {-1, 0};
-    float buffer[PIECE];
+    const CameRow *row = job->row;
+    Buffer buffers[TOGETHER];
     Sums sums;
     Factors f;
+    for (int k = 0; k < TOGETHER; k++) buffers[k].last.first = -1;
     set_columns(job, &job->square, &t, columns);
     begin(job, &job->residual, &t, &sums);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        prefetch(job->grad, job->gradient->type, s.start, s.n);
-        prefetch(job->row->exp_avg, job->row->state_type, s.start, s.n);
-        const float *g = grad_at(job, s.start, s.n, buffer, &last);
+        const float *g[TOGETHER];
+        float *m[TOGETHER], row_sums[TOGETHER], *elements = sums.elements + s.column;
         set_factors(job, &job->square, &t, &s, columns, &f);
-        float sum = job->row->state_type == FLOAT32
-                        ? momentum_loop(job, s.n, g, f.r * clip, f.c, (float *)job->row->exp_avg + s.start,
-                                        sums.elements)
-                        : rounded_momentum_loop(job, &s, g, f.r * clip, f.c, apart, sums.elements);
-        put_span(job, &job->residual, &t, &s, sum, &sums);
+        for (int k = 0; k < s.count; k++) {
+            const int64_t start = start_of(&job->grid, &s, k);
+            prefetch(job->grad, job->gradient->type, start, s.n);
+            prefetch(row->exp_avg, row->state_type, start, s.n);
+            g[k] = grad_at(job, start, s.n, &buffers[k]);
+            m[k] = (float *)row->exp_avg + start;
+            f.r[k] *= clip;
+            if (row->state_type != FLOAT32)
+                row_sums[k] = rounded_momentum_loop(job, start, s.n, g[k], f.r[k], f.c, apart, elements);
+        }
+        if (row->state_type == FLOAT32) {
+            if (s.count == 1) momentum_loop(1, job, s.n, g, f.r, f.c, m, elements, row_sums);
+            else momentum_loop(TOGETHER, job, s.n, g, f.r, f.c, m, elements, row_sums);
+        }
+        put_span(job, &job->residual, &t, &s, row_sums, &sums);
+    }
+    if (!is_narrow(&job->grid)) {
+        sums.lines = (int)t.rows;
+        put_rows(job, &job->residual, &t, &sums);
     }
     end(job, &job->residual, &t, &sums);
 }
@@ -454,12 +567,12 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
     const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
     int64_t known = -1; /* the matrix whose mean is known */
     double mean = 0;
-    Mean centred = {-1, 0};
+    Buffer buffer = {.last = {-1, 0}};
     for (int64_t block = first; block < last; block++) {
         const int64_t at = block % per_row * CODEC_BLOCK, start = block / per_row * row->inner + at;
         const int n = (int)(row->inner - at < CODEC_BLOCK ? row->inner - at : CODEC_BLOCK);
-        float buffer[PIECE], m[PIECE];
-        const float *g = grad_at(job, start, n, buffer, &centred);
+        float m[PIECE];
+        const float *g = grad_at(job, start, n, &buffer);
         read_m(row, start, n, m);
         for (int i = 0; i < n;) {
             const int64_t line = (start + i) / width, matrix = line / height;
@@ -476,22 +589,49 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
     }
 }
 
+LOOP apply_loop(const int count, int n, float *const *x, const float *const *m, const float *r, const float *restrict c,
+                float decay) {
+    const int all = count == TOGETHER;
+    float *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0], *restrict x_c = x[all ? 2 : 0],
+          *restrict x_d = x[all ? 3 : 0];
+    const float *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
+                *restrict m_d = m[all ? 3 : 0];
+    const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+#pragma omp simd
+    for (int i = 0; i < n; i++) {
+        x_a[i] = moved(x_a[i], m_a[i], c[i], r_a, decay);
+        if (all) {
+            x_b[i] = moved(x_b[i], m_b[i], c[i], r_b, decay);
+            x_c[i] = moved(x_c[i], m_c[i], c[i], r_c, decay);
+            x_d[i] = moved(x_d[i], m_d[i], c[i], r_d, decay);
+        }
+    }
+}
+
 static double apply(const Job *job, int64_t index, float step, float decay, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
-    float x_buffer[PIECE], m_buffer[PIECE];
+    float x_buffers[TOGETHER][PIECE], m_buffers[TOGETHER][PIECE];
     Factors f;
     double confidence = 0;
     set_columns(job, &job->residual, &t, columns);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        prefetch(row->param, row->param_type, s.start, s.n);
-        prefetch(row->exp_avg, row->state_type, s.start, s.n);
+        float *x[TOGETHER], r[TOGETHER];
+        const float *m[TOGETHER];
         set_factors(job, &job->residual, &t, &s, columns, &f);
-        float *restrict x = widen(row->param, row->param_type, s.start, s.n, x_buffer);
-        const float *restrict m = read_m(row, s.start, s.n, m_buffer), *restrict c = f.c, r = f.r * step;
-        for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], c[i], r, decay);
-        narrow(x, s.n, row->param, row->param_type, s.start);
-        confidence += f.r * f.sum;
+        for (int k = 0; k < s.count; k++) {
+            const int64_t start = start_of(&job->grid, &s, k);
+            prefetch(row->param, row->param_type, start, s.n);
+            prefetch(row->exp_avg, row->state_type, start, s.n);
+            x[k] = widen(row->param, row->param_type, start, s.n, x_buffers[k]);
+            m[k] = read_m(row, start, s.n, m_buffers[k]);
+            r[k] = f.r[k] * step;
+            confidence += f.r[k] * f.sum;
+        }
+        if (s.count == 1) apply_loop(1, s.n, x, m, r, f.c, decay);
+        else apply_loop(TOGETHER, s.n, x, m, r, f.c, decay);
+        for (int k = 0; k < s.count; k++)
+            narrow(x[k], s.n, row->param, row->param_type, start_of(&job->grid, &s, k));
     }
     return confidence;
 }
@@ -502,11 +642,10 @@ static double second_moment(const Job *job, int64_t index) {
     const Tile t = tile_at(&job->grid, index);
     const float beta2 = (float)job->square.beta, rest = (float)(1 - job->square.beta);
     const float shift = (float)((1 - job->square.beta) * job->square.eps);
-    Mean last = {-1, 0};
-    float buffer[PIECE];
+    Buffer buffer = {.last = {-1, 0}};
     double total = 0;
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, buffer, &last);
+    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+        const float *restrict g = grad_at(job, s.start, s.n, &buffer);
         float *restrict v = job->row->exp_avg_sq + s.start, sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
@@ -522,10 +661,10 @@ static double second_moment(const Job *job, int64_t index) {
 static void momentum_and_apply(const Job *job, int64_t index, float clip, float step, float decay) {
     const Tile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
-    Mean last = {-1, 0};
-    float g_buffer[PIECE], m_buffer[PIECE], x_buffer[PIECE];
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, g_buffer, &last), *restrict v = row->exp_avg_sq + s.start;
+    Buffer buffer = {.last = {-1, 0}};
+    float m_buffer[PIECE], x_buffer[PIECE];
+    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+        const float *restrict g = grad_at(job, s.start, s.n, &buffer), *restrict v = row->exp_avg_sq + s.start;
         float *restrict m = read_m(row, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(job, m[i], update_of(g[i], clip, column_factor(v[i])));
         write_m(row, s.start, s.n, m);
@@ -539,7 +678,7 @@ static double param_square_sum(const Job *job, int64_t index) {
     const Tile t = tile_at(&job->grid, index);
     float buffer[PIECE];
     double total = 0;
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
+    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict x = widen(job->row->param, job->row->param_type, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)

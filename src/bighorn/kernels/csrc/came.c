@@ -154,7 +154,8 @@ static void step_row(Step *s, int64_t index, double *workspace, int thread, int 
     const Grid *g = &job.grid;
     const int64_t first = share(g->tiles, thread, team), last = share(g->tiles, thread + 1, team);
     const int64_t sums = g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles; /* of u^2 */
-    Columns columns = {.matrix = -1};
+    Columns columns; /* not cleared, which would take longer than a small tensor's step */
+    columns.matrix = -1;
 
     double lr = o->lr;
     if (o->scale_parameter) {

@@ -75,6 +75,11 @@ typedef struct {
     Mean last;
 } Buffer;
 
+/* Nothing is known yet. The values stay as they are: clearing them would take longer than a small tensor's step. */
+static void start_buffers(Buffer *buffers, int count) {
+    for (int k = 0; k < count; k++) buffers[k].last.first = -1;
+}
+
 static const float *grad_at(const Job *job, int64_t start, int n, Buffer *buffer) {
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
 }
@@ -134,7 +139,7 @@ typedef struct {
 static void begin(const Job *job, const Average *average, const Tile *t, Sums *s) {
     const Grid *g = &job->grid;
     s->row = s->lines = 0;
-    memset(s->rows, 0, sizeof s->rows);
+    if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
     memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE : t->columns) * sizeof(float));
     memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(float));
     if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
@@ -434,7 +439,7 @@ static double squares(const Job *job, int64_t index) {
     const Tile t = tile_at(g, index);
     Buffer buffers[TOGETHER];
     Sums sums;
-    for (int k = 0; k < TOGETHER; k++) buffers[k].last.first = -1;
+    start_buffers(buffers, TOGETHER);
     begin(job, &job->square, &t, &sums);
     if (is_narrow(g)) {
         add_squares(job, &t, buffers, &t, &sums);
@@ -455,9 +460,10 @@ static double squares(const Job *job, int64_t index) {
 
 static double update_square_sum(const Job *job, int64_t index, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
-    Buffer buffer = {.last = {-1, 0}};
+    Buffer buffer;
     Factors f;
     double total = 0;
+    start_buffers(&buffer, 1);
     set_columns(job, &job->square, &t, columns);
     for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
@@ -530,7 +536,7 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
     Buffer buffers[TOGETHER];
     Sums sums;
     Factors f;
-    for (int k = 0; k < TOGETHER; k++) buffers[k].last.first = -1;
+    start_buffers(buffers, TOGETHER);
     set_columns(job, &job->square, &t, columns);
     begin(job, &job->residual, &t, &sums);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
@@ -567,7 +573,8 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
     const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
     int64_t known = -1; /* the matrix whose mean is known */
     double mean = 0;
-    Buffer buffer = {.last = {-1, 0}};
+    Buffer buffer;
+    start_buffers(&buffer, 1);
     for (int64_t block = first; block < last; block++) {
         const int64_t at = block % per_row * CODEC_BLOCK, start = block / per_row * row->inner + at;
         const int n = (int)(row->inner - at < CODEC_BLOCK ? row->inner - at : CODEC_BLOCK);
@@ -642,8 +649,9 @@ static double second_moment(const Job *job, int64_t index) {
     const Tile t = tile_at(&job->grid, index);
     const float beta2 = (float)job->square.beta, rest = (float)(1 - job->square.beta);
     const float shift = (float)((1 - job->square.beta) * job->square.eps);
-    Buffer buffer = {.last = {-1, 0}};
+    Buffer buffer;
     double total = 0;
+    start_buffers(&buffer, 1);
     for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
         float *restrict v = job->row->exp_avg_sq + s.start, sum = 0;
@@ -661,8 +669,9 @@ static double second_moment(const Job *job, int64_t index) {
 static void momentum_and_apply(const Job *job, int64_t index, float clip, float step, float decay) {
     const Tile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
-    Buffer buffer = {.last = {-1, 0}};
+    Buffer buffer;
     float m_buffer[PIECE], x_buffer[PIECE];
+    start_buffers(&buffer, 1);
     for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer), *restrict v = row->exp_avg_sq + s.start;
         float *restrict m = read_m(row, s.start, s.n, m_buffer);

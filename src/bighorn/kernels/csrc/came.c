@@ -1,8 +1,9 @@
 /* CAME: who does what, and when: schedule, clipping, what is known of whole tensors. No arithmetic on elements here.
  *
  * A step reads the gradient for the averages of its squares (and again for the size of u, where it cannot be had from
- * sums of columns), again for m and the residuals' averages, and then writes x. Small tensors go to threads whole, so that all but the first pass find them in cache.
- * Large ones are shared by all threads in static slices with barriers between the passes. */
+ * sums of columns), again for m and the residuals' averages, and then writes x. Small tensors go to threads whole, so
+ * that all but the first pass find them in cache. Large ones are shared by all threads in static slices with barriers
+ * between the passes; these go forward and backward in turn, to begin with what the last one left in cache. */
 #include "came.h"
 
 #include <math.h>

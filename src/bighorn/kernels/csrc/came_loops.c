@@ -1,16 +1,16 @@
 /* The arithmetic of a CAME step. Everything is computed in float32, sums over more than a tile in double.
  *
  * The inner loops go over spans of consecutive elements, and take the factor 1 / sqrt(row col / mean(row)) as r * c[i].
- * In a wide matrix a span lies in one row of a tile: r is the row's, c the columns'. Where rows are short a span is many
- * of them, or many matrices: r is 1, and c is their product, written out. */
+ * In a wide matrix a span lies in one row of a tile: r is the row's, c the columns'. Where rows are short a span is
+ * many of them, or many matrices: r is 1, and c is their product, written out. */
 #include "came.h"
 
 #include <float.h>
 #include <math.h>
 
 enum {
-    TOGETHER = 4,     /* rows of a wide matrix */
-    AHEAD = 2048,     /* elements between what is read and what is asked for */
+    TOGETHER = 4,       /* rows of a wide matrix */
+    AHEAD = 2048,       /* elements between what is read and what is asked for */
     IN_CACHE = 1 << 16, /* elements that stay in the second-level cache */
 };
 
@@ -124,8 +124,8 @@ static double row_mean(const Job *job, const Average *average, int64_t matrix) {
     return sum / (double)g->height;
 }
 
-/* The sum of u^2 is mean(row) sum_j (sum_i q_ij / row_i) / col_j. Roots of the ratios are scaled, since they can be small
- * where col_j is, and are sqrt(columns / (1 - beta)) at most. */
+/* The sum of u^2 is mean(row) sum_j (sum_i q_ij / row_i) / col_j. Roots of the ratios are scaled, since they can be
+ * small where col_j is, and are sqrt(columns / (1 - beta)) at most. */
 static const float RATIO_SCALE = 0x1p32f;
 
 /* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
@@ -377,7 +377,8 @@ static const float NOTHING = -0.0f;
 
 LOOP square_loop(const int count, int n, const float *const *g, float *restrict elements, float *restrict sums) {
     const int all = count == TOGETHER;
-    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
+    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
+                *restrict d = g[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
@@ -394,7 +395,8 @@ static inline float ratio_of(float g, float r) { return (g * r) * (g * r); }
 
 LOOP ratio_loop(const int count, int n, const float *const *g, const float *r, float *restrict ratios) {
     const int all = count == TOGETHER;
-    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
+    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
+                *restrict d = g[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++)
@@ -402,7 +404,7 @@ LOOP ratio_loop(const int count, int n, const float *const *g, const float *r, f
                      (all ? ratio_of(c[i], r_c) + ratio_of(d[i], r_d) : NOTHING);
 }
 
-/* q of some rows of a tile, into its sums. */
+/* q of a part of tile t, into its sums. */
 static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const Tile *t, Sums *sums) {
     for (Span s = {0}; next_span(&job->grid, part, &s);) {
         const float *g[TOGETHER];
@@ -418,6 +420,7 @@ static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const
     }
 }
 
+/* q / row of the same part, which the second-level cache still holds. */
 static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *sums) {
     const float *row = job->square.row + part->matrix * job->grid.height + part->row;
     float factors[PIECE];

@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format clean
+.PHONY: help train test slow check format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
 	@echo "make test    set up, run everything CI runs"
+	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make check   formatter, linter and type checker alone"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
@@ -34,7 +35,10 @@ format: $(STAMP)
 
 test: check
 	$(BIN)/bighorn doctor --require cpu
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto -m "not slow"
+
+slow: $(STAMP)
+	$(BIN)/pytest -n auto -m slow
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

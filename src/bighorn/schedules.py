@@ -46,15 +46,20 @@ MAX_VALUES = 2**22
 # ---- what may stand in a schedule and come out of it -------------------------------------------------------------
 
 
-def check_value(name: str, value: object, *, above_zero: bool = False) -> float:
-    """A finite number that is not negative: all that a learning rate or a weight decay can be at any step."""
-    value = _plain(value)
+def real_number(name: str, value: object) -> float:
+    """A real number as a float, infinite where that cannot hold it."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
     try:
-        exact = float(value)
+        return float(value)
     except OverflowError:
-        exact = math.inf
+        return math.inf
+
+
+def check_value(name: str, value: object, *, above_zero: bool = False) -> float:
+    """A finite number that is not negative: all that a learning rate or a weight decay can be at any step."""
+    value = _plain(value)
+    exact = real_number(name, value)
     if not 0 <= exact < math.inf or (above_zero and exact == 0):
         allowed = "above 0" if above_zero else "at least 0"
         raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {allowed}")

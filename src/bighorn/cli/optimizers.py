@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, shard_update
 from bighorn.cli.errors import InputError
 from bighorn.cli.gauges import CONFIDENCE, TRUST_RATIO, UPDATE_RMS, Gauge
 
@@ -101,32 +100,12 @@ def build_optimizer(
     if recipe.state_dtypes:
         ours = {"backend": backend or "auto", "state_dtype": STATE_DTYPES.get(state_dtype or "")}
         ours |= {"max_grad_norm": max_grad_norm}
-        if sharded and max_grad_norm is not None:
-            ours["process_group"] = dist.group.WORLD
-
-    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return recipe.build(groups, lr=lr, **ours, **read_options(options))
-
     groups = [group for group in groups if group["params"]]
     try:
-        return _sharded(groups, build) if sharded else build(groups)
+        optimizer = recipe.build(groups, lr=lr, **ours, **read_options(options))
+        return shard_update(optimizer) if sharded else optimizer
     except (TypeError, ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
         raise InputError(f"--optimizer {name}: {error}") from error
-
-
-def _sharded(
-    groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
-    """Each process steps whole tensors of its own, by an optimizer that knows their names."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # torch 2.13 warns, since it compiles with torch.jit
-
-    names = {parameter: name for group in groups for name, parameter in group["params"]}
-    bare = [group | {"params": [parameter for _, parameter in group["params"]]} for group in groups]
-
-    def build_part(part: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return build([group | {"param_names": [names[p] for p in group["params"]]} for group in part])
-
-    return ZeroRedundancyOptimizer(bare, build_part)  # type: ignore[arg-type]  # any callable will do
 
 
 def read_options(texts: Sequence[str]) -> Mapping[str, Any]:

@@ -7,10 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from torch.nn import Parameter
+
+from bighorn.schedules import real_number
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
@@ -21,12 +23,7 @@ class ElementError(TypeError, ValueError):
 
 def number(name: str, value: object, low: float, high: float = math.inf, *, inside: bool = False) -> float:
     """A finite number from `low` to `high`; without these two where `inside`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-    try:
-        exact = float(value)
-    except OverflowError:
-        exact = math.inf
+    exact = real_number(name, value)
     if not math.isfinite(exact) or not (low < exact < high if inside else low <= exact <= high):
         opens, closes = "()" if inside else "[]"
         least = f"above {low:g}" if inside else f"at least {low:g}"
@@ -40,15 +37,6 @@ def floating(name: str, value: object, low: float, high: float = math.inf, *, in
     if not isinstance(value, float):
         raise TypeError(f"{name} must be a float, not {value!r} ({type(value).__name__})")
     return number(name, value, low, high, inside=inside)
-
-
-def count(name: str, value: object) -> int:
-    """An integer, 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, not {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name}={value!r} is out of range: it must be an integer, at least 1")
-    return int(value)
 
 
 def flag(name: str, value: object) -> bool:

@@ -12,6 +12,7 @@ from bighorn.compat import _checks
 
 _positive = partial(_checks.floating, low=0, inside=True)
 _not_negative = partial(_checks.floating, low=0)
+_length = partial(schedules.check_count, least=1)
 
 CHECKS: dict[str, Callable[[str, object], object]] = {
     "learning_rate": _positive,
@@ -20,8 +21,8 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
     "min_lr": _not_negative,
     "decay_rate": _positive,
     "power": _positive,
-    "decay_steps": _checks.count,
-    "warmup_steps": _checks.count,
+    "decay_steps": _length,
+    "warmup_steps": _length,
     "is_stair": _checks.flag,
     "update_decay_steps": _checks.flag,
 }

@@ -26,6 +26,7 @@ from bighorn.optim.checks import Check
 from bighorn.optim.plan import Entry, Part, Plan, Variant, build, fingerprint
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
+from bighorn.schedules import check_count
 from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     `_step_supports_amp_scaling` would tell torch's GradScaler the same, but where it is True Lightning refuses to clip.
     """
 
+    PASSED_ON: ClassVar[tuple[str, ...]]
+    """Those of them that kernels are told as they stand in the group."""
+
     _settings: Settings
     _last: tuple[Plan, ...] = ()
     """The plans of the last step, one for each part of it."""
@@ -77,6 +81,17 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     @abstractmethod
     def _kernel_options(self, group: dict[str, Any], variant: Variant) -> Options:
         """What the kernels are told, for one variant of a group."""
+
+    def _shared_options(self, group: dict[str, Any], variant: Variant) -> dict[str, Any]:
+        """What kernels of every algorithm are told."""
+        lr = group["lr"]
+        return {
+            # Where the host has the value anyway it is a number; elsewhere a tensor, so that nobody waits for it.
+            "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
+            "weight_decay": group["weight_decay"] if variant.decays else 0.0,
+            "centre": variant.centres,
+            **{name: group[name] for name in self.PASSED_ON},
+        }
 
     @abstractmethod
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
@@ -542,7 +557,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             group = checks.without_torch_keys({**{name: current[name] for name in self.OPTIONS}, **loaded})
             checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, COUNT, "step", *self.OPTIONS], "it")
             if COUNT in group:
-                group[COUNT] = checks.count(COUNT, group[COUNT])
+                group[COUNT] = check_count(COUNT, group[COUNT])
             return {**group, **self._checked(group)}
         except (TypeError, ValueError) as error:
             raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None

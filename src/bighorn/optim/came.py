@@ -223,14 +223,8 @@ class Came(KernelOptimizer[CameOptions]):
         return {**spec, **{f"exp_avg_{of}_{name}": like for of in ("sq", "res") for name, like in averages.items()}}
 
     def _kernel_options(self, group: dict[str, Any], variant: Variant) -> CameOptions:
-        lr = group["lr"]
-        return CameOptions(
-            lr=float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
-            weight_decay=group["weight_decay"] if variant.decays else 0.0,
-            centre=variant.centres,
-            factor=group["factor"] if variant.factored else None,
-            **{name: group[name] for name in self.PASSED_ON},
-        )
+        factor = group["factor"] if variant.factored else None
+        return CameOptions(factor=factor, **self._shared_options(group, variant))
 
 
 def _lr(lr: Any, relative_step: bool, warmup_init: bool) -> Any:

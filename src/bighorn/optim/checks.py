@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn import sharding
-from bighorn.schedules import Values
+from bighorn.schedules import Values, real_number
 from bighorn.state import overlaps
 
 Check = Callable[[str, object], object]
@@ -25,12 +25,7 @@ def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Ch
     span = f"in [{low:g}, {high:g}{')' if exclusive else ']'}" if high < math.inf else f"at least {low:g}"
 
     def check(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-        try:
-            exact = float(value)
-        except OverflowError:
-            exact = math.inf
+        exact = real_number(name, value)
         if not (low <= exact <= high) or (exclusive and exact == high) or math.isinf(exact):
             raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {span}")
         return exact
@@ -100,15 +95,6 @@ def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
         return tuple(each(f"{name}[{i}]", beta) for i, beta in enumerate(value))
 
     return check
-
-
-def count(name: str, value: object) -> int:
-    """A whole number, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})")
-    if value < 0:
-        raise ValueError(f"{name}={value!r} is out of range: it must be 0 or more")
-    return int(value)
 
 
 def came_betas(name: str, value: object) -> tuple[object, ...]:

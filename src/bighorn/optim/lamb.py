@@ -206,16 +206,6 @@ class Lamb(KernelOptimizer[LambOptions]):
         return False, int(group["stacked"])
 
     def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
-        weight_decay = group["weight_decay"] if variant.decays else 0.0
-        lr = group["lr"]
-        return LambOptions(
-            # Where the host has the value anyway it is a number; elsewhere a tensor, so that nobody waits for it.
-            lr=float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
-            weight_decay=weight_decay,
-            adapt=not group["adam"]
-            and group["adapt"]
-            and variant.adapts
-            and (group["always_adapt"] or weight_decay != 0),
-            centre=variant.centres,
-            **{name: group[name] for name in self.PASSED_ON},
-        )
+        shared = self._shared_options(group, variant)
+        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
+        return LambOptions(adapt=adapt and not group["adam"], **shared)

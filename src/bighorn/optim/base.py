@@ -6,12 +6,13 @@ and whether anything is written at all, and hands over to the kernels.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from bighorn.kernels.bucket import Options
 from bighorn.names import excludes, named
 from bighorn.optim import checks, order
 from bighorn.optim.checks import Check
-from bighorn.optim.plan import Entry, Part, Plan, Variant, build, fingerprint
+from bighorn.optim.fingerprint import Fingerprint
+from bighorn.optim.plan import Part, Plan, Variant, build
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.schedules import check_count
@@ -313,22 +315,21 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _current_plans(self, parts: list[list[Tensor]] | None) -> list[Plan]:
         """A plan for each part, fed with this step's gradients: cached ones where nothing has moved."""
-        entries = [(i, at, param, grad) for i, at, param in self._parameters() if (grad := param.grad) is not None]
-        divided = [entries]
-        if parts is not None:
-            part_of = {param: i for i, part in enumerate(parts) for param in part}
-            divided = [[] for _ in parts]
-            for entry in entries:
-                divided[part_of[entry[2]]].append(entry)
+        params = [param for _, _, param in self._parameters()] if self._order else self._all_params()
+        grads = [param.grad for param in params]
+        ready = Ready(params, [grad for grad in grads if grad is not None])
+        if len(ready.grads) < len(grads):
+            ready = ready._replace(params=[param for param in params if param.grad is not None])
+        divided = [ready] if parts is None else _divided(ready, parts)
         found = [self._find_plan(part, parts is None) for part in divided]
         # Nothing changes before every plan is made.
         for part, (plan, states) in zip(divided, found, strict=True):
             self.state.update(states)
             if states:
-                plan.fingerprint = fingerprint(part, self._states_of(part, parts is None))
+                plan.fingerprint = Fingerprint.of(*self._looks(part, parts is None))
                 if len(self._plans) >= MOST_PLANS * len(divided):
                     self._plans.clear()
-                self._plans[_which(part)] = plan
+                self._plans[part.which()] = plan
         plans = [plan for plan, _ in found]
         self._last = tuple([plan for plan in plans if plan.slots]) or self._last
         for plan in plans:
@@ -336,25 +337,33 @@ class KernelOptimizer(Optimizer, Generic[Options]):
                 kernel.prepare()
         return plans
 
-    def _states_of(self, entries: list[Entry], all_of_them: bool) -> list[dict[str, Any]]:
-        """The states that there are so far; all of them without looking any up, since each takes its time."""
-        if all_of_them:
-            return list(self.state.values())
-        return [self.state[param] for _, _, param, _ in entries if param in self.state]
+    def _all_params(self) -> list[Tensor]:
+        return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
 
-    def _find_plan(self, entries: list[Entry], all_of_them: bool) -> tuple[Plan, dict[Tensor, Any]]:
+    def _looks(
+        self, ready: Ready, all_of_them: bool
+    ) -> tuple[list[int], list[Tensor], list[Tensor], list[dict[str, Any]]]:
+        """What a fingerprint is taken of. All states are there without looking any up, since each takes its time."""
+        states = self.state.values() if all_of_them else [self.state[p] for p in ready.params if p in self.state]
+        return [len(group["params"]) for group in self.param_groups], *ready, list(states)
+
+    def _find_plan(self, ready: Ready, all_of_them: bool) -> tuple[Plan, dict[Tensor, Any]]:
         """The cached plan of these, and nothing; or a new one, and the states that belong to it."""
-        grads = [grad for _, _, _, grad in entries]
-        for grad in grads:
+        plan = self._plans.get(ready.which())
+        if (
+            plan is not None
+            and plan.fingerprint is not None
+            and plan.fingerprint.holds(*self._looks(ready, all_of_them))
+        ):
+            plan.feed(ready.grads, self._options_of({slot.variant for slot in plan.slots}))
+            return plan, {}
+        for grad in ready.grads:
             if grad.layout is not torch.strided:
                 _refuse_layout(grad)
-        plan = self._plans.get(_which(entries))
-        if plan is not None and plan.fingerprint == fingerprint(entries, self._states_of(entries, all_of_them)):
-            plan.feed(grads, self._options_of({slot.variant for slot in plan.slots}))
-            return plan, {}
-        parts = [self._part(*entry[:3]) for entry in entries]
+        places = {id(param): (index, position) for index, position, param in self._parameters()}
+        parts = [self._part(*places[id(param)], param) for param in ready.params]
         options = self._options_of({part.variant for part in parts})
-        plan, states = build(parts, grads, options, self._complete, self._settings.backend, self.ALGORITHM)
+        plan, states = build(parts, ready.grads, options, self._complete, self._settings.backend, self.ALGORITHM)
         return plan, {part.param: state for part, state in zip(parts, states, strict=True)}
 
     def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -567,8 +576,25 @@ def _label(index: int, position: int) -> str:
     return f"param_groups[{index}].params[{position}]"
 
 
-def _which(entries: list[Entry]) -> tuple[int, ...]:
-    return tuple([id(param) for _, _, param, _ in entries])
+class Ready(NamedTuple):
+    """Parameters that have a gradient, in the order in which they are visited, and their gradients."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+
+    def which(self) -> tuple[int, ...]:
+        """By what their plan is remembered."""
+        return tuple(map(id, self.params))
+
+
+def _divided(ready: Ready, parts: list[list[Tensor]]) -> list[Ready]:
+    part_of = {id(param): i for i, part in enumerate(parts) for param in part}
+    divided = [Ready([], []) for _ in parts]
+    for param, grad in zip(*ready, strict=True):
+        part = divided[part_of[id(param)]]
+        part.params.append(param)
+        part.grads.append(grad)
+    return divided
 
 
 def _refuse_layout(grad: Tensor) -> None:

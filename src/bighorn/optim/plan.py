@@ -13,13 +13,11 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket, Kernel
+from bighorn.optim.fingerprint import Fingerprint
 from bighorn.state import overlaps, real_view
 
 State = dict[str, Any]
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-Entry = tuple[int, int, Tensor, Tensor]
-"""A parameter that has a gradient: its group, its position there, itself, and the gradient."""
 
 
 class Variant(NamedTuple):
@@ -91,7 +89,7 @@ class Plan:
     labels: tuple[str, ...]
     rows: list[tuple[Bucket[Any], int]]
     """Per label: its bucket and row."""
-    fingerprint: object = None
+    fingerprint: Fingerprint | None = None
 
     def feed(self, grads: list[Tensor], options: dict[Variant, Any]) -> None:
         """Hand this step's gradients and options to the buckets."""
@@ -119,20 +117,6 @@ class Plan:
         if not self.rows:
             return first.clone()
         return torch.stack([bucket.norms[row].to(first.device) for bucket, row in self.rows])
-
-
-def fingerprint(entries: list[Entry], states: list[State]) -> list[object]:
-    """What must be as it was for a plan to hold: which tensors, in which groups, where they lie, and how."""
-    tensors = [
-        (i, id(p), p.data_ptr(), p.dtype, p.shape, p.stride(), g.dtype, g.shape, g.stride(), g.device, g.is_neg())
-        for i, _, p, g in entries
-    ]
-    values = list(itertools.chain.from_iterable(map(dict.values, states)))
-    try:
-        addresses = list(map(Tensor.data_ptr, values))
-    except TypeError:  # something of the user's own lies among the state
-        addresses = [value.data_ptr() for value in values if isinstance(value, Tensor)]
-    return [tensors, list(map(id, states)), list(map(id, values)), addresses]
 
 
 def build(

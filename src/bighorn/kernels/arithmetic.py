@@ -11,14 +11,14 @@ def write(out: Tensor, value: Tensor, commit: Tensor | None) -> None:
     out.copy_(value if commit is None else torch.where(commit, value.to(out.dtype), out))
 
 
-def norm(x: Tensor) -> Tensor:
-    """The 2-norm of all elements, 0-dim float64."""
-    return x.to(wide(x)).square().sum().sqrt()
+def square_sum(x: Tensor) -> Tensor:
+    """The sum of squares of all elements, 0-dim, in float64: squares neither overflow nor vanish."""
+    return x.to(wide(x)).square().sum()
 
 
 def square_sums(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """The sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor vanish."""
-    sums = [tensor.to(wide(tensor)).square().sum() for tensor in tensors]
+    """The sum of squares of each tensor, `[tensors]`, in float64."""
+    sums = [square_sum(tensor) for tensor in tensors]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like), device=like.device)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -57,6 +59,57 @@ class CameOptions:
 Options = TypeVar("Options", LambOptions, CameOptions)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What of a tensor lies here: a box, empty perhaps. Sums over all of it are sums over the shards of all ranks.
+
+    Attributes:
+        shape: Of the whole tensor.
+        size: Of the box.
+        offset: Where in the whole tensor the box begins.
+        split: The dims along which the whole tensor is cut up. Along the others each rank has all of it.
+    """
+
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+    split: frozenset[int]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Shard:
+        """A tensor that lies here altogether."""
+        return cls(shape, shape, (0,) * len(shape), frozenset())
+
+    @property
+    def numel(self) -> int:
+        """How many elements the whole tensor has."""
+        return math.prod(self.shape)
+
+    def splits(self, dims: Iterable[int]) -> bool:
+        """Whether a sum over these dims is a sum over shards."""
+        return not self.split.isdisjoint(dims)
+
+    def leads(self, dims: Iterable[int]) -> bool:
+        """Whether the box begins where these dims do: of boxes that differ only along them, one does."""
+        return all(self.offset[dim] == 0 for dim in dims)
+
+    def spread(self, part: Tensor, over: Iterable[int]) -> Tensor:
+        """Sums over some dims (kept, as 1), taken in the box, in their place among those of the whole tensor."""
+        sums = part.new_zeros([1 if dim in over else size for dim, size in enumerate(self.shape)])
+        sums[self._at(over)] = part
+        return sums
+
+    def cut(self, sums: Tensor, over: Iterable[int]) -> Tensor:
+        """The part of such sums that belongs to the box: the inverse of `spread`."""
+        return sums[self._at(over)]
+
+    def _at(self, over: Iterable[int]) -> tuple[slice, ...]:
+        return tuple(
+            slice(0, 1) if dim in over else slice(start, start + size)
+            for dim, (start, size) in enumerate(zip(self.offset, self.size, strict=True))
+        )
+
+
 @dataclass
 class Bucket(Generic[Options]):
     """One row per tensor (or per slice of a stacked one); parameters are dense, and their state lies in their order.
@@ -72,6 +125,8 @@ class Bucket(Generic[Options]):
         norms: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
             CAME: RMS of u before it is clipped, what clipping multiplied it with, mean confidence.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
+        shards: Where each row, with its gradient, lies in the whole tensor; empty if every row is whole. A tensor of
+            the state has some of its parameter's dims, and is cut up along these as the parameter is.
     """
 
     options: Options
@@ -81,3 +136,4 @@ class Bucket(Generic[Options]):
     counts: list[Tensor]
     norms: Tensor
     grads: list[Tensor] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)

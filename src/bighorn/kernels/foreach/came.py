@@ -17,7 +17,7 @@ from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, CameOptions
 from bighorn.kernels.foreach import pieces
-from bighorn.kernels.reference.came import rounded, row_axis, rsqrt_factors, stored
+from bighorn.kernels.reference.came import rounded, row_axis, stored
 
 CHUNK = pieces.CHUNK // 4
 """Elements of a piece, in float32."""
@@ -244,6 +244,12 @@ class Batch:
         if not columns:
             return torch.ones_like(self.t)
         return (r.mean(dim=self.axis, keepdim=True) * c.mean(dim=columns, keepdim=True)).flatten(1).mean(dim=1)
+
+
+def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
+    r = (row / row.mean(dim=-1, keepdim=True)).rsqrt()
+    return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
 
 
 def slices(shape: torch.Size, deep: bool) -> Iterator[Index]:

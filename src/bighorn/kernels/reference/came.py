@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import codec
-from bighorn.kernels.arithmetic import compute_dtype, norm
-from bighorn.kernels.bucket import Bucket, CameOptions, Factor
-from bighorn.kernels.reference.stepper import Stepper
+from bighorn.kernels.arithmetic import compute_dtype, square_sum
+from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard
+from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
 
 
 class Came(Stepper[CameOptions]):
@@ -25,36 +25,31 @@ class Came(Stepper[CameOptions]):
         super().__init__(buckets, came)
 
 
-def came(
-    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: CameOptions
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def came(x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: CameOptions, shard: Shard) -> Rule:
     """Step `t` (from 1) of one tensor: the new x, its new state, and [RMS of u, its clip factor, mean confidence]."""
     o, (beta1, beta2, beta3), (eps1, eps2) = options, options.betas, options.eps
     dtype = compute_dtype(x)
     x = x.to(dtype)
-    if x.numel() == 0:
+    if shard.numel == 0:
         return x, state, torch.tensor([0.0, 1.0, 1.0], device=x.device)
 
     if o.maximize:
         g = -g
     if o.centre:
-        g = g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
+        g = g - (yield from mean_of_rows(g, shard))
     b2 = beta2 if o.decay_rate is None else 1 - t**-o.decay_rate
 
-    q = g * g + eps1
-    axis = 0 if o.factor is None else row_axis(x, o.factor)
     if o.factor is None:
-        v = b2 * state["exp_avg_sq"] + (1 - b2) * q
+        v = b2 * state["exp_avg_sq"] + (1 - b2) * (g * g + eps1)
         new_state = {"exp_avg_sq": v}
         u = g * v.rsqrt()  # CAME-u
+        u_sum, x_sum = yield [square_sum(u), square_sum(x)]
     else:
-        q_row, q_col = means(q, axis)
-        row = b2 * state["exp_avg_sq_row"] + (1 - b2) * q_row  # CAME-row
-        col = b2 * state["exp_avg_sq_col"] + (1 - b2) * q_col  # CAME-col
-        new_state = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
-        r, c = rsqrt_factors(row, col, axis)
-        u = g * r * c  # CAME-u
-    rms_u = rms(u)
+        squares = Averages("exp_avg_sq", g, eps1, b2, state, o.factor, shard)  # CAME-row, CAME-col
+        u_sum, x_sum = yield from squares.update_sum(square_sum(x))
+        new_state = squares.state()
+        u = g * squares.rsqrt()  # CAME-u
+    rms_u = (u_sum.to(t.dtype) / shard.numel).sqrt()
     excess = (rms_u / o.clip_threshold).clamp(min=1)
     u = u / excess.to(dtype)  # CAME-clip
 
@@ -63,21 +58,110 @@ def came(
     # From here on the average as it is stored, in the residual too, so that every backend may read it back.
     m = stored(new_state).to(dtype)
 
-    confidence = torch.ones_like(m)
+    confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
     if o.factor is not None:
-        w_row, w_col = means((u - m) ** 2 + eps2, axis)
-        row = beta3 * state["exp_avg_res_row"] + (1 - beta3) * w_row  # CAME-res
-        col = beta3 * state["exp_avg_res_col"] + (1 - beta3) * w_col  # CAME-res
-        new_state |= {"exp_avg_res_row": row, "exp_avg_res_col": col}
-        correction = (1 - beta3**t).to(dtype) if o.bias_correction else 1.0
-        r, c = rsqrt_factors(row / correction, col / correction, axis)
-        confidence = r * c
+        residual = Averages("exp_avg_res", u - m, eps2, beta3, state, o.factor, shard)  # CAME-res
+        correction = 1 - beta3**t if o.bias_correction else torch.ones_like(t)
+        confidence_mean = (yield from residual.rsqrt_sum()) * correction.sqrt() / shard.numel
+        new_state |= residual.state()
+        confidence = residual.rsqrt() * correction.sqrt().to(dtype)
 
-    lr = o.lr * rms(x).clamp(min=o.scale_eps) if o.scale_parameter else o.lr
+    lr = o.lr * (x_sum.to(t.dtype) / shard.numel).sqrt().clamp(min=o.scale_eps) if o.scale_parameter else o.lr
     x = x - lr * o.weight_decay * x
     x = x - lr * m * confidence  # CAME-x
-    figures = torch.stack([rms_u, 1 / excess, confidence.mean().to(rms_u.dtype)])
+    figures = torch.stack([rms_u, 1 / excess, confidence_mean.to(rms_u.dtype)])
     return x, new_state, figures
+
+
+class Averages:
+    """Averages of a tensor's squares over rows and over columns, one step on.
+
+    A shard of whole rows knows the averages of these, and a part of each column's; one of whole columns, the reverse.
+    An average that is split is added up over the shards: each gives its part of the new squares, and the first of
+    those that keep the same old average gives that too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        a: Tensor,
+        eps: float,
+        beta: float | Tensor,
+        state: dict[str, Tensor],
+        factor: Factor,
+        shard: Shard,
+    ) -> None:
+        axis = a.dim() + row_axis(a, factor)
+        self.a, self.shard, self.name, self.old = a, shard, name, state
+        self.down, self.across = (axis,), tuple(range(axis + 1, a.dim()))
+        self.row = self._average("row", a * a + eps, beta, self.across)
+        self.col = self._average("col", a * a + eps, beta, self.down)
+        self.mean = self.row.mean(dim=self.down, keepdim=True)
+        self.split_down, self.split_across = shard.splits(self.down), shard.splits(self.across)
+
+    def _average(self, which: str, q: Tensor, beta: float | Tensor, over: tuple[int, ...]) -> Tensor:
+        """The average over some dims, kept as 1; this shard's part of it where these are split."""
+        new = q.sum(dim=over, keepdim=True) / math.prod(self.shard.shape[dim] for dim in over)
+        old = self.old[f"{self.name}_{which}"].view(new.shape)
+        return beta * old + (1 - beta) * new if self.shard.leads(over) else (1 - beta) * new
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages as they are stored."""
+        averages = {f"{self.name}_row": self.row, f"{self.name}_col": self.col}
+        return {name: average.view(self.old[name].shape) for name, average in averages.items()}
+
+    def rsqrt(self) -> Tensor:
+        """1 / sqrt(row col / mean(row)), in the shape of the tensor."""
+        return (self.row / self.mean).rsqrt() * self.col.rsqrt()
+
+    def update_sum(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:
+        """The sum of the squares of the tensor times `rsqrt()`, and that of something else."""
+        if self.split_down != self.split_across:
+            known, split, kept = self._known()
+            inner, average, mean, also = yield from self._add_up_one((self.a**2 / known).sum(split, True), also)
+            return (mean * (inner / average).sum(kept, True)).sum(), also
+        if self.split_down:
+            yield from self._add_up_both()
+        update_sum, also = yield [square_sum(self.a * self.rsqrt()), also]
+        return update_sum, also
+
+    def rsqrt_sum(self) -> Sums[Tensor]:
+        """The sum of `rsqrt()`."""
+        if self.split_down != self.split_across:
+            known, split, kept = self._known()
+            inner, average, mean = yield from self._add_up_one(known.rsqrt().sum(split, True))
+            return (mean.sqrt() * inner * average.rsqrt().sum(kept, True)).sum()
+        if self.split_down:
+            row, col, mean = yield from self._add_up_both()
+            return (mean.sqrt() * row.rsqrt().sum(self.down, True) * col.rsqrt().sum(self.across, True)).sum()
+        (rsqrt_sum,) = yield [self.rsqrt().sum()]
+        return rsqrt_sum
+
+    def _known(self) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+        """The average that is known though the other one is split, the dims that are split, and those that are not."""
+        return (self.row, self.down, self.across) if self.split_down else (self.col, self.across, self.down)
+
+    def _add_up_one(self, inner: Tensor, *also: Tensor) -> Sums[list[Tensor]]:
+        """Add up the average that is split, and `inner`, which is summed like it: both whole, the mean, and the rest."""
+        shard, (known, split, _), both = self.shard, self._known(), self.down + self.across
+        part = self.col if self.split_down else self.row
+        sent = [shard.spread(inner, split), shard.spread(part, split), shard.spread(known.sum(split, True), both)]
+        inner, average, total, *rest = yield [*sent, *also]
+        if self.split_down:
+            self.col, mean = shard.cut(average, split), total / shard.shape[split[0]]
+        else:
+            self.row, mean = shard.cut(average, split), average.mean(self.down, True)
+        self.mean = shard.cut(mean, both)
+        return [inner, average, mean, *rest]
+
+    def _add_up_both(self) -> Sums[tuple[Tensor, Tensor, Tensor]]:
+        """Add up both averages: both whole, and the mean."""
+        shard = self.shard
+        row, col = yield [shard.spread(self.row, self.across), shard.spread(self.col, self.down)]
+        mean = row.mean(self.down, True)
+        self.row, self.col = shard.cut(row, self.across), shard.cut(col, self.down)
+        self.mean = shard.cut(mean, self.down + self.across)
+        return row, col, mean
 
 
 def row_axis(x: Tensor, factor: Factor) -> int:
@@ -89,22 +173,6 @@ def row_axis(x: Tensor, factor: Factor) -> int:
         (-4, -2)
     """
     return -x.dim() if factor == "matrix" else -2
-
-
-def means(a: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """The mean of each row and of each column."""
-    return a.mean(dim=tuple(range(axis + 1, 0))), a.mean(dim=axis)
-
-
-def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
-    r = (row / row.mean(dim=-1, keepdim=True)).rsqrt()
-    return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
-
-
-def rms(a: Tensor) -> Tensor:
-    """The root of the mean square of all elements, 0-dim float64."""
-    return norm(a) / math.sqrt(a.numel())
 
 
 def rounded(m: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

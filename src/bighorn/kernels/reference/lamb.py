@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, norm
-from bighorn.kernels.bucket import Bounds, Bucket, LambOptions
-from bighorn.kernels.reference.stepper import Stepper
+from bighorn.kernels.arithmetic import compute_dtype, square_sum
+from bighorn.kernels.bucket import Bounds, Bucket, LambOptions, Shard
+from bighorn.kernels.reference.stepper import Rule, Stepper, mean_of_rows
 
 
 class Lamb(Stepper[LambOptions]):
@@ -21,9 +21,7 @@ class Lamb(Stepper[LambOptions]):
         super().__init__(buckets, lamb)
 
 
-def lamb(
-    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: LambOptions
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def lamb(x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: LambOptions, shard: Shard) -> Rule:
     """Step `t` (from 1) of one tensor: the new x, its new state, and [weight norm, update norm, trust ratio]."""
     o, (beta1, beta2) = options, options.betas
     dtype = compute_dtype(x)
@@ -32,7 +30,7 @@ def lamb(
     if o.maximize:
         g = -g
     if o.centre:
-        g = g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
+        g = g - (yield from mean_of_rows(g, shard))
     if o.decay_mode == "l2":
         g = g + o.weight_decay * x
 
@@ -50,12 +48,14 @@ def lamb(
     r = (m / correction1) / ((v / correction2).sqrt() + o.eps)
     if o.cautious:
         mask = (r * g > 0).to(dtype)
-        r = r * mask / mask.mean().clamp(min=1e-3)
+        (kept,) = yield [mask.sum()]
+        r = r * mask / (kept / shard.numel).clamp(min=1e-3)
     if o.decay_mode == "decoupled":
         x = x * (1 - o.lr * o.weight_decay)
     u = r + o.weight_decay * x if o.decay_mode == "ratio" else r  # LAMB-u
 
-    weight_norm, update_norm = norm(x), norm(u)
+    weight_sum, update_sum = yield [square_sum(x), square_sum(u)]
+    weight_norm, update_norm = weight_sum.sqrt(), update_sum.sqrt()
     q = torch.ones_like(weight_norm)
     if o.adapt:
         q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)

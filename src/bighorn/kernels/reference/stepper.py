@@ -1,25 +1,39 @@
-"""What the algorithms share: a pure rule is applied to one tensor after another, and its results are written."""
+"""What the algorithms share: a rule is applied to one tensor after another, and its results are written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic
+import math
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
-from bighorn.kernels.bucket import Bucket, Options
+from bighorn.kernels.bucket import Bucket, Options, Shard
 
-Rule = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Options], tuple[Tensor, dict[str, Tensor], Tensor]]
-"""(x, g, state, t, options) to (new x, new state, three figures for telemetry); g is in the dtype of the arithmetic."""
+T = TypeVar("T")
+
+Results: TypeAlias = tuple[Tensor, dict[str, Tensor], Tensor]
+"""The new x, the new state, and three figures for telemetry."""
+
+Sums: TypeAlias = Generator[list[Tensor], list[Tensor], T]
+"""Arithmetic on one tensor. It yields sums over what lies here and is sent what they come to over all shards: where the
+tensor is whole, what it has yielded."""
+
+Rule: TypeAlias = Sums[Results]
+"""One step of one tensor."""
+
+MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Options, Shard], Rule]
+"""From x, g (in the dtype of the arithmetic), state, t, options, and where x lies in the whole tensor."""
 
 
 class Stepper(Generic[Options]):
     """A rule for some buckets on one device. The other backends have classes with the same methods."""
 
-    def __init__(self, buckets: list[Bucket[Options]], rule: Rule[Options]) -> None:
+    def __init__(self, buckets: list[Bucket[Options]], rule: MakeRule[Options]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
-        self.rule: Rule[Options] = rule
+        self.rule: MakeRule[Options] = rule
 
     def prepare(self) -> None:
         """Do whatever can fail, before any kernel of a step writes: nothing can."""
@@ -30,20 +44,79 @@ class Stepper(Generic[Options]):
         return square_sums(grads, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
-        """One step of every bucket: parameters, state, step counts and norms are written in place.
+        """One step of every bucket of whole tensors: parameters, state, step counts and norms are written in place.
 
         Args:
             grad_scale: What gradients are multiplied with: the scaler's and the global clip's factors. Default: 1.0.
             commit: A 0-dim bool tensor; where it is False, nothing is written. Default: None, which is True.
         """
+        for row in self._rows(grad_scale, commit):
+            while row.sums:
+                row.go_on(row.sums)
+        self._count(commit)
+
+    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+        """One step, as `step`, of buckets of shards, some arithmetic at a time.
+
+        Yields:
+            This rank's part of the sums that are needed to go on, 1-dim. They must have been added up over all ranks,
+            in place, when the next ones are asked for.
+        """
+        rows = list(self._rows(grad_scale, commit))
+        while rows := [row for row in rows if row.sums]:
+            sums = torch.cat([part.reshape(-1) for row in rows for part in row.sums])
+            yield sums
+            arrived = iter(sums.split([part.numel() for row in rows for part in row.sums]))
+            for row in rows:
+                row.go_on([next(arrived).view_as(part).to(part.dtype) for part in row.sums])
+        self._count(commit)
+
+    def _rows(self, grad_scale: Tensor | float, commit: Tensor | None) -> Iterator[Row]:
+        """Every row, up to the first sums that it asks for."""
         for bucket in self.buckets:
-            for i, (x, g, step) in enumerate(zip(bucket.params, bucket.grads, bucket.steps, strict=True)):
+            shards = bucket.shards or [Shard.whole(x.shape) for x in bucket.params]
+            rows = zip(bucket.params, bucket.grads, bucket.steps, shards, strict=True)
+            for i, (x, g, step, shard) in enumerate(rows):
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
                 t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
-                new_x, new_state, figures = self.rule(x, g, state, t, bucket.options)
-                write(x, new_x, commit)
-                write(bucket.norms[i], figures, commit)
-                for name, tensor in state.items():
-                    write(tensor, new_state[name], commit)
+                rule = self.rule(x, g, state, t, bucket.options, shard)
+                yield Row(rule, x, state, bucket.norms[i], commit)
+
+    def _count(self, commit: Tensor | None) -> None:
+        for bucket in self.buckets:
             for step in bucket.counts:
                 step += 1 if commit is None else commit
+
+
+class Row:
+    """A rule on its way, and where its results go."""
+
+    def __init__(self, rule: Rule, x: Tensor, state: dict[str, Tensor], figures: Tensor, commit: Tensor | None) -> None:
+        self.rule, self.x, self.state, self.figures, self.commit = rule, x, state, figures, commit
+        self._take(lambda: next(rule))
+
+    def go_on(self, sums: list[Tensor]) -> None:
+        """Go on with what the sums come to, up to the next ones or to the results."""
+        self._take(lambda: self.rule.send(sums))
+
+    def _take(self, advance: Callable[[], list[Tensor]]) -> None:
+        self.sums: list[Tensor] = []
+        """What it asks for; nothing when it is done."""
+        try:
+            self.sums = advance()
+        except StopIteration as end:
+            new_x, new_state, figures = end.value
+            write(self.x, new_x, self.commit)
+            write(self.figures, figures, self.commit)
+            for name, tensor in self.state.items():
+                write(tensor, new_state[name], self.commit)
+
+
+def mean_of_rows(a: Tensor, shard: Shard) -> Sums[Tensor]:
+    """The mean over all dims but the first, which are kept as 1."""
+    inner = tuple(range(1, a.dim()))
+    sums = a.sum(dim=inner, keepdim=True)
+    if shard.splits(inner):
+        (all_sums,) = yield [shard.spread(sums, inner)]
+        sums = shard.cut(all_sums, inner)
+    return sums / math.prod(shard.shape[1:])

@@ -1,19 +1,141 @@
-"""What Bighorn knows of sharded parameters: how to tell them, so that no wrong norm is taken, and their local part."""
+"""What Bighorn knows of sharded parameters: what of them lies here, and how ranks add up what each knows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn.kernels.bucket import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is distributed.
+
+    Attributes:
+        mesh: The ranks.
+        placements: For each dim of the mesh, the dim of the tensor that is cut up along it, or that it is replicated.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+
+    @property
+    def cut(self) -> Cut | None:
+        """Along what ranks hold different parts; None if each has all of it."""
+        dims = [dim for dim, placement in enumerate(self.placements) if _split(placement) >= 0]
+        along = tuple(dim for dim in dims if self.mesh.size(dim) > 1)
+        return Cut(self.mesh, along) if along else None
+
+    def shard(self, shape: torch.Size) -> Shard:
+        """What of a tensor of this shape lies here."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        size, offset = compute_local_shape_and_global_offset(shape, self.mesh, self.placements)
+        split = frozenset(_split(self.placements[dim]) for dim in (self.cut.along if self.cut else ()))
+        return Shard(tuple(shape), tuple(size), tuple(offset), split)
+
+    def of_dims(self, dims: Sequence[int]) -> Layout:
+        """The layout of a tensor that has only some dims of a tensor of this layout."""
+        return Layout(self.mesh, tuple(_kept(placement, dims) for placement in self.placements))
+
+    def __str__(self) -> str:
+        return f"{list(self.placements)} on a mesh of {' x '.join(map(str, self.mesh.shape))}"
+
+
+class Cut(NamedTuple):
+    """Along which dims of a mesh a tensor is cut up."""
+
+    mesh: DeviceMesh
+    along: tuple[int, ...]
+
+
+class Ranks(NamedTuple):
+    """Those who add up what they know of tensors on one mesh: all along any dim that a tensor is cut up along."""
+
+    mesh: DeviceMesh
+    along: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cuts: Sequence[Cut]) -> Ranks:
+        """The ranks for tensors on one mesh."""
+        return cls(cuts[0].mesh, tuple(sorted({dim for cut in cuts for dim in cut.along})))
+
+    def add_up(self, parts: Sequence[tuple[Cut, Tensor]]) -> None:
+        """Replace each tensor, in place, by its sum over the ranks: one collective for all.
+
+        Where ranks hold the same part of a tensor, one of them counts.
+        """
+        sums = torch.cat([(part if self._counts(cut) else torch.zeros_like(part)).view(-1) for cut, part in parts])
+        sums = sums.to(self.mesh.device_type)
+        dist.all_reduce(sums, group=self._group())
+        for (_, part), total in zip(parts, torch.split(sums, [part.numel() for _, part in parts]), strict=True):
+            part.copy_(total.view(part.shape))
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any of the ranks."""
+        flag = torch.tensor(float(here), device=self.mesh.device_type)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
+        return bool(flag)
+
+    def _counts(self, cut: Cut) -> bool:
+        here = self.mesh.get_coordinate() or ()
+        return all(here[dim] == 0 for dim in self.along if dim not in cut.along)
+
+    def _group(self) -> Any:
+        """The process group, made when it is needed first, by all its ranks at once."""
+        if len(self.along) == 1:
+            return self.mesh.get_group(self.along[0])
+        here, every = self.mesh.get_coordinate() or (), slice(None)
+        at = tuple(every if dim in self.along else here[dim] for dim in range(self.mesh.ndim))
+        ranks = tuple(self.mesh.mesh[at].flatten().tolist())
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        made = _groups.setdefault(dist.group.WORLD, {})
+        if ranks not in made:
+            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return made[ranks]
+
+
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""Process groups by their ranks, for as long as the group of all ranks lives."""
 
 
 def why_refused(param: Tensor) -> str | None:
-    """Why a parameter's layer-wise norm cannot be taken from what lies on this rank, or None."""
+    """Why a parameter's layer-wise norm cannot be taken from what lies on this rank and on others, or None."""
     if getattr(param, "_fsdp_flattened", False):
         return (
             "it belongs to FullyShardedDataParallel, which flattens layers into one tensor, so layer-wise norms have "
-            "no meaning there; use DistributedDataParallel"
+            "no meaning there; shard with torch.distributed.fsdp.fully_shard, or use DistributedDataParallel"
         )
-    if _is_distributed(param):
-        return "it is a DTensor, and sharded parameters are not supported yet; use DistributedDataParallel"
+    layout = layout_of(param)
+    if layout is None:
+        return None
+    for placement in layout.placements:
+        if placement.is_partial():
+            return (
+                f"it is a DTensor with the placement {placement}, a sum that is still to be taken: "
+                "redistribute(placements=...) it to Replicate() or Shard(dim) first"
+            )
+        if not placement.is_replicate() and _split(placement) < 0:
+            return f"it is a DTensor with the placement {placement}, which is not known here: use Shard or Replicate"
+    with torch.no_grad():
+        lies, expected = tuple(local(param).shape), layout.shard(param.shape).size
+    if lies != expected:
+        return (
+            f"it is a DTensor with {layout}, of which a part of shape {lies} lies on this rank where {expected} would "
+            "be regular: distribute it with distribute_tensor, parallelize_module or fully_shard"
+        )
     return None
 
 
@@ -22,10 +144,95 @@ def is_sharded(param: Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False) or _is_distributed(param)
 
 
+def layout_of(tensor: Tensor) -> Layout | None:
+    """How it is distributed; None if it is not."""
+    if not _is_distributed(tensor):
+        return None
+    return Layout(tensor.device_mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
+
+
 def local(tensor: Tensor) -> Tensor:
     """What lies on this rank, in the same memory; a tensor that is not distributed as it is."""
-    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    if not _is_distributed(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part.wait() if hasattr(part, "wait") else part  # it may still be on its way
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The shape, strides and dtype of all of it: a distributed one on the meta device, any other as it is."""
+    if not _is_distributed(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def part_of(value: Tensor, param: Tensor, dims: Sequence[int], shape: torch.Size) -> Tensor:
+    """What lies here of a state tensor, which has some dims of its parameter, and this shape.
+
+    Raises:
+        ValueError: It is distributed in another way than its parameter.
+    """
+    layout, its = layout_of(param), layout_of(value)
+    expected = layout.of_dims(dims) if layout else None
+    if its is not None:
+        if its != expected:
+            raise ValueError(
+                f"is a DTensor with {its}, where the parameter asks for {expected or 'a plain tensor'}: load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which distributes it anew"
+            )
+        return local(value)
+    if expected is None:
+        return value
+    if value.shape != shape:
+        raise ValueError(f"has shape {tuple(value.shape)}, but the parameter needs {tuple(shape)}, of which each rank "
+        "takes its part")  # fmt: skip
+    shard = expected.shard(shape)
+    return shard.cut(value, ())
+
+
+def distributed(part: Tensor, param: Tensor, dims: Sequence[int], like: Tensor, old: object) -> Tensor:
+    """A state tensor, of which this part lies here, distributed as its parameter.
+
+    Args:
+        part: What lies here.
+        param: Its parameter; if that is not distributed, nor is the state.
+        dims: Those of its parameter that it has.
+        like: The shape and strides of all of it, on the meta device.
+        old: What is returned if it has this very part already.
+    """
+    layout = layout_of(param)
+    if layout is None:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(old, DTensor) and local(old).data_ptr() == part.data_ptr() and old.dtype == part.dtype:
+        return old
+    placements = layout.of_dims(dims).placements
+    return DTensor.from_local(part, layout.mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _is_distributed(tensor: Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    return type(tensor) is not Parameter and type(tensor) is not Tensor and hasattr(tensor, "placements")
+
+
+def _split(placement: Any) -> int:
+    """The dim of a tensor that a placement cuts up, or -1."""
+    from torch.distributed.tensor.placement_types import Shard as Cut
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return placement.dim if isinstance(placement, Cut | _StridedShard) else -1
+
+
+def _kept(placement: Any, dims: Sequence[int]) -> Any:
+    """A placement for a tensor with only these dims."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if _split(placement) < 0:
+        return placement
+    if placement.dim not in dims:
+        return Replicate()
+    dim = list(dims).index(placement.dim)
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return type(placement)(dim)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bighorn import sharding
 from bighorn.kernels import codec
 
 MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,8 +25,34 @@ STEP_BYTES = 4
 MIN_8BIT_SIZE = 4096
 """Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
 
-Spec = Mapping[str, Tensor]
-"""A parameter's state tensors by name, each as a tensor on the meta device: shape, memory order and dtype."""
+
+@dataclass(frozen=True)
+class Kept:
+    """A state tensor of a parameter.
+
+    Attributes:
+        dtype: Its dtype.
+        dims: Which of the parameter's dims it has, in order.
+        scales: The last of these counts rows of 8-bit values, and a further dim the blocks of a row, which have a
+            scale each. Default: False.
+    """
+
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+    scales: bool = False
+
+    def like(self, param: Tensor) -> Tensor:
+        """It for a parameter, or for a shard of one, on the meta device: in the memory order of the parameter."""
+        shape, stride = [param.shape[dim] for dim in self.dims], [param.stride(dim) for dim in self.dims]
+        if self.scales:
+            rest = param.shape[self.dims[-1] :]
+            return torch.empty((*shape[:-1], *codec.scales_shape(rest)), dtype=self.dtype, device="meta")
+        # Of the strides only their order is kept, without gaps.
+        return torch.empty_like(torch.empty_strided(shape, stride, device="meta"), dtype=self.dtype)
+
+
+Spec = Mapping[str, Kept]
+"""A parameter's state tensors by name, besides `step`."""
 
 
 def moments_dtype(param: Tensor, state_dtype: str | None) -> torch.dtype:
@@ -34,23 +62,27 @@ def moments_dtype(param: Tensor, state_dtype: str | None) -> torch.dtype:
     return torch.float64 if param.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
+def all_dims(param: Tensor) -> tuple[int, ...]:
+    """The dims of a state tensor that has all of its parameter's."""
+    return tuple(range(param.dim()))
+
+
 def momentum_spec(param: Tensor, state_dtype: str | None, stacked: int) -> Spec:
     """A parameter's momentum, with the scales of its blocks where it is kept in int8."""
+    dims = all_dims(param)
     if state_dtype is None:
-        return {"exp_avg": prototype(param, moments_dtype(param, None))}
+        return {"exp_avg": Kept(moments_dtype(param, None), dims)}
     if state_dtype != "int8":
-        return {"exp_avg": prototype(param, MOMENTUM_DTYPES[state_dtype])}
+        return {"exp_avg": Kept(MOMENTUM_DTYPES[state_dtype], dims)}
     if param.dim() - stacked < 2 or param.numel() < MIN_8BIT_SIZE:
-        return {"exp_avg": prototype(param, torch.float32)}
-    codes = torch.empty(param.shape, dtype=torch.int8, device="meta")
-    scales = codec.scales_shape(param.shape[stacked:])
+        return {"exp_avg": Kept(torch.float32, dims)}
     return {
-        "exp_avg": codes,
-        "exp_avg_scale": torch.empty((*param.shape[:stacked], *scales), dtype=torch.float32, device="meta"),
+        "exp_avg": Kept(torch.int8, dims),
+        "exp_avg_scale": Kept(torch.float32, dims[: stacked + 1], scales=True),
     }
 
 
-def recoded(state: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
+def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor]) -> dict[str, Any]:
     """A state whose momentum is in 8 bits where `spec` says so, and nowhere else, whatever it was saved in."""
     out = dict(state)
     values, scales = out.get("exp_avg"), out.get("exp_avg_scale")
@@ -104,34 +136,33 @@ def in_layout_of(like: Tensor, value: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(value)
 
 
-def prototype(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state tensor of the shape and memory order of `like`, on the meta device."""
-    return torch.empty_like(like, dtype=dtype, device="meta", requires_grad=False)
-
-
-def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> dict[str, Any]:
+def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> dict[str, Any]:
     """A parameter's whole state: what is there, checked and placed; zeros where there is nothing yet.
 
     Args:
-        param: The parameter as kernels see it (real, dense).
+        param: The parameter. If it is distributed, so is its state.
+        dense: What lies here of it, as kernels see it (real, dense).
         spec: The tensors that the optimizer keeps for it, besides `step`.
         state: What there is.
         what: The parameter's name for messages.
 
     Raises:
-        ValueError: A tensor of another shape, a `step` that is no count, or a part of a state.
+        ValueError: A tensor of another shape or distributed in another way, a `step` that is no count, or a part of a
+            state.
     """
     fresh = not any(name in state for name in (*spec, "step"))
-    out = recoded(state, spec)
+    likes = {name: kept.like(dense) for name, kept in spec.items()}
+    wholes = {name: kept.like(real_view(sharding.whole(param))) for name, kept in spec.items()}
+    out = recoded(_local(state, param, spec, wholes, what), likes)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
-        out.setdefault("max_exp_avg_sq", state["exp_avg_sq"].clone())  # amsgrad from now on
+        out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad from now on
     if fresh or "step" in out:
-        out["step"] = _count(out.get("step", 0), param, what)
-    for name, like in spec.items():
+        out["step"] = _count(out.get("step", 0), dense, what)
+    for name, like in likes.items():
         if fresh:
-            out[name] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=param.device).zero_()
+            out[name] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=dense.device).zero_()
         elif name in out:
-            out[name] = _placed(name, out[name], like, param.device, what)
+            out[name] = _placed(name, out[name], like, dense.device, what)
     missing = [name for name in ("step", *spec) if name not in out]
     if missing:
         raise ValueError(
@@ -139,13 +170,34 @@ def complete(param: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> 
             "was made with other options, and going on would take steps of a wrong size. Load the matching "
             "checkpoint, or drop optimizer.state of this parameter"
         )
-    return out
+    return out | {
+        name: sharding.distributed(out[name], param, kept.dims, wholes[name], state.get(name))
+        for name, kept in spec.items()
+    }
+
+
+def _local(
+    state: Mapping[str, Any], param: Tensor, spec: Spec, wholes: Mapping[str, Tensor], what: str
+) -> dict[str, Any]:
+    """What lies here of a state."""
+    parts = dict(state)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        value = real_view(value)
+        if name not in spec:
+            parts[name] = sharding.local(value)
+            continue
+        try:
+            parts[name] = sharding.part_of(value, param, spec[name].dims, wholes[name].shape)
+        except ValueError as error:
+            raise ValueError(f"state {name!r} of {what} {error}; or drop optimizer.state of this parameter") from None
+    return parts
 
 
 def _placed(name: str, value: object, like: Tensor, device: torch.device, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"state {name!r} of {what} is a {type(value).__name__}, expected a tensor")
-    value = real_view(value)
     if value.shape != like.shape:
         raise ValueError(
             f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter needs "

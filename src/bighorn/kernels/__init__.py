@@ -7,9 +7,9 @@ compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,7 +18,18 @@ from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
 from bighorn.kernels.cpu import library
 from bighorn.kernels.triton import device
 
-__all__ = ["BACKENDS", "Backend", "Bucket", "CameOptions", "Kernel", "LambOptions", "Status", "pick", "status"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Bucket",
+    "CameOptions",
+    "Kernel",
+    "LambOptions",
+    "ShardKernel",
+    "Status",
+    "pick",
+    "status",
+]
 
 
 class Kernel(Protocol):
@@ -31,7 +42,18 @@ class Kernel(Protocol):
         """The sum of all gradients' squares, 0-dim, in float64 where the device has it."""
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
-        """One step, in place; nothing is written where `commit` is False."""
+        """One step of whole tensors, in place; nothing is written where `commit` is False."""
+
+
+@runtime_checkable
+class ShardKernel(Kernel, Protocol):
+    """A kernel that serves shards, too."""
+
+    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards: yields sums, 1-dim, that must be added up over all ranks, in place, before it goes on.
+
+        On every rank there are as many, of the same sizes.
+        """
 
 
 @dataclass(frozen=True)
@@ -79,26 +101,34 @@ def status() -> dict[str, Status]:
     }
 
 
-def pick(backend: str, param: Tensor, options: LambOptions | CameOptions) -> tuple[str, str]:
+def pick(backend: str, param: Tensor, options: LambOptions | CameOptions, sharded: bool = False) -> tuple[str, str]:
     """The name of the backend that serves such a tensor, and why.
 
     Args:
         backend: "auto", or the one that is asked for.
         param: The tensor as the backend would see it.
         options: Its bucket's options.
+        sharded: Whether it is a shard of what the optimizer steps.
 
     Raises:
         ValueError: The backend that is asked for cannot serve it.
     """
     if backend != "auto":
-        reason = BACKENDS[backend].why_not(param, options)
+        reason = _why_not(BACKENDS[backend], param, options, sharded)
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
     refusals: list[str] = []
     for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(param, options)
+        reason = _why_not(candidate, param, options, sharded)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         refusals.append(f"not {name}: {reason}")
     raise AssertionError("the reference serves every tensor")
+
+
+def _why_not(backend: Backend, param: Tensor, options: LambOptions | CameOptions, sharded: bool) -> str | None:
+    kernel = backend.lamb if isinstance(options, LambOptions) else backend.came
+    if sharded and not (isinstance(kernel, type) and issubclass(kernel, ShardKernel)):
+        return "it does not serve sharded parameters yet"
+    return backend.why_not(param, options)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from bighorn import kernels
+from bighorn import kernels, sharding
 from bighorn.kernels.bucket import Options
 from bighorn.names import excludes, named
 from bighorn.optim import checks, order
@@ -196,10 +196,11 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
         for param in params:
-            view = real_view(param)
-            factored, _ = self._shape_of(group, view)
+            factored, _ = self._shape_of(group, real_view(sharding.whole(param)))
             variant = Variant(len(self.param_groups), decays=True, adapts=True, centres=False, factored=factored)
-            kernels.pick(self._settings.backend, view, self._kernel_options(group, variant))
+            layout = sharding.layout_of(param)
+            view, options = real_view(sharding.local(param)), self._kernel_options(group, variant)
+            kernels.pick(self._settings.backend, view, options, sharded=bool(layout and layout.cut))
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: self.OPTIONS[name](name, value) for name, value in options.items() if name in self.OPTIONS}
@@ -290,11 +291,11 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             scale, commit = self._scale_and_commit(plans, wait)
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            initialises = fresh and any(plan.slots for plan in plans) and self._only_initialises()
+            initialises = fresh and any(plan.slots for plan in plans) and self._only_initialises(plans)
             for part, plan in enumerate(plans):
                 wait(part)
-                for device, kernel in plan.kernels if not initialises else ():
-                    kernel.step(_on(scale, device), _on(commit, device))
+                if not initialises:
+                    plan.step(scale, commit)
                 plan.finish()
             if not initialises:
                 drive.finish()
@@ -303,7 +304,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
                 drive.undo()
             raise
 
-    def _only_initialises(self) -> bool:
+    def _only_initialises(self, plans: list[Plan]) -> bool:
         """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
 
         It sets lr to 0 and all gradients to zero. Counting it would make the first real step the second. The host
@@ -311,7 +312,11 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         """
         if any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
-        return not any(bool(p.grad.any()) for group in self.param_groups for p in group["params"] if p.grad is not None)
+        grads = [sharding.local(param.grad) for _, _, param in self._parameters() if param.grad is not None]
+        moves = any(bool(grad.any()) for grad in grads)
+        for ranks in [ranks for plan in plans for ranks in plan.meshes]:
+            moves = ranks.any(moves)  # all of them step, or none
+        return not moves
 
     def _current_plans(self, parts: list[list[Tensor]] | None) -> list[Plan]:
         """A plan for each part, fed with this step's gradients: cached ones where nothing has moved."""
@@ -333,8 +338,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         plans = [plan for plan, _ in found]
         self._last = tuple([plan for plan in plans if plan.slots]) or self._last
         for plan in plans:
-            for _, kernel in plan.kernels:
-                kernel.prepare()
+            plan.prepare()
         return plans
 
     def _all_params(self) -> list[Tensor]:
@@ -381,7 +385,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         name = group["param_names"][position] if "param_names" in group else None
         centre_from = {False: math.inf, True: 2, "conv": 3}[group["grad_centralization"]]
         centres = param.dim() - group["stacked"] >= centre_from
-        factored, leading = self._shape_of(group, real_view(param))
+        factored, leading = self._shape_of(group, real_view(sharding.whole(param)))
         variant = Variant(
             group=index,
             decays=not excludes(self._settings.exclude_from_weight_decay, name, param),
@@ -390,14 +394,15 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             factored=factored,
         )
         leading = max(leading, group["stacked"] + centres)
-        return Part(param, name or _label(index, position), variant, group["stacked"], leading)
+        label, layout = name or _label(index, position), sharding.layout_of(param)
+        return Part(param, label, variant, group["stacked"], leading, layout)
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Options]:
         return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in variants}
 
     def _complete(self, part: Part, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        spec = self._state_spec(self.param_groups[part.variant.group], dense)
-        return complete(dense, spec, self.state.get(part.param, {}), part.label), list(spec)
+        spec = self._state_spec(self.param_groups[part.variant.group], real_view(sharding.whole(part.param)))
+        return complete(part.param, dense, spec, self.state.get(part.param, {}), part.label), list(spec)
 
     def _scale_and_commit(self, plans: list[Plan], wait: Callable[[int], None]) -> tuple[Tensor | float, Tensor | None]:
         """What gradients are multiplied with, and whether the step is written (None: it is), without a host wait."""
@@ -423,7 +428,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         sums: list[Tensor] = []
         for part, plan in enumerate(plans):
             wait(part)
-            sums += [kernel.square_sum() for _, kernel in plan.kernels]
+            sums += plan.square_sums()
         if sums:
             total = torch.stack([part_sum.to(sums[0].device) for part_sum in sums]).sum()
         else:
@@ -478,9 +483,10 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         optimizer = cls(params, **options)
         sizes = {}
         for index, position, param in optimizer._parameters():
-            spec = optimizer._state_spec(optimizer.param_groups[index], real_view(param))
+            spec = optimizer._state_spec(optimizer.param_groups[index], real_view(sharding.whole(param)))
+            here = real_view(sharding.local(param))
             sizes[optimizer._part(index, position, param).label] = STEP_BYTES + sum(
-                like.nbytes for like in spec.values()
+                kept.like(here).nbytes for kept in spec.values()
             )
         return sizes
 
@@ -495,9 +501,9 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
         for index, position, param in self._parameters():
             part = self._part(index, position, param)
-            view = real_view(param)
+            view = real_view(sharding.local(param))
             options = self._kernel_options(self.param_groups[index], part.variant)
-            name, why = kernels.pick(self._settings.backend, view, options)
+            name, why = kernels.pick(self._settings.backend, view, options, sharded=part.cut is not None)
             kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
         lines = [
             f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
@@ -545,9 +551,12 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             steps = 0.0
             for position, param in enumerate(group["params"]):
                 if isinstance(loaded.get(param), dict) and loaded[param]:
-                    spec = self._state_spec(group, real_view(param))
-                    whole = complete(real_view(param), spec, {**count, **loaded[param]}, _label(index, position))
-                    loaded[param], steps = whole, max(steps, float(whole["step"]))
+                    spec, dense = (
+                        self._state_spec(group, real_view(sharding.whole(param))),
+                        real_view(sharding.local(param)),
+                    )
+                    state_of = complete(param, dense, spec, {**count, **loaded[param]}, _label(index, position))
+                    loaded[param], steps = state_of, max(steps, float(state_of["step"]))
             group.setdefault(COUNT, int(steps))  # other optimizers' checkpoints count for each parameter only
         fresh: defaultdict[Any, Any] = defaultdict(dict)
         fresh.update(loaded)
@@ -610,7 +619,3 @@ def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
         return values == old
     except (ValueError, RuntimeError):
         return False
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -18,7 +18,7 @@ from bighorn.optim import checks
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
 from bighorn.optim.plan import Variant
-from bighorn.state import MOMENTUM_DTYPES, Spec, moments_dtype, momentum_spec, prototype
+from bighorn.state import MOMENTUM_DTYPES, Kept, Spec, all_dims, moments_dtype, momentum_spec
 
 
 @dataclass(frozen=True)
@@ -213,14 +213,15 @@ class Came(KernelOptimizer[CameOptions]):
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         spec = momentum_spec(param, group["state_dtype"], stacked)
+        dims = all_dims(param)
         if not self._shape_of(group, param)[0]:
-            return {**spec, "exp_avg_sq": prototype(param, wide)}
+            return {**spec, "exp_avg_sq": Kept(wide, dims)}
         if group["factor"] == "last_two":
-            row, col = param.select(-1, 0), param.select(-2, 0)
+            row, col = dims[:-1], (*dims[:-2], dims[-1])
         else:
-            row, col = torch.empty(param.shape[: stacked + 1], device="meta"), param.select(stacked, 0)
-        averages = {"row": prototype(row, wide), "col": prototype(col, wide)}
-        return {**spec, **{f"exp_avg_{of}_{name}": like for of in ("sq", "res") for name, like in averages.items()}}
+            row, col = dims[: stacked + 1], (*dims[:stacked], *dims[stacked + 1 :])
+        averages = {"row": Kept(wide, row), "col": Kept(wide, col)}
+        return {**spec, **{f"exp_avg_{of}_{name}": kept for of in ("sq", "res") for name, kept in averages.items()}}
 
     def _kernel_options(self, group: dict[str, Any], variant: Variant) -> CameOptions:
         factor = group["factor"] if variant.factored else None

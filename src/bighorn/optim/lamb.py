@@ -17,7 +17,7 @@ from bighorn.optim import checks, presets
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
 from bighorn.optim.plan import Variant
-from bighorn.state import MOMENT_DTYPES, Spec, moments_dtype, prototype
+from bighorn.state import MOMENT_DTYPES, Kept, Spec, all_dims, moments_dtype
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Lamb(KernelOptimizer[LambOptions]):
 
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
-        return dict.fromkeys(names, prototype(param, moments_dtype(param, group["state_dtype"])))
+        return dict.fromkeys(names, Kept(moments_dtype(param, group["state_dtype"]), all_dims(param)))
 
     def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
         del param

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn import kernels
-from bighorn.kernels import Bucket, Kernel
+from bighorn.kernels import Bucket, Kernel, ShardKernel
+from bighorn.kernels.bucket import Shard
 from bighorn.optim.fingerprint import Fingerprint
+from bighorn.sharding import Cut, Layout, Ranks
 from bighorn.state import overlaps, real_view
 
 State = dict[str, Any]
@@ -40,6 +41,17 @@ class Part:
     stacked: bool
     leading: int
     """How many leading dims must be the outermost in memory, since kernels take them apart."""
+    layout: Layout | None
+    """How it is distributed; None if it is not."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """Along what it is cut up over ranks; None if all of it lies here."""
+        return self.layout.cut if self.layout else None
+
+    def shard(self) -> Shard | None:
+        """What of it, as a real tensor, lies here; None if all of it does."""
+        return self.layout.shard(real_view(sharding.whole(self.param)).shape) if self.layout and self.cut else None
 
 
 @dataclass
@@ -47,14 +59,40 @@ class Feed:
     """How one part's parameter and gradient reach its rows at each step."""
 
     index: int  # among the parts
-    view: Tensor  # the parameter, real, in its own memory
+    view: Tensor  # what lies here of the parameter, real, in its own memory
     dense: Tensor  # what kernels work on: `view`, or a dense copy of it
     stacked: bool
+    shard: Shard | None
+    """Where `view` lies in the parameter; None if it is all of it."""
 
-    def rows(self, grad: Tensor) -> tuple[Tensor, ...]:
+    def grad_rows(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The rows of a gradient."""
-        grad = real_view(grad.resolve_conj()).resolve_neg()
-        return grad.unbind() if self.stacked else (grad,)
+        return self.rows(real_view(grad.resolve_conj()).resolve_neg())
+
+    def rows(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The rows of a tensor of its dims or of some of them; slices that lie on other ranks are empty here."""
+        if not self.stacked:
+            return (tensor,)
+        if self.shard is None:
+            return tensor.unbind()
+        elsewhere = (tensor.new_empty((0,) * (tensor.dim() - 1)),)
+        before = self.shard.offset[0]
+        return elsewhere * before + tensor.unbind() + elsewhere * (self.shard.shape[0] - before - tensor.shape[0])
+
+    def shards(self) -> list[Shard]:
+        """Where each row lies in the whole one; empty if all are whole."""
+        if self.shard is None or not self.stacked:
+            return [self.shard] if self.shard else []
+        split = frozenset(dim - 1 for dim in self.shard.split if dim)
+        return [
+            Shard(
+                self.shard.shape[1:],
+                tuple(row.shape),
+                self.shard.offset[1:] if row.numel() else (0,) * row.dim(),
+                split,
+            )
+            for row in self.rows(self.dense)
+        ]
 
 
 @dataclass
@@ -71,13 +109,22 @@ class Slot:
         """Add a parameter's rows; returns which they are."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.feeds.append(feed)
-        bucket.params += feed.dense.unbind() if feed.stacked else (feed.dense,)
+        bucket.params += feed.rows(feed.dense)
+        bucket.shards += feed.shards()
         for name, value in moments.items():
-            bucket.state.setdefault(name, []).extend(value.unbind() if feed.stacked else (value,))
+            bucket.state.setdefault(name, []).extend(feed.rows(value))
         rows = range(first, len(bucket.params))
         bucket.steps += [step] * len(rows)
         bucket.counts.append(step)
         return rows
+
+
+class Launch(NamedTuple):
+    """A kernel for shards."""
+
+    kernel: ShardKernel
+    device: torch.device
+    cut: Cut
 
 
 @dataclass
@@ -86,6 +133,9 @@ class Plan:
 
     slots: list[Slot]
     kernels: list[tuple[torch.device, Kernel]]
+    """Those for tensors that lie here altogether."""
+    meshes: dict[Ranks, list[Launch]]
+    """Those for shards, by who adds up sums over them."""
     labels: tuple[str, ...]
     rows: list[tuple[Bucket[Any], int]]
     """Per label: its bucket and row."""
@@ -93,15 +143,44 @@ class Plan:
 
     def feed(self, grads: list[Tensor], options: dict[Variant, Any]) -> None:
         """Hand this step's gradients and options to the buckets."""
+        grads = [sharding.local(grad) for grad in grads]
         for slot in self.slots:
             slot.bucket.options = options[slot.variant]
             if slot.direct:
                 slot.bucket.grads = [grads[feed.index] for feed in slot.feeds]
                 continue
-            slot.bucket.grads = [row for feed in slot.feeds for row in feed.rows(grads[feed.index])]
+            slot.bucket.grads = [row for feed in slot.feeds for row in feed.grad_rows(grads[feed.index])]
             for feed in slot.feeds:
                 if feed.dense is not feed.view:
                     feed.dense.copy_(feed.view)
+
+    def prepare(self) -> None:
+        """Do whatever can fail, before any kernel of a step writes."""
+        for _, kernel in self.kernels:
+            kernel.prepare()
+        for launches in self.meshes.values():
+            for launch in launches:
+                launch.kernel.prepare()
+
+    def square_sums(self) -> list[Tensor]:
+        """Sums of all gradients' squares, whatever ranks these lie on."""
+        sums = [kernel.square_sum() for _, kernel in self.kernels]
+        for ranks, launches in self.meshes.items():
+            parts = [(launch.cut, launch.kernel.square_sum()) for launch in launches]
+            ranks.add_up(parts)
+            sums += [part for _, part in parts]
+        return sums
+
+    def step(self, scale: Tensor | float, commit: Tensor | None) -> None:
+        """One step of all kernels; those for shards on one mesh go from sum to sum together."""
+        for device, kernel in self.kernels:
+            kernel.step(_on(scale, device), _on(commit, device))
+        for ranks, launches in self.meshes.items():
+            running = [
+                (cut, kernel.rounds(_on(scale, device), _on(commit, device))) for kernel, device, cut in launches
+            ]
+            while parts := [(cut, part) for cut, rounds in running if (part := next(rounds, None)) is not None]:
+                ranks.add_up(parts)
 
     def finish(self) -> None:
         """Write dense copies back to the parameters that they stand for, and let go of the gradients."""
@@ -143,43 +222,56 @@ def build(
             does not serve one.
     """
     slots: dict[tuple[object, ...], Slot] = {}
-    backends: dict[tuple[str, torch.device], list[Bucket[Any]]] = {}
+    backends: dict[tuple[str, torch.device, Cut | None], list[Bucket[Any]]] = {}
     states: list[State] = []
     labels: list[str] = []
     rows: list[tuple[Bucket[Any], int]] = []
     for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
-        view = real_view(part.param)
         _check_grad(part, grad)
+        view, grad = real_view(sharding.local(part.param)), sharding.local(grad)
         if overlaps(view):
             raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
         dense = view if is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
         state, kept = complete(part, dense)
         states.append(state)
-        name, _ = kernels.pick(backend, dense, options[part.variant])
-        key = (part.variant, name, dense.device, dense.dtype, state[kept[0]].dtype, *kept)
+        mine = {entry: sharding.local(state[entry]) for entry in kept}
+        name, _ = kernels.pick(backend, dense, options[part.variant], sharded=part.cut is not None)
+        key = (part.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, part.cut, *kept)
         if key not in slots:
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
-            backends.setdefault((name, dense.device), []).append(slots[key].bucket)
+            backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
         slot = slots[key]
-        added = slot.add(Feed(index, view, dense, part.stacked), {entry: state[entry] for entry in kept}, state["step"])
-        slot.direct &= not part.stacked and dense is part.param and not grad.is_neg()
+        added = slot.add(Feed(index, view, dense, part.stacked, part.shard()), mine, state["step"])
+        slot.direct &= not part.stacked and dense is view and not view.is_complex() and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
         rows += [(slot.bucket, row) for row in added]
     _check_disjoint([(part, feed) for slot in slots.values() for feed in slot.feeds for part in [parts[feed.index]]])
 
-    for (_, device), buckets in backends.items():
+    for (_, device, _), buckets in backends.items():
         for bucket in buckets:
             bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
-    plan = Plan(list(slots.values()), [], tuple(labels), rows)
+    plan = Plan(list(slots.values()), [], {}, tuple(labels), rows)
     plan.feed(grads, options)
-    plan.kernels = [
-        (device, getattr(kernels.BACKENDS[name], algorithm)(buckets)) for (name, device), buckets in backends.items()
-    ]
+    cuts = [cut for _, _, cut in backends if cut is not None]
+    for (name, device, cut), buckets in backends.items():
+        kernel = getattr(kernels.BACKENDS[name], algorithm)(buckets)
+        if cut is None:
+            plan.kernels.append((device, kernel))
+        else:
+            ranks = Ranks.of([other for other in cuts if other.mesh == cut.mesh])
+            plan.meshes.setdefault(ranks, []).append(Launch(kernel, device, cut))
     return plan, states
 
 
 def _check_grad(part: Part, grad: Tensor) -> None:
     param = part.param
+    layout, its = part.layout, sharding.layout_of(grad)
+    if layout != its:
+        raise ValueError(
+            f"the gradient of {part.label} lies as {its or 'a plain tensor'}, the parameter as "
+            f"{layout or 'a plain tensor'}: redistribute it first, "
+            "p.grad = p.grad.redistribute(placements=p.placements)"
+        )
     fits = grad.shape == param.shape and grad.is_complex() == param.is_complex() and grad.device == param.device
     if not fits or not (grad.is_complex() or grad.dtype in GRAD_DTYPES):
         raise ValueError(
@@ -207,3 +299,7 @@ def is_dense(tensor: Tensor, leading: int) -> bool:
         return False
     inner = [math.prod(tensor.shape[i + 1 :]) for i in range(leading)]
     return tensor.numel() == 0 or list(tensor.stride()[:leading]) == inner
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

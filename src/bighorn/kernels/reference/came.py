@@ -94,6 +94,7 @@ class Averages:
         axis = a.dim() + row_axis(a, factor)
         self.a, self.shard, self.name, self.old = a, shard, name, state
         self.down, self.across = (axis,), tuple(range(axis + 1, a.dim()))
+        self.both = self.down + self.across
         self.row = self._average("row", a * a + eps, beta, self.across)
         self.col = self._average("col", a * a + eps, beta, self.down)
         self.mean = self.row.mean(dim=self.down, keepdim=True)
@@ -118,7 +119,7 @@ class Averages:
         """The sum of the squares of the tensor times `rsqrt()`, and that of something else."""
         if self.split_down != self.split_across:
             known, split, kept = self._known()
-            inner, average, mean, also = yield from self._add_up_one((self.a**2 / known).sum(split, True), also)
+            inner, average, mean, also = yield from self._add_up_one((self.a**2 / known).sum(split, True), split, also)
             return (mean * (inner / average).sum(kept, True)).sum(), also
         if self.split_down:
             yield from self._add_up_both()
@@ -129,7 +130,7 @@ class Averages:
         """The sum of `rsqrt()`."""
         if self.split_down != self.split_across:
             known, split, kept = self._known()
-            inner, average, mean = yield from self._add_up_one(known.rsqrt().sum(split, True))
+            inner, average, mean = yield from self._add_up_one(known.rsqrt().sum(split, True), self.both)
             return (mean.sqrt() * inner * average.rsqrt().sum(kept, True)).sum()
         if self.split_down:
             row, col, mean = yield from self._add_up_both()
@@ -141,17 +142,17 @@ class Averages:
         """The average that is known though the other one is split, the dims that are split, and those that are not."""
         return (self.row, self.down, self.across) if self.split_down else (self.col, self.across, self.down)
 
-    def _add_up_one(self, inner: Tensor, *also: Tensor) -> Sums[list[Tensor]]:
-        """Add up the average that is split, and `inner`, which is summed like it: both whole, the mean, and the rest."""
-        shard, (known, split, _), both = self.shard, self._known(), self.down + self.across
+    def _add_up_one(self, inner: Tensor, over: tuple[int, ...], *also: Tensor) -> Sums[list[Tensor]]:
+        """Add up `inner`, sums over some dims, and the average that is split: both whole, the mean, and the rest."""
+        shard, (known, split, _) = self.shard, self._known()
         part = self.col if self.split_down else self.row
-        sent = [shard.spread(inner, split), shard.spread(part, split), shard.spread(known.sum(split, True), both)]
+        sent = [shard.spread(inner, over), shard.spread(part, split), shard.spread(known.sum(split, True), self.both)]
         inner, average, total, *rest = yield [*sent, *also]
         if self.split_down:
             self.col, mean = shard.cut(average, split), total / shard.shape[split[0]]
         else:
             self.row, mean = shard.cut(average, split), average.mean(self.down, True)
-        self.mean = shard.cut(mean, both)
+        self.mean = shard.cut(mean, self.both)
         return [inner, average, mean, *rest]
 
     def _add_up_both(self) -> Sums[tuple[Tensor, Tensor, Tensor]]:
@@ -160,7 +161,7 @@ class Averages:
         row, col = yield [shard.spread(self.row, self.across), shard.spread(self.col, self.down)]
         mean = row.mean(self.down, True)
         self.row, self.col = shard.cut(row, self.across), shard.cut(col, self.down)
-        self.mean = shard.cut(mean, self.down + self.across)
+        self.mean = shard.cut(mean, self.both)
         return row, col, mean
 
 

@@ -66,7 +66,7 @@ class Stepper(Generic[Options]):
         while rows := [row for row in rows if row.sums]:
             sums = torch.cat([part.reshape(-1) for row in rows for part in row.sums])
             yield sums
-            arrived = iter(sums.split([part.numel() for row in rows for part in row.sums]))
+            arrived = iter(torch.split(sums, [part.numel() for row in rows for part in row.sums]))
             for row in rows:
                 row.go_on([next(arrived).view_as(part).to(part.dtype) for part in row.sums])
         self._count(commit)

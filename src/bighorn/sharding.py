@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +16,9 @@ from bighorn.kernels.bucket import Shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+PLAIN = {Tensor, Parameter}
+"""The types of most tensors, which need no closer look."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,21 @@ class Ranks(NamedTuple):
         Where ranks hold the same part of a tensor, one of them counts.
         """
         sums = torch.cat([(part if self._counts(cut) else torch.zeros_like(part)).view(-1) for cut, part in parts])
+        for (_, part), total in zip(
+            parts, torch.split(self._add_up(sums), [part.numel() for _, part in parts]), strict=True
+        ):
+            part.copy_(total.view(part.shape))
+
+    def total(self, parts: Sequence[tuple[Cut, Tensor]]) -> Tensor:
+        """The sum of numbers, 0-dim, over the ranks, in one collective."""
+        return self._add_up(
+            torch.stack([part if self._counts(cut) else torch.zeros_like(part) for cut, part in parts]).sum()
+        )
+
+    def _add_up(self, sums: Tensor) -> Tensor:
         sums = sums.to(self.mesh.device_type)
         dist.all_reduce(sums, group=self._group())
-        for (_, part), total in zip(parts, torch.split(sums, [part.numel() for _, part in parts]), strict=True):
-            part.copy_(total.view(part.shape))
+        return sums
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any of the ranks."""
@@ -144,6 +158,11 @@ def is_sharded(param: Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False) or _is_distributed(param)
 
 
+def any_distributed(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of them is distributed; asked at every step."""
+    return not set(map(type, tensors)) <= PLAIN
+
+
 def layout_of(tensor: Tensor) -> Layout | None:
     """How it is distributed; None if it is not."""
     if not _is_distributed(tensor):
@@ -157,6 +176,18 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part  # it may still be on its way
+
+
+def aligned(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient that is replicated where its parameter is cut up, cut up too; any other as it is."""
+    layout, its = layout_of(param), layout_of(grad)
+    if layout is None or its is None or its == layout or its.mesh != layout.mesh:
+        return grad
+    pairs = zip(its.placements, layout.placements, strict=True)
+    if not all(placement.is_replicate() or placement == wanted for placement, wanted in pairs):
+        return grad
+    cut: Tensor = grad.redistribute(placements=layout.placements)  # type: ignore[attr-defined]  # no communication
+    return cut
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -212,7 +243,7 @@ def distributed(part: Tensor, param: Tensor, dims: Sequence[int], like: Tensor, 
 
 
 def _is_distributed(tensor: Tensor) -> bool:
-    return type(tensor) is not Parameter and type(tensor) is not Tensor and hasattr(tensor, "placements")
+    return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 
 def _split(placement: Any) -> int:

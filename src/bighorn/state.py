@@ -150,6 +150,7 @@ def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any],
         ValueError: A tensor of another shape or distributed in another way, a `step` that is no count, or a part of a
             state.
     """
+    _check_blocks(param, spec, what)
     fresh = not any(name in state for name in (*spec, "step"))
     likes = {name: kept.like(dense) for name, kept in spec.items()}
     wholes = {name: kept.like(real_view(sharding.whole(param))) for name, kept in spec.items()}
@@ -174,6 +175,16 @@ def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any],
         name: sharding.distributed(out[name], param, kept.dims, wholes[name], state.get(name))
         for name, kept in spec.items()
     }
+
+
+def _check_blocks(param: Tensor, spec: Spec, what: str) -> None:
+    layout = sharding.layout_of(param)
+    scales = next((kept for kept in spec.values() if kept.scales), None)
+    if layout is not None and scales is not None and not layout.shard(param.shape).split <= set(scales.dims):
+        raise ValueError(
+            f"{what} is distributed as {layout}, which cuts through the blocks of 8-bit values that its rows consist "
+            'of: give it another state_dtype than "int8" in its group, or cut it up along dim 0'
+        )
 
 
 def _local(

@@ -325,6 +325,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         ready = Ready(params, [grad for grad in grads if grad is not None])
         if len(ready.grads) < len(grads):
             ready = ready._replace(params=[param for param in params if param.grad is not None])
+        if sharding.any_distributed(params):
+            ready = ready._replace(grads=list(map(sharding.aligned, ready.grads, ready.params)))
         divided = [ready] if parts is None else _divided(ready, parts)
         found = [self._find_plan(part, parts is None) for part in divided]
         # Nothing changes before every plan is made.
@@ -346,10 +348,14 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _looks(
         self, ready: Ready, all_of_them: bool
-    ) -> tuple[list[int], list[Tensor], list[Tensor], list[dict[str, Any]]]:
+    ) -> tuple[list[object], list[Tensor], list[Tensor], list[dict[str, Any]]]:
         """What a fingerprint is taken of. All states are there without looking any up, since each takes its time."""
         states = self.state.values() if all_of_them else [self.state[p] for p in ready.params if p in self.state]
-        return [len(group["params"]) for group in self.param_groups], *ready, list(states)
+        (params, grads), layouts = ready, None
+        if sharding.any_distributed(params) or sharding.any_distributed(grads):
+            layouts = list(map(sharding.layout_of, grads))
+            params, grads = list(map(sharding.local, params)), list(map(sharding.local, grads))
+        return [[len(group["params"]) for group in self.param_groups], layouts], params, grads, list(states)
 
     def _find_plan(self, ready: Ready, all_of_them: bool) -> tuple[Plan, dict[Tensor, Any]]:
         """The cached plan of these, and nothing; or a new one, and the states that belong to it."""

@@ -25,22 +25,22 @@ with suppress(ImportError):
 class Fingerprint:
     """What must be as it was for a plan to hold: which tensors, in which groups, where they lie, and how."""
 
-    groups: list[int]
-    """How many parameters each group has."""
+    facts: list[object]
+    """How many parameters each group has, and how gradients are distributed."""
     params: Guard
     grads: Guard
     """Gradients may move, but not change their dtype or strides."""
     addresses: list[int]
 
     @classmethod
-    def of(cls, groups: list[int], params: list[Tensor], grads: list[Tensor], states: list[State]) -> Fingerprint:
+    def of(cls, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> Fingerprint:
         """Of tensors as they are now. That `params` are the same objects is the caller's to check."""
-        return cls(groups, alike(params), alike(grads), _addresses(params, states))
+        return cls(facts, alike(params), alike(grads), _addresses(params, states))
 
-    def holds(self, groups: list[int], params: list[Tensor], grads: list[Tensor], states: list[State]) -> bool:
+    def holds(self, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> bool:
         """Whether all is as it was."""
         return (
-            self.groups == groups
+            self.facts == facts
             and self.params(params)
             and self.grads(grads)
             and self.addresses == _addresses(params, states)
@@ -48,7 +48,10 @@ class Fingerprint:
 
 
 def _addresses(params: list[Tensor], states: list[State]) -> list[int]:
-    """Where parameters and state lie. A plan keeps its tensors alive, so that others cannot lie there instead."""
+    """Where parameters and state lie. A plan keeps its tensors alive, so that others cannot lie there instead.
+
+    Distributed state has the address 0: what it stands for is the optimizer's own, and stays where it is.
+    """
     tensors = [*params, *itertools.chain.from_iterable(map(dict.values, states))]
     try:
         return list(map(Tensor.data_ptr, tensors))

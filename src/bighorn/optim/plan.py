@@ -166,9 +166,7 @@ class Plan:
         """Sums of all gradients' squares, whatever ranks these lie on."""
         sums = [kernel.square_sum() for _, kernel in self.kernels]
         for ranks, launches in self.meshes.items():
-            parts = [(launch.cut, launch.kernel.square_sum()) for launch in launches]
-            ranks.add_up(parts)
-            sums += [part for _, part in parts]
+            sums.append(ranks.total([(launch.cut, launch.kernel.square_sum()) for launch in launches]))
         return sums
 
     def step(self, scale: Tensor | float, commit: Tensor | None) -> None:

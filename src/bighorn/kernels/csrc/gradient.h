@@ -73,15 +73,21 @@ static inline void centre(const Gradient *gradient, const void *data, int64_t st
 }
 
 /* Whether elements can be used as they lie, but for their dtype. */
-static inline int is_plain(const Gradient *gradient, float scale) {
-    return scale == 1 && !gradient->fan && !gradient->layout;
+static inline int is_plain(const Gradient *gradient) { return !gradient->fan && !gradient->layout; }
+
+/* Elements [start, start + n), centred, in float32. */
+static inline const float *centred_grad(const Gradient *gradient, const void *data, int64_t start, int n, float *buffer,
+                                        Mean *last) {
+    const float *g = read_grad(gradient, data, start, n, buffer);
+    if (!gradient->fan) return g;
+    centre(gradient, data, start, n, g, buffer, last);
+    return buffer;
 }
 
 /* Elements [start, start + n), centred and scaled, in float32. */
 static inline const float *load_grad(const Gradient *gradient, const void *data, float scale, int64_t start, int n,
                                      float *buffer, Mean *last) {
-    const float *g = read_grad(gradient, data, start, n, buffer);
-    if (gradient->fan) centre(gradient, data, start, n, g, buffer, last), g = buffer;
+    const float *g = centred_grad(gradient, data, start, n, buffer, last);
     if (scale == 1) return g;
     for (int i = 0; i < n; i++) buffer[i] = scale * g[i];
     return buffer;

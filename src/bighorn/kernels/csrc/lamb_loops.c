@@ -50,15 +50,6 @@ static inline __attribute__((always_inline)) float put(int type, int from, void 
     return from_bits((uint32_t)half << 16);
 }
 
-/* The gradient as it enters the moments, in float32. */
-static const float *grad_of(const Block *b, const Factors *f, int64_t start, int n, const Piece *p, float *buffer,
-                            Mean *last) {
-    const float *g = load_grad(b->gradient, b->grad, f->grad_scale, start, n, buffer, last);
-    if (f->l2 == 0) return g;
-    for (int i = 0; i < n; i++) buffer[i] = FMA(f->l2, get(p->x_type, p->x, i), g[i]);
-    return buffer;
-}
-
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
 static inline __attribute__((always_inline)) Sums step_loop(const Factors f, const int second_moment,
                                                             const enum After after, const int x_type, const int g_type,
@@ -68,7 +59,7 @@ static inline __attribute__((always_inline)) Sums step_loop(const Factors f, con
     float weight = 0, update = 0;
 #pragma omp simd reduction(+ : weight, update)
     for (int i = 0; i < n; i++) {
-        float old_x = get(x_type, x, i), grad = get(g_type, g, i);
+        float old_x = get(x_type, x, i), grad = FMA(f.l2, old_x, f.grad_scale * get(g_type, g, i));
         float new_m = FMA(f.beta1, get(state_type, m, i), f.beta3 * grad);          /* LAMB-m */
         float new_v = FMA(f.beta2, get(state_type, v, i), f.beta4 * (grad * grad)); /* LAMB-v */
         new_m = put(state_type, g_type, m, i, new_m);
@@ -112,11 +103,9 @@ static inline __attribute__((always_inline)) Sums step_piece(const Block *b, con
     float buffer[PIECE];
     Sums sums;
     take(&p, b->row, start, n);
-    const void *g;
-    int plain = f->l2 == 0 && is_plain(b->gradient, f->grad_scale);
-    int half = plain && b->gradient->type == BFLOAT16 && p.x_type == BFLOAT16;
-    if (half) g = at((void *)b->grad, BFLOAT16, start);
-    else g = grad_of(b, f, start, n, &p, buffer, last);
+    int half = is_plain(b->gradient) && b->gradient->type == BFLOAT16 && p.x_type == BFLOAT16;
+    const void *g = half ? at((void *)b->grad, BFLOAT16, start)
+                         : (const void *)centred_grad(b->gradient, b->grad, start, n, buffer, last);
     switch (p.x_type << 2 | half << 1 | p.state_type) {
         case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
         case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;

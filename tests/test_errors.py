@@ -16,7 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
@@ -478,21 +481,46 @@ def test_fsdp1_flattened_parameters(kind: Kind) -> None:
         kind([flat], lr=0.1)
 
 
-def test_distributed_tensors(kind: Kind) -> None:
-    """A DTensor holds one rank's shard: its local norm is not the layer's."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        parameter = Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
-        with pytest.raises((ValueError, TypeError, NotImplementedError), match="DTensor"):
-            kind([parameter], lr=0.1)
-    finally:
-        dist.destroy_process_group()
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def test_partial_sums(kind: Kind, one_rank: DeviceMesh) -> None:
+    """A parameter, or a gradient, that is still to be added up over ranks."""
+    pending = DTensor.from_local(torch.ones(4), one_rank, [Partial()])
+    with pytest.raises(ValueError, match=r"(?s)Partial.*redistribute"):
+        kind([Parameter(pending)], lr=0.1)
+    parameter = Parameter(distribute_tensor(torch.ones(4), one_rank, [Replicate()]))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = pending
+    with refused([parameter], optimizer, ValueError, "Partial.*redistribute"):
+        optimizer.step()
+    parameter.grad = pending.redistribute(placements=[Replicate()])
+    optimizer.step()
+
+
+def test_a_gradient_that_is_distributed_otherwise(kind: Kind, one_rank: DeviceMesh) -> None:
+    parameter = Parameter(distribute_tensor(torch.ones(4), one_rank, [Shard(0)]))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [[0]]), [Shard(0), Replicate()])
+    with refused([parameter], optimizer, ValueError, "gradient.*redistribute"):
+        optimizer.step()
+
+
+def test_a_state_that_is_distributed_otherwise(kind: Kind, one_rank: DeviceMesh) -> None:
+    parameter = Parameter(torch.ones(4))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    loaded = optimizer.state_dict()
+    loaded["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4), one_rank, [Shard(0)])
+    with refused([parameter], optimizer, ValueError, "exp_avg.*set_optimizer_state_dict"):
+        optimizer.load_state_dict(loaded)
 
 
 @pytest.mark.parametrize("when", ["construction", "step"])

@@ -138,11 +138,11 @@ def why_refused(param: Tensor) -> str | None:
     for placement in layout.placements:
         if placement.is_partial():
             return (
-                f"it is a DTensor with the placement {placement}, a sum that is still to be taken: "
+                f"it is a DTensor with the placement {placement!r}, a sum that is still to be taken: "
                 "redistribute(placements=...) it to Replicate() or Shard(dim) first"
             )
         if not placement.is_replicate() and _split(placement) < 0:
-            return f"it is a DTensor with the placement {placement}, which is not known here: use Shard or Replicate"
+            return f"it is a DTensor with the placement {placement!r}, which is not known here: use Shard or Replicate"
     with torch.no_grad():
         lies, expected = tuple(local(param).shape), layout.shard(param.shape).size
     if lies != expected:

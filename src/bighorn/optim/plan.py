@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bighorn import kernels, sharding
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.fingerprint import Fingerprint

@@ -49,6 +49,8 @@ def snapshot(parameters: Sequence[Tensor], optimizer: Optimizer) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.placements == b.placements and same(a.to_local(), b.to_local())
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.allclose(a, b, 0, 0, equal_nan=True)
     if isinstance(a, dict):

@@ -108,7 +108,7 @@ def pick(backend: str, param: Tensor, options: LambOptions | CameOptions, sharde
         backend: "auto", or the one that is asked for.
         param: The tensor as the backend would see it.
         options: Its bucket's options.
-        sharded: Whether it is a shard of what the optimizer steps.
+        sharded: Whether it is a shard of what the optimizer steps. Default: False.
 
     Raises:
         ValueError: The backend that is asked for cannot serve it.

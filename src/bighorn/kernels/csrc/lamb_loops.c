@@ -42,12 +42,27 @@ static inline __attribute__((always_inline)) float get(int type, const void *dat
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
-/* Stores a value, computed from data of type `from` and of this one, and returns it as stored. */
-static inline __attribute__((always_inline)) float put(int type, int from, void *data, int i, float value) {
-    if (type == FLOAT32) return ((float *)data)[i] = value;
-    uint16_t half = to_bfloat16(value, from != BFLOAT16);
-    ((uint16_t *)data)[i] = half;
-    return from_bits((uint32_t)half << 16);
+/* A value computed from data of type `from`, as one of this type keeps it. */
+static inline __attribute__((always_inline)) float rounded(int type, int from, float value) {
+    return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
+}
+
+/* Stores a rounded value. */
+static inline __attribute__((always_inline)) void put(int type, void *data, int i, float value) {
+    if (type == FLOAT32) ((float *)data)[i] = value;
+    else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
+}
+
+/* The moments of one element, and u. */
+static inline __attribute__((always_inline)) float step_one(const Factors f, const int second_moment, const int g_type,
+                                                            const int state_type, float g, float x, float *m, float *v,
+                                                            float *v_max) {
+    float grad = FMA(f.l2, x, f.grad_scale * g);
+    *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
+    *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
+    if (second_moment != AMSGRAD) return update_of(f, x, *m, *v);
+    *v_max = *v > *v_max || *v != *v ? *v : *v_max;
+    return update_of(f, x, *m, *v_max);
 }
 
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
@@ -59,20 +74,49 @@ static inline __attribute__((always_inline)) Sums step_loop(const Factors f, con
     float weight = 0, update = 0;
 #pragma omp simd reduction(+ : weight, update)
     for (int i = 0; i < n; i++) {
-        float old_x = get(x_type, x, i), grad = FMA(f.l2, old_x, f.grad_scale * get(g_type, g, i));
-        float new_m = FMA(f.beta1, get(state_type, m, i), f.beta3 * grad);          /* LAMB-m */
-        float new_v = FMA(f.beta2, get(state_type, v, i), f.beta4 * (grad * grad)); /* LAMB-v */
-        new_m = put(state_type, g_type, m, i, new_m);
-        new_v = put(state_type, g_type, v, i, new_v);
-        if (second_moment == AMSGRAD) {
-            float old = get(state_type, v_max, i);
-            new_v = put(state_type, g_type, v_max, i, new_v > old || new_v != new_v ? new_v : old);
-        }
-        float new_u = update_of(f, old_x, new_m, new_v);
-        weight += old_x * old_x;
-        update += new_u * new_u;
+        float old_x = get(x_type, x, i), new_m = get(state_type, m, i), new_v = get(state_type, v, i);
+        float new_max = second_moment == AMSGRAD ? get(state_type, v_max, i) : 0;
+        float new_u = step_one(f, second_moment, g_type, state_type, get(g_type, g, i), old_x, &new_m, &new_v, &new_max);
+        put(state_type, m, i, new_m);
+        put(state_type, v, i, new_v);
+        if (second_moment == AMSGRAD) put(state_type, v_max, i, new_max);
+        weight = FMA(old_x, old_x, weight);
+        update = FMA(new_u, new_u, update);
         if (after == KEEP) u[i] = new_u;
-        if (after == APPLY) put(x_type, state_type, x, i, moved(f, step, old_x, new_u));
+        if (after == APPLY) put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
+    }
+    return (Sums){weight, update};
+}
+
+/* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
+static inline __attribute__((always_inline)) Sums step_pairs(const Factors f, const int second_moment,
+                                                             const enum After after, const int g_type, float step,
+                                                             int n, const void *restrict g, Pair *restrict m,
+                                                             Pair *restrict v, Pair *restrict v_max, Pair *restrict x,
+                                                             float *restrict u) {
+    const int half = n / 2;
+    float weight = 0, update = 0;
+#pragma omp simd reduction(+ : weight, update)
+    for (int i = 0; i < half; i++) {
+        float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Pair *)g)[i]);
+        float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Pair *)g)[i]);
+        float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]), max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
+        float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]), max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
+        float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
+        float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
+        m[i] = pair_of(m1, m2);
+        v[i] = pair_of(v1, v2);
+        if (second_moment == AMSGRAD) v_max[i] = pair_of(max1, max2);
+        weight = FMA(x1, x1, FMA(x2, x2, weight));
+        update = FMA(u1, u1, FMA(u2, u2, update));
+        if (after == KEEP) u[i] = u1, u[half + i] = u2;
+        if (after == APPLY)
+            x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
+    }
+    if (n % 2) {
+        Sums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
+                              m + half, v + half, v_max + half, x + half, u + n - 1);
+        weight += (float)last.weight, update += (float)last.update;
     }
     return (Sums){weight, update};
 }
@@ -95,6 +139,9 @@ static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
     (second_moment == AMSGRAD                                                                                        \
          ? step_loop(*f, AMSGRAD, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u)          \
          : step_loop(*f, ADAM, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
+#define STEP_PAIRS(g_type)                                                                                           \
+    (second_moment == AMSGRAD ? step_pairs(*f, AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u)        \
+                              : step_pairs(*f, ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
 
 static inline __attribute__((always_inline)) Sums step_piece(const Block *b, const Factors *f, int second_moment,
                                                              const enum After after, float step, int64_t start, int n,
@@ -110,9 +157,9 @@ static inline __attribute__((always_inline)) Sums step_piece(const Block *b, con
         case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
         case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
         case BFLOAT16 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, FLOAT32, FLOAT32); break;
-        case BFLOAT16 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(BFLOAT16, FLOAT32, BFLOAT16); break;
+        case BFLOAT16 << 2 | 0 << 1 | BFLOAT16: sums = STEP_PAIRS(FLOAT32); break;
         case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
-        default: sums = STEP_LOOP(BFLOAT16, BFLOAT16, BFLOAT16); break;
+        default: sums = STEP_PAIRS(BFLOAT16); break;
     }
     if (after == APPLY)
         give_back(&p, b->row, start, n);
@@ -151,13 +198,31 @@ static inline __attribute__((always_inline)) void apply_loop(const Factors f, co
     for (int i = 0; i < n; i++) {
         float old_x = get(x_type, x, i);
         float new_u = u ? u[i] : update_of(f, old_x, get(state_type, m, i), get(state_type, v, i));
-        put(x_type, state_type, x, i, moved(f, step, old_x, new_u));
+        put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
     }
+}
+
+/* The same for pairs of bfloat16, as `step_pairs` leaves u. */
+static inline __attribute__((always_inline)) void apply_pairs(const Factors f, float step, int n,
+                                                              const float *restrict u, const Pair *restrict m,
+                                                              const Pair *restrict v, Pair *restrict x) {
+    const int half = n / 2;
+#pragma omp simd
+    for (int i = 0; i < half; i++) {
+        float x1 = low(x[i]), u1 = u ? u[i] : update_of(f, x1, low(m[i]), low(v[i]));
+        float x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), high(v[i]));
+        x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
+    }
+    if (n % 2)
+        apply_loop(f, BFLOAT16, BFLOAT16, step, 1, u ? u + n - 1 : NULL, m + half, v + half, x + half);
 }
 
 #define APPLY_LOOP(x_type, state_type)                                                                    \
     (u ? apply_loop(*f, x_type, state_type, step, n, u, NULL, NULL, p.x)                                  \
        : apply_loop(*f, x_type, state_type, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
+#define APPLY_PAIRS()                                                   \
+    (u ? apply_pairs(*f, step, n, u, NULL, NULL, p.x)                    \
+       : apply_pairs(*f, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
 
 static void apply(const Block *b, const Factors *f, float step, const float *update) {
     for (int64_t done = 0; done < b->size; done += PIECE) {
@@ -169,7 +234,7 @@ static void apply(const Block *b, const Factors *f, float step, const float *upd
             case FLOAT32 << 1 | FLOAT32: APPLY_LOOP(FLOAT32, FLOAT32); break;
             case FLOAT32 << 1 | BFLOAT16: APPLY_LOOP(FLOAT32, BFLOAT16); break;
             case BFLOAT16 << 1 | FLOAT32: APPLY_LOOP(BFLOAT16, FLOAT32); break;
-            default: APPLY_LOOP(BFLOAT16, BFLOAT16); break;
+            default: APPLY_PAIRS(); break;
         }
         give_back(&p, b->row, b->start + done, n);
     }

@@ -39,12 +39,24 @@ static inline uint32_t to_bits(float value) {
     return bits;
 }
 
-/* Rounds to the nearest, ties to even. A NaN that came from bfloat16 has no low bits that could carry into its sign,
- * so it needs no care (an eighth of the time of an all-bfloat16 step). */
-static inline uint16_t to_bfloat16(float value, int any_nan) {
-    uint32_t bits = to_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)(any_nan && value != value ? 0x7fc0u : rounded);
+/* Rounds to bfloat16, to the nearest, ties to even. A NaN that came from bfloat16 has no low bits that could carry into
+ * its sign, so it needs no care (an eighth of the time of an all-bfloat16 step). */
+static inline float round_bfloat16(float value, int any_nan) {
+    uint32_t bits = to_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return from_bits(any_nan && value != value ? 0x7fc00000u : rounded);
 }
+
+static inline uint16_t to_bfloat16(float value, int any_nan) {
+    return (uint16_t)(to_bits(round_bfloat16(value, any_nan)) >> 16);
+}
+
+/* Two neighbours in bfloat16. Shifts and masks take them apart and put them together, where widening and narrowing
+ * would move them between the lanes of vectors. */
+typedef uint32_t __attribute__((aligned(2), may_alias)) Pair;
+
+static inline float low(Pair pair) { return from_bits(pair << 16); }
+static inline float high(Pair pair) { return from_bits(pair & 0xffff0000u); }
+static inline Pair pair_of(float low, float high) { return to_bits(low) >> 16 | to_bits(high); } /* both are rounded */
 
 /* float16 without hardware help: scaling by powers of two lets the float unit do subnormals and rounding. */
 static inline float from_float16(uint16_t half) {

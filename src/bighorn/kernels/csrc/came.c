@@ -12,12 +12,10 @@ TABLE_PER_ISA(CameLoops, came_loops)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
-/* A block has so many rows at least, so that sums of its columns are few beside its elements. A tensor that is shared
- * has more blocks, for many threads, as long as their sums have less than half a megabyte. */
-enum { LEAST_ROWS = 128, LEAST_ROWS_SHARED = 32, LEAST_ELEMENTS = 8192, MOST_SHARED = 1 << 16 };
+/* A block has so many rows and elements at least, so that sums of its columns are few beside its elements. */
+enum { LEAST_ROWS = 128, LEAST_ELEMENTS = 8192 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static Grid grid_of(const CameRow *row) {
     Grid g = {row->matrices, row->height, row->width, .per_tile = 1, .blocks = 1, .strips = 1};
@@ -27,11 +25,7 @@ static Grid grid_of(const CameRow *row) {
     if (g.whole) {
         g.per_tile = PIECE / size;
     } else {
-        const int64_t least = LEAST_ELEMENTS / g.width;
-        g.blocks = larger(1, g.height / larger(LEAST_ROWS, least));
-        if (size > LARGE)
-            g.blocks = larger(g.blocks, smaller(g.height / larger(LEAST_ROWS_SHARED, least),
-                                                MOST_SHARED / (g.matrices * g.width)));
+        g.blocks = larger(1, g.height / larger(LEAST_ROWS, LEAST_ELEMENTS / g.width));
         g.strips = g.width <= WIDE ? 1 : (g.width + PIECE - 1) / PIECE;
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;

@@ -67,10 +67,10 @@ typedef struct {
 
 /* What a strip's tiles share, kept from one tile to the next. */
 typedef struct {
-    int64_t matrix, strip; /* -1: nothing yet */
-    double row_mean;       /* of the whole matrix */
-    double sum;            /* of the factors */
-    float factor[WIDE];    /* 1 / sqrt(col) */
+    int64_t matrix, strip;           /* -1: nothing yet */
+    double row_mean;                 /* of the whole matrix */
+    double sum;                      /* of the factors */
+    _Alignas(64) float factor[WIDE]; /* 1 / sqrt(col) */
 } Columns;
 
 typedef struct {

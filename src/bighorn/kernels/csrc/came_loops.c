@@ -10,7 +10,6 @@
 
 enum {
     TOGETHER = 4,       /* rows of a wide matrix */
-    AHEAD = 2048,       /* elements between what is read and what is asked for */
     IN_CACHE = 1 << 16, /* elements that stay in the second-level cache */
 };
 
@@ -33,11 +32,13 @@ static Tile tile_at(const Grid *g, int64_t index) {
 }
 
 /* Consecutive elements of a tile, a piece at most: `lines` rows from `row` on, or a part of one. Rows of a wide matrix
- * are taken together from all quarters of a tile: memory serves several streams faster than one, and column sums are
- * read and written less often. */
+ * are taken together from all quarters of a tile: memory serves long streams faster than short ones, and column sums are
+ * read and written less often. They are an odd number of rows apart, since a cache confuses addresses that differ by
+ * whole pages. */
 typedef struct {
     int64_t start, row, column; /* of the first of `count` spans */
     int64_t apart;              /* rows from one span to the next */
+    int64_t left;               /* rows of the first span's quarter */
     int count, n, lines;
 } Span;
 
@@ -54,10 +55,14 @@ static int next_span(const Grid *g, const Tile *t, Span *s) {
         s->count = 1;
     } else {
         s->column += s->n;
-        if (s->column == t->columns) s->column = 0, s->row++;
+        if (s->column == t->columns) s->column = 0, s->row++, s->left--;
+        if (s->left == 0) {
+            s->row += s->apart * (s->count - 1);
+            const int64_t rest = rows - s->row;
+            s->count = s->count == 1 || rest < TOGETHER ? 1 : TOGETHER;
+            s->left = s->apart = s->count == 1 ? rest : (rest / TOGETHER - 1) | 1;
+        }
         s->lines = 1;
-        if (s->count == 0) s->apart = rows / TOGETHER, s->count = TOGETHER;
-        if (s->count == TOGETHER && s->row == s->apart) s->row *= TOGETHER, s->count = 1;
         s->n = t->columns - s->column < PIECE ? (int)(t->columns - s->column) : PIECE;
     }
     s->start = (t->matrix * g->height + t->row + s->row) * g->width + t->column + s->column;
@@ -131,7 +136,7 @@ static const float RATIO_SCALE = 0x1p32f;
 /* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
 typedef struct {
     double rows[PIECE], columns[PIECE];
-    float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
+    _Alignas(64) float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
     int64_t row; /* of the first of `lines` that wait in `rows` */
     int lines;
 } Sums;
@@ -349,13 +354,6 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
     f->c = f->buffer, f->r[0] = 1, f->sum = sum;
 }
 
-/* Asks for the elements that come AHEAD from now: a pass that reads one stream alone waits for memory otherwise. */
-static inline void prefetch(const void *data, int type, int64_t start, int n) {
-    if (type != FLOAT32) return;
-    const float *ahead = (const float *)data + start + AHEAD;
-    for (int i = 0; i < n; i += 16) __builtin_prefetch(ahead + i);
-}
-
 /* ---- the passes ------------------------------------------------------------------------------------------ */
 
 static inline float update_of(float g, float r, float c) { return g * r * c; } /* CAME-u */
@@ -409,11 +407,7 @@ static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const
     for (Span s = {0}; next_span(&job->grid, part, &s);) {
         const float *g[TOGETHER];
         float row_sums[TOGETHER], *elements = sums->elements + s.column;
-        for (int k = 0; k < s.count; k++) {
-            const int64_t start = start_of(&job->grid, &s, k);
-            prefetch(job->grad, job->gradient->type, start, s.n);
-            g[k] = grad_at(job, start, s.n, &buffers[k]);
-        }
+        for (int k = 0; k < s.count; k++) g[k] = grad_at(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
         if (s.count == 1) square_loop(1, s.n, g, elements, row_sums);
         else square_loop(TOGETHER, s.n, g, elements, row_sums);
         put_span(job, &job->square, t, &s, row_sums, sums);
@@ -483,14 +477,8 @@ static double update_square_sum(const Job *job, int64_t index, Columns *columns)
     return total;
 }
 
-/* m, and returns its residual. */
-static inline float momentum_at(const Job *job, float g, float r, float c, float *m) {
-    float u = update_of(g, r, c);
-    *m = averaged(job, *m, u);
-    return residual_of(u, *m);
-}
-
-/* m in one pass with the residuals. */
+/* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
+ * store to an address that differs by whole pages, as it does in rows of 1,024. */
 LOOP momentum_loop(const int count, const Job *job, int n, const float *const *g, const float *r,
                    const float *restrict c, float *const *m, float *restrict elements, float *restrict sums) {
     const int all = count == TOGETHER;
@@ -503,10 +491,16 @@ LOOP momentum_loop(const int count, const Job *job, int n, const float *const *g
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float w_a = momentum_at(&j, g_a[i], r_a, c[i], &m_a[i]);
-        float w_b = all ? momentum_at(&j, g_b[i], r_b, c[i], &m_b[i]) : NOTHING;
-        float w_c = all ? momentum_at(&j, g_c[i], r_c, c[i], &m_c[i]) : NOTHING;
-        float w_d = all ? momentum_at(&j, g_d[i], r_d, c[i], &m_d[i]) : NOTHING;
+        float u_a = update_of(g_a[i], r_a, c[i]), new_a = averaged(&j, m_a[i], u_a);
+        float w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
+        if (all) {
+            float u_b = update_of(g_b[i], r_b, c[i]), new_b = averaged(&j, m_b[i], u_b);
+            float u_c = update_of(g_c[i], r_c, c[i]), new_c = averaged(&j, m_c[i], u_c);
+            float u_d = update_of(g_d[i], r_d, c[i]), new_d = averaged(&j, m_d[i], u_d);
+            w_b = residual_of(u_b, new_b), w_c = residual_of(u_c, new_c), w_d = residual_of(u_d, new_d);
+            m_b[i] = new_b, m_c[i] = new_c, m_d[i] = new_d;
+        }
+        m_a[i] = new_a;
         sum_a += w_a, sum_b += w_b, sum_c += w_c, sum_d += w_d;
         elements[i] += (w_a + w_b) + (w_c + w_d);
     }
@@ -548,8 +542,6 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
         set_factors(job, &job->square, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
-            prefetch(job->grad, job->gradient->type, start, s.n);
-            prefetch(row->exp_avg, row->state_type, start, s.n);
             g[k] = grad_at(job, start, s.n, &buffers[k]);
             m[k] = (float *)row->exp_avg + start;
             f.r[k] *= clip;
@@ -609,12 +601,13 @@ LOOP apply_loop(const int count, int n, float *const *x, const float *const *m, 
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        x_a[i] = moved(x_a[i], m_a[i], c[i], r_a, decay);
+        float new_a = moved(x_a[i], m_a[i], c[i], r_a, decay);
         if (all) {
-            x_b[i] = moved(x_b[i], m_b[i], c[i], r_b, decay);
-            x_c[i] = moved(x_c[i], m_c[i], c[i], r_c, decay);
-            x_d[i] = moved(x_d[i], m_d[i], c[i], r_d, decay);
+            float new_b = moved(x_b[i], m_b[i], c[i], r_b, decay), new_c = moved(x_c[i], m_c[i], c[i], r_c, decay);
+            float new_d = moved(x_d[i], m_d[i], c[i], r_d, decay);
+            x_b[i] = new_b, x_c[i] = new_c, x_d[i] = new_d;
         }
+        x_a[i] = new_a;
     }
 }
 
@@ -631,8 +624,6 @@ static double apply(const Job *job, int64_t index, float step, float decay, Colu
         set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
-            prefetch(row->param, row->param_type, start, s.n);
-            prefetch(row->exp_avg, row->state_type, start, s.n);
             x[k] = widen(row->param, row->param_type, start, s.n, x_buffers[k]);
             m[k] = read_m(row, start, s.n, m_buffers[k]);
             r[k] = f.r[k] * step;

@@ -174,6 +174,12 @@ RUNS: Mapping[str, Run] = {
     "came-int8": Run(
         Came, {"state_dtype": "int8", "eps": (1e-3, 1e-3)}, not_on=("columns", "both-dims", "fsdp-and-tp")
     ),
+    "lamb-cpu": Run(
+        Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
+    ),
+    "lamb-auto": Run(
+        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="auto", tolerance=1e-5
+    ),
     "lamb-foreach": Run(Lamb, dtype=torch.float32, backend="foreach", tolerance=1e-5),
     "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, dtype=torch.float32, backend="foreach", tolerance=1e-5),
 }

@@ -170,6 +170,14 @@ def layout_of(tensor: Tensor) -> Layout | None:
     return Layout(tensor.device_mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
 
 
+def shard_of(param: Tensor) -> Shard | None:
+    """What of it, as a real tensor, lies here; None if all of it does."""
+    layout = layout_of(param)
+    if layout is None or layout.cut is None:
+        return None
+    return layout.shard(torch.Size((*param.shape, 2)) if param.is_complex() else param.shape)
+
+
 def local(tensor: Tensor) -> Tensor:
     """What lies on this rank, in the same memory; a tensor that is not distributed as it is."""
     if not _is_distributed(tensor):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from bighorn.kernels import cpu, foreach, reference, triton
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.triton import device
 
@@ -45,7 +45,6 @@ class Kernel(Protocol):
         """One step of whole tensors, in place; nothing is written where `commit` is False."""
 
 
-@runtime_checkable
 class ShardKernel(Kernel, Protocol):
     """A kernel that serves shards, too."""
 
@@ -63,15 +62,18 @@ class Backend:
     why_not: Callable[[Tensor, Any], str | None]
     """Why it cannot serve such a tensor, or None."""
 
+    why_not_shard: Callable[[Shard, Any], str | None]
+    """Why it cannot serve a shard of a tensor that it could serve whole, or None."""
+
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
     came: Callable[[list[Bucket[CameOptions]]], Kernel]
 
 
 BACKENDS = {
-    "cpu": Backend(cpu.why_not, cpu.Lamb, cpu.Came),
-    "triton": Backend(triton.why_not, triton.Lamb, reference.Came),  # its why_not refuses CAME
-    "foreach": Backend(foreach.why_not, foreach.Lamb, foreach.Came),
-    "reference": Backend(reference.why_not, reference.Lamb, reference.Came),
+    "cpu": Backend(cpu.why_not, cpu.why_not_shard, cpu.Lamb, cpu.Came),
+    "triton": Backend(triton.why_not, triton.why_not_shard, triton.Lamb, reference.Came),  # its why_not refuses CAME
+    "foreach": Backend(foreach.why_not, foreach.why_not_shard, foreach.Lamb, foreach.Came),
+    "reference": Backend(reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came),
 }
 """By name, in the order in which `auto` prefers them."""
 
@@ -101,34 +103,34 @@ def status() -> dict[str, Status]:
     }
 
 
-def pick(backend: str, param: Tensor, options: LambOptions | CameOptions, sharded: bool = False) -> tuple[str, str]:
+def pick(
+    backend: str, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None = None
+) -> tuple[str, str]:
     """The name of the backend that serves such a tensor, and why.
 
     Args:
         backend: "auto", or the one that is asked for.
         param: The tensor as the backend would see it.
         options: Its bucket's options.
-        sharded: Whether it is a shard of what the optimizer steps. Default: False.
+        shard: Where it lies in the tensor that is stepped. Default: None, it is all of it.
 
     Raises:
         ValueError: The backend that is asked for cannot serve it.
     """
     if backend != "auto":
-        reason = _why_not(BACKENDS[backend], param, options, sharded)
+        reason = _why_not(BACKENDS[backend], param, options, shard)
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
     refusals: list[str] = []
     for name, candidate in BACKENDS.items():
-        reason = _why_not(candidate, param, options, sharded)
+        reason = _why_not(candidate, param, options, shard)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         refusals.append(f"not {name}: {reason}")
     raise AssertionError("the reference serves every tensor")
 
 
-def _why_not(backend: Backend, param: Tensor, options: LambOptions | CameOptions, sharded: bool) -> str | None:
-    kernel = backend.lamb if isinstance(options, LambOptions) else backend.came
-    if sharded and not (isinstance(kernel, type) and issubclass(kernel, ShardKernel)):
-        return "it does not serve sharded parameters yet"
-    return backend.why_not(param, options)
+def _why_not(backend: Backend, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None) -> str | None:
+    reason = backend.why_not(param, options)
+    return reason if reason or shard is None else backend.why_not_shard(shard, options)

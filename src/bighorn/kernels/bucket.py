@@ -85,6 +85,11 @@ class Shard:
         """How many elements the whole tensor has."""
         return math.prod(self.shape)
 
+    def of_slice(self, here: bool) -> Shard:
+        """Where a slice along dim 0 lies: the same box, less that dim, or nothing of it if another rank has it."""
+        size, offset = (self.size[1:], self.offset[1:]) if here else ((0,) * (len(self.shape) - 1),) * 2
+        return Shard(self.shape[1:], size, offset, frozenset(dim - 1 for dim in self.split if dim))
+
     def splits(self, dims: Iterable[int]) -> bool:
         """Whether a sum over these dims is a sum over shards."""
         return not self.split.isdisjoint(dims)

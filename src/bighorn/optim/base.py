@@ -25,7 +25,7 @@ from bighorn.names import excludes, named
 from bighorn.optim import checks, order
 from bighorn.optim.checks import Check
 from bighorn.optim.fingerprint import Fingerprint
-from bighorn.optim.plan import Part, Plan, Variant, build
+from bighorn.optim.plan import Part, Plan, Variant, build, row_shard
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.schedules import check_count
@@ -198,9 +198,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         for param in params:
             factored, _ = self._shape_of(group, real_view(sharding.whole(param)))
             variant = Variant(len(self.param_groups), decays=True, adapts=True, centres=False, factored=factored)
-            layout = sharding.layout_of(param)
             view, options = real_view(sharding.local(param)), self._kernel_options(group, variant)
-            kernels.pick(self._settings.backend, view, options, sharded=bool(layout and layout.cut))
+            kernels.pick(self._settings.backend, view, options, row_shard(param, group["stacked"]))
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: self.OPTIONS[name](name, value) for name, value in options.items() if name in self.OPTIONS}
@@ -509,7 +508,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             part = self._part(index, position, param)
             view = real_view(sharding.local(param))
             options = self._kernel_options(self.param_groups[index], part.variant)
-            name, why = kernels.pick(self._settings.backend, view, options, sharded=part.cut is not None)
+            name, why = kernels.pick(self._settings.backend, view, options, row_shard(param, part.stacked))
             kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
         lines = [
             f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "

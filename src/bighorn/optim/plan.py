@@ -50,10 +50,6 @@ class Part:
         """Along what it is cut up over ranks; None if all of it lies here."""
         return self.layout.cut if self.layout else None
 
-    def shard(self) -> Shard | None:
-        """What of it, as a real tensor, lies here; None if all of it does."""
-        return self.layout.shard(real_view(sharding.whole(self.param)).shape) if self.layout and self.cut else None
-
 
 @dataclass
 class Feed:
@@ -84,16 +80,8 @@ class Feed:
         """Where each row lies in the whole one; empty if all are whole."""
         if self.shard is None or not self.stacked:
             return [self.shard] if self.shard else []
-        split = frozenset(dim - 1 for dim in self.shard.split if dim)
-        return [
-            Shard(
-                self.shard.shape[1:],
-                tuple(row.shape),
-                self.shard.offset[1:] if row.numel() else (0,) * row.dim(),
-                split,
-            )
-            for row in self.rows(self.dense)
-        ]
+        first = self.shard.offset[0]
+        return [self.shard.of_slice(first <= i < first + self.shard.size[0]) for i in range(self.shard.shape[0])]
 
 
 @dataclass
@@ -234,13 +222,13 @@ def build(
         state, kept = complete(part, dense)
         states.append(state)
         mine = {entry: sharding.local(state[entry]) for entry in kept}
-        name, _ = kernels.pick(backend, dense, options[part.variant], sharded=part.cut is not None)
+        name, _ = kernels.pick(backend, dense, options[part.variant], row_shard(part.param, part.stacked))
         key = (part.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, part.cut, *kept)
         if key not in slots:
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
             backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
         slot = slots[key]
-        added = slot.add(Feed(index, view, dense, part.stacked, part.shard()), mine, state["step"])
+        added = slot.add(Feed(index, view, dense, part.stacked, sharding.shard_of(part.param)), mine, state["step"])
         slot.direct &= not part.stacked and dense is view and not view.is_complex() and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
         rows += [(slot.bucket, row) for row in added]
@@ -260,6 +248,12 @@ def build(
             ranks = Ranks.of([other for other in cuts if other.mesh == cut.mesh])
             plan.meshes.setdefault(ranks, []).append(Launch(kernel, device, cut))
     return plan, states
+
+
+def row_shard(param: Tensor, stacked: bool) -> Shard | None:
+    """What of a parameter's row, which is a slice of a stacked one, lies here; None if all of it does."""
+    shard = sharding.shard_of(param)
+    return shard.of_slice(here=True) if shard and stacked else shard
 
 
 def _check_grad(part: Part, grad: Tensor) -> None:

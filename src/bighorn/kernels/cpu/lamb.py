@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.bucket import Bucket, LambOptions, Shard
 from bighorn.kernels.cpu.library import address, loaded, run, scratch
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import TYPES, unsupported
@@ -17,6 +18,8 @@ from bighorn.kernels.cpu.tensors import TYPES, unsupported
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
 DECAY_MODES = {"ratio": 0, "decoupled": 1, "l2": 2}
+BOTH, FIRST, SECOND = 0, 1, 2
+"""Phases of a step, as in csrc/lamb.h."""
 
 
 class Options(ctypes.Structure):
@@ -48,6 +51,13 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
     return unsupported(param, options.centre)
 
 
+def why_not_shard(shard: Shard, options: LambOptions) -> str | None:
+    """Why the library cannot serve a shard of a tensor that it would serve whole, or None."""
+    if options.centre and shard.splits(range(1, len(shard.shape))):
+        return "gradients that are cut up along the dims over which they are centred are not in the C library"
+    return None
+
+
 class Lamb(Stepper[LambOptions]):
     """LAMB on the library."""
 
@@ -65,6 +75,20 @@ class Lamb(Stepper[LambOptions]):
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """One LAMB step of all buckets, not counted."""
+        self._run(grads, grad_scale, BOTH, None)
+
+    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""
+        if commit is not None and not commit:
+            return
+        grads, scale = self._grads(), float(grad_scale)
+        sums = torch.zeros(2 * len(grads), dtype=torch.float64, device="cpu")
+        self._run(grads, scale, FIRST, sums)
+        yield sums
+        self._run(grads, scale, SECOND, sums)
+        self.advance()
+
+    def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:
         buffer = scratch()
         loaded().bighorn_lamb_step(
             run(),
@@ -78,6 +102,8 @@ class Lamb(Stepper[LambOptions]):
             self.partial.data_ptr(),
             buffer.data_ptr(),
             buffer.numel(),
+            phase,
+            None if sums is None else sums.data_ptr(),
         )
 
 

@@ -58,7 +58,17 @@ def declare(library: ctypes.CDLL) -> None:
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
-    library.bighorn_lamb_step.argtypes = [run, *[address] * 5, count, number, address, address, count]
+    library.bighorn_lamb_step.argtypes = [
+        run,
+        *[address] * 5,
+        count,
+        number,
+        address,
+        address,
+        count,
+        ctypes.c_int,
+        address,
+    ]
     library.bighorn_came_workspace.argtypes = [address, address, count, ctypes.c_int]
     library.bighorn_came_workspace.restype = count
     library.bighorn_came_step.argtypes = [run, *[address] * 6, count, number, address]

@@ -48,6 +48,10 @@ class Stepper(Generic[Options]):
         if commit is not None and not commit:
             return
         self.launch(self._grads(), float(grad_scale))
+        self.advance()
+
+    def advance(self) -> None:
+        """Count the step."""
         loaded().bighorn_advance(address(self.counts), len(self.counts))
 
     def launch(self, grads: array[int], grad_scale: float) -> None:

@@ -54,6 +54,8 @@ typedef struct {
     const int64_t *order; /* rows, largest first */
     int64_t rows_count;
     double grad_scale;
+    int phase;
+    Sums *sums;           /* per row, for a phase by itself */
     float *scratch;       /* shared out evenly to the team */
     int64_t scratch_size; /* floats */
     Sums *partial[2];     /* per block of a large row; two, so that a fast thread can go on to the next row */
@@ -66,41 +68,65 @@ static Block block_at(const Step *s, int64_t row, int64_t block) {
     return (Block){&s->rows[row], &s->gradients[row], s->grads[row], start, rest < BLOCK ? rest : BLOCK};
 }
 
-/* Blocks [first, last) of a row, by one thread; `partial` is for a row that is shared with the other threads. */
-static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums *partial, int thread, int team) {
-    const Row *row = &s->rows[index];
-    const Options *o = &s->options[row->options];
-    int64_t count = blocks_in(s->gradients[index].size), room = s->scratch_size / team / BLOCK;
-    int64_t kept = last - first < room ? first : last - room; /* from here on u is kept, before it is recomputed */
-    float *scratch = s->scratch + thread * room * BLOCK;
-    Sums total = {0, 0};
-    Factors f;
-    double lr = prepare(o, row, s->grad_scale, &f);
+/* What falls to one thread of a row: blocks [first, last). `partial` is for a row that all threads share. */
+typedef struct {
+    int64_t index, first, last;
+    int64_t kept;   /* from this block on u is kept, before it is computed again */
+    float *scratch; /* for what is kept */
+    Sums *partial;
+    int thread, team;
+} Slice;
 
-    for (int64_t b = first; b < last; b++) {
-        Block block = block_at(s, index, b);
-        Sums sums;
-        if (!o->adapt)
-            sums = s->loops->moments_and_apply(&block, &f, o->second_moment, (float)lr);
-        else
-            sums = s->loops->moments(&block, &f, o->second_moment, b < kept ? NULL : scratch + (b - kept) * BLOCK);
+static float *update_at(const Slice *slice, int64_t b) {
+    return b < slice->kept ? NULL : slice->scratch + (b - slice->kept) * BLOCK;
+}
+
+/* The moments of a slice, and x where nothing adapts. Returns the sums of the whole row. */
+static Sums first_phase(Step *s, const Slice *slice, const Options *o, const Factors *f, double lr) {
+    int64_t count = blocks_in(s->gradients[slice->index].size);
+    Sums total = {0, 0}, *partial = slice->partial;
+    for (int64_t b = slice->first; b < slice->last; b++) {
+        Block block = block_at(s, slice->index, b);
+        Sums sums = o->adapt ? s->loops->moments(&block, f, o->second_moment, update_at(slice, b))
+                             : s->loops->moments_and_apply(&block, f, o->second_moment, (float)lr);
         if (partial) partial[b] = sums;
         total.weight += sums.weight, total.update += sums.update;
     }
-    if (partial) {
-        wait_for_all(&s->barrier, team);
-        total = (Sums){0, 0};
-        for (int64_t b = 0; b < count; b++) total.weight += partial[b].weight, total.update += partial[b].update;
-    }
-    double weight_norm = sqrt(total.weight) * fabs(f.decay), update_norm = sqrt(total.update);
+    if (!partial) return total;
+    wait_for_all(&s->barrier, slice->team);
+    total = (Sums){0, 0};
+    for (int64_t b = 0; b < count; b++) total.weight += partial[b].weight, total.update += partial[b].update;
+    return total;
+}
+
+/* The decision on a row, and x of a slice where it adapts. */
+static void second_phase(Step *s, const Slice *slice, const Options *o, const Factors *f, double lr, Sums total) {
+    const Row *row = &s->rows[slice->index];
+    double weight_norm = sqrt(total.weight) * fabs(f->decay), update_norm = sqrt(total.update);
     double ratio = trust_ratio(o, weight_norm, update_norm);
-    if (!partial || thread == 0)
+    if (!slice->partial || slice->thread == 0)
         row->norms[0] = (float)weight_norm, row->norms[1] = (float)update_norm, row->norms[2] = (float)ratio;
     if (!o->adapt) return;
-    for (int64_t b = first; b < last; b++) {
-        Block block = block_at(s, index, b);
-        s->loops->apply(&block, &f, (float)(lr * ratio), b < kept ? NULL : scratch + (b - kept) * BLOCK);
+    for (int64_t b = slice->first; b < slice->last; b++) {
+        Block block = block_at(s, slice->index, b);
+        s->loops->apply(&block, f, (float)(lr * ratio), update_at(slice, b));
     }
+}
+
+static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums *partial, int thread, int team) {
+    const Row *row = &s->rows[index];
+    const Options *o = &s->options[row->options];
+    int64_t room = s->phase == BOTH ? s->scratch_size / team / BLOCK : 0;
+    Slice slice = {index, first, last, last - first < room ? first : last - room, s->scratch + thread * room * BLOCK,
+                   partial, thread, team};
+    Factors f;
+    double lr = prepare(o, row, s->grad_scale, &f);
+
+    Sums total = s->phase == SECOND ? s->sums[index] : first_phase(s, &slice, o, &f, lr);
+    if (s->phase != FIRST)
+        second_phase(s, &slice, o, &f, lr, total);
+    else if (!partial || thread == 0)
+        s->sums[index] = total;
 }
 
 static void step_body(int thread, int team, void *data) {
@@ -118,14 +144,15 @@ static void step_body(int thread, int team, void *data) {
     }
 }
 
-/* One LAMB step of every row, without counting it. `partial` has room for two entries per block of the largest row;
- * the scratch may be of any size. Nothing is allocated here, so nothing can fail. */
+/* One LAMB step of every row, without counting it, or one phase of it: between the two, whose rows are shards adds up
+ * `sums` over all of these. `partial` has room for two entries per block of the largest row; the scratch may be of any
+ * size. Nothing is allocated here, so nothing can fail. */
 EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row *rows,
                               const Gradient *gradients, void *const *grads,
                               const int64_t *order, int64_t rows_count, double grad_scale, Sums *partial,
-                              float *scratch, int64_t scratch_size) {
+                              float *scratch, int64_t scratch_size, int phase, Sums *sums) {
     int64_t most = rows_count ? blocks_in(gradients[order[0]].size) : 0;
-    Step s = {lamb_loops_for(run->isa), options, rows, gradients, grads, order, rows_count, grad_scale, scratch, scratch_size,
-              {partial, partial + most}, 0, {0, 0, 0}};
+    Step s = {lamb_loops_for(run->isa), options, rows, gradients, grads, order, rows_count, grad_scale, phase, sums,
+              scratch, scratch_size, {partial, partial + most}, 0, {0, 0, 0}};
     run_parallel(run, step_body, &s);
 }

@@ -10,6 +10,9 @@ enum SecondMoment { ADAM = 0, AMSGRAD = 1, ADAGRAD = 2 };
 enum BiasCorrection { NONE = 0, MOMENTS = 1, LEARNING_RATE = 2 };
 enum DecayMode { RATIO = 0, DECOUPLED = 1, L2 = 2 };
 
+/* Moments and sums come first, the trust ratio and x second; with both in one call, x finds its data in cache. */
+enum Phase { BOTH = 0, FIRST = 1, SECOND = 2 };
+
 /* What the tensors of one bucket share. Bounds are [0, infinity] where nothing is bounded. */
 typedef struct {
     double lr, beta1, beta2, eps, weight_decay;

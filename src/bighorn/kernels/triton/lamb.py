@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Shard
 from bighorn.kernels.triton.device import guard, launch, unsupported
 from bighorn.kernels.triton.tables import Mirror, in_order_of, keep, table
 
@@ -31,6 +32,12 @@ def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
         return "cautious updates are not in Triton: they would take one more pass over each tensor"
     if options.centre:
         return "gradient centralisation is not in Triton: it would take one more pass over each gradient"
+    return None
+
+
+def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+    """Why this backend cannot serve a shard of a tensor that it would serve whole: there is no reason."""
+    del shard, options
     return None
 
 
@@ -65,18 +72,42 @@ class Lamb:
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One LAMB step of all buckets, as `reference.Lamb.step`."""
         with guard(self.device):
-            keep(self.one, self.true)
-            if not isinstance(grad_scale, Tensor):
-                grad_scale = self.one if grad_scale == 1 else self.one * grad_scale
-            hyper = self.hyper.of(numbers(self.buckets))
-            for row, bucket in zip(hyper.view(len(self.buckets), -1), self.buckets, strict=True):
-                if isinstance(bucket.options.lr, Tensor):
-                    row[0].copy_(bucket.options.lr)
-            scale, commit = grad_scale.to(torch.float64), self.true if commit is None else commit
+            hyper, scale, commit = self._numbers(grad_scale, commit)
             for part in self.parts:
-                part.step(hyper, scale, commit)
-            if self.rowless:
-                torch._foreach_add_(self.rowless, commit.to(torch.float32))
+                part.moments(hyper, scale, commit)
+                part.apply(hyper, commit)
+            self._count_rowless(commit)
+
+    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""
+        with guard(self.device):
+            hyper, scale, commit = self._numbers(grad_scale, commit)
+            for part in self.parts:
+                part.moments(hyper, scale, commit)
+            sums = torch.cat([self.none, *(part.row_sums() for part in self.parts)])
+        yield sums
+        with guard(self.device):
+            for part, own in zip(
+                self.parts, torch.split(sums, [2 * len(part.places) for part in self.parts]), strict=True
+            ):
+                part.take_row_sums(own)
+                part.apply(hyper, commit)
+            self._count_rowless(commit)
+
+    def _numbers(self, grad_scale: Tensor | float, commit: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Options, what gradients are multiplied with, and whether anything is written, all on the device."""
+        keep(self.one, self.true)
+        if not isinstance(grad_scale, Tensor):
+            grad_scale = self.one if grad_scale == 1 else self.one * grad_scale
+        hyper = self.hyper.of(numbers(self.buckets))
+        for row, bucket in zip(hyper.view(len(self.buckets), -1), self.buckets, strict=True):
+            if isinstance(bucket.options.lr, Tensor):
+                row[0].copy_(bucket.options.lr)
+        return hyper, grad_scale.to(torch.float64), self.true if commit is None else commit
+
+    def _count_rowless(self, commit: Tensor) -> None:
+        if self.rowless:
+            torch._foreach_add_(self.rowless, commit.to(torch.float32))
 
     def _lay_out(self) -> None:
         """Sort the rows into parts, and compile what they need, so that no kernel fails after another has written."""
@@ -85,7 +116,9 @@ class Lamb:
             self.parts = [Part(self.buckets, places) for places in alike(self.buckets)]
             for part in self.parts:
                 part.square_sums(compile_only=True)
-                part.step(self.hyper.of(numbers(self.buckets)), self.one, self.true, compile_only=True)
+                hyper = self.hyper.of(numbers(self.buckets))
+                part.moments(hyper, self.one, self.true, compile_only=True)
+                part.apply(hyper, self.true, compile_only=True)
 
 
 class Part:
@@ -127,12 +160,26 @@ class Part:
         launch(kernel, self.chunks, tables, self.constants, compile_only=compile_only)
         return sums
 
-    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
-        """One LAMB step: moments, then each tensor's decision, then x."""
+    def moments(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+        """The first pass: moments, and the sums of the squares of x and u for each chunk."""
         keep(self.rows, self.owners, self.sums, self.factors)
-        rows, grads, owners, sums, factors = self.rows, self.grads, self.owners, self.sums, self.factors
+        tables = self.rows, self.grads, self.owners, hyper, scale, commit, self.sums, self.factors
+        launch(self.kernels.lamb_moments, self.chunks, tables, self.constants, compile_only=compile_only)
+
+    def row_sums(self) -> Tensor:
+        """These sums for each row, flat: of x, of u, and so on."""
+        sums = self.sums.view(-1, 2)
+        return torch.segment_reduce(sums, "sum", lengths=self.owners.bincount(minlength=len(self.places))).view(-1)
+
+    def take_row_sums(self, sums: Tensor) -> None:
+        """Go on with these sums instead: they stand where each row's first chunk has its own."""
+        firsts = torch.searchsorted(self.owners, torch.arange(len(self.places), device=sums.device, dtype=torch.int32))
+        self.sums.zero_().view(-1, 2)[firsts] = sums.view(-1, 2)
+
+    def apply(self, hyper: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+        """Each tensor's decision, then x."""
+        rows, owners, sums, factors = self.rows, self.owners, self.sums, self.factors
         for kernel, programs, tables in (
-            (self.kernels.lamb_moments, self.chunks, (rows, grads, owners, hyper, scale, commit, sums, factors)),
             (self.kernels.lamb_norms, len(self.places), (rows, hyper, commit, sums, factors)),
             (self.kernels.lamb_apply, self.adapted, (rows, owners, hyper, commit, factors)),
         ):

@@ -7,10 +7,15 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 import sharded
+import stepping
+from bighorn import kernels
+from contract import BY_ID, advance, assert_bitwise
 
 LIMIT = 300
 
@@ -24,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
     """What each scenario said on each of so many ranks: nothing, or a traceback."""
-    program = str(Path(sharded.__file__))
+    program = sharded.__file__
     commands = [[sys.executable, program, str(rank), str(world), str(folder)] for rank in range(world)]
     ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     try:
@@ -54,3 +59,33 @@ def test_four_ranks(scenario: str, folder: Path) -> None:
 def test_one_process(scenario: str, folder: Path) -> None:
     said(2, folder)
     assert [said[scenario] for said in said(1, folder)] == [""]
+
+
+# ---- one process: a step in rounds, whose sums are whole already --------------------------------------------------
+
+
+def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    for _ in kernel.rounds(grad_scale, commit):
+        pass
+
+
+@pytest.mark.parametrize("case", ["both-bounds", "clip-skip", "stacked", "mixed-paper-v5"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
+def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, on compiled backends, where both run the same arithmetic."""
+    whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
+    advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
+    monkeypatch.setattr(kernels.BACKENDS[backend].lamb, "step", in_rounds)
+    advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
+    assert_bitwise(shards, whole)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rounds_are_a_step_for_large_tensors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that all threads share, and of whose u a step keeps a part."""
+    if not kernels.status()["cpu"].available:
+        pytest.skip(kernels.status()["cpu"].detail)
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # to be restored: digests sets it
+    whole = stepping.digests(threads)
+    monkeypatch.setattr(kernels.BACKENDS["cpu"].lamb, "step", in_rounds)
+    assert stepping.digests(threads) == whole

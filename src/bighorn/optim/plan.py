@@ -229,7 +229,7 @@ def build(
             backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
         slot = slots[key]
         added = slot.add(Feed(index, view, dense, part.stacked, sharding.shard_of(part.param)), mine, state["step"])
-        slot.direct &= not part.stacked and dense is view and not view.is_complex() and not grad.is_neg()
+        slot.direct &= not part.stacked and dense is view and not part.param.is_complex() and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
         rows += [(slot.bucket, row) for row in added]
     _check_disjoint([(part, feed) for slot in slots.values() for feed in slot.feeds for part in [parts[feed.index]]])

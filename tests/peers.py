@@ -1,15 +1,20 @@
 """Other packages' LAMBs, written out anew from their code, in their order of operations and with their defaults.
 
 Plain Python floats, one element at a time; nothing from bighorn and nothing of `scalar.py`. A function steps all
-tensors once. Each says where its formula was read: repository, file and commit.
+tensors once. Each says where its formula was read: repository, file and commit. At the end: timm's own, if installed.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 Floats = list[float]
 Step = Callable[[Sequence["Leaf"], float], None]
@@ -265,3 +270,17 @@ def mindspore(leaves: Sequence[Leaf], lr: float, grouped: bool = False) -> None:
 
 def mindspore_grouped(leaves: Sequence[Leaf], lr: float) -> None:
     mindspore(leaves, lr, grouped=True)
+
+
+TIMM_ABSENT = None if find_spec("timm") else "timm is not installed: pip install --no-deps timm"
+"""Why timm's Lamb cannot be had; its dependencies have no build for the CPU everywhere."""
+
+
+def installed_timm_lamb() -> Any:
+    """The class itself, from timm's folder, since `import timm` needs torchvision."""
+    spec = find_spec("timm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    package = sys.modules.setdefault("timm_optim", ModuleType("timm_optim"))
+    package.__path__ = [f"{folder}/optim" for folder in spec.submodule_search_locations]
+    return importlib.import_module("timm_optim.lamb").Lamb

@@ -790,15 +790,3 @@ def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
     message = r"param_groups\[0\].*unknown option '(adam|clip_threshold)'"
     with refused(parameters, optimizer, ValueError, message):
         optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
-
-
-def test_amsgrad_that_is_on_in_a_checkpoint_must_be_on_here() -> None:
-    others = weights()
-    adam = torch.optim.Adam(others, amsgrad=True)
-    for parameter in others:
-        parameter.grad = torch.ones_like(parameter)
-    adam.step()
-    parameters, optimizer = stepped(Lamb)
-    with refused(parameters, optimizer, ValueError, "amsgrad.*second_moment"):
-        optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
-    Lamb(weights(), second_moment="amsgrad").load_state_dict(copy.deepcopy(adam.state_dict()))

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -142,17 +141,10 @@ def keras_lamb(_: bool) -> list[Tensor]:
 
 
 def timm_lamb(**options: Any) -> Witness:
-    """From timm's folder, since `import timm` needs torchvision."""
-
     def run(grouped: bool) -> list[Tensor]:
-        spec = find_spec("timm")
-        assert spec is not None
-        assert spec.submodule_search_locations
-        package = sys.modules.setdefault("timm_optim", ModuleType("timm_optim"))
-        package.__path__ = [f"{folder}/optim" for folder in spec.submodule_search_locations]
         params = starts(torch.float64)
         groups = in_groups(params, weight_decay=0.0) if grouped else [{"params": params}]
-        train(importlib.import_module("timm_optim.lamb").Lamb(groups, **options), params)
+        train(peers.installed_timm_lamb()(groups, **options), params)
         return [parameter.detach() for parameter in params]
 
     return run

@@ -2,6 +2,7 @@
 
 from bighorn import groups, schedules
 from bighorn.optim.came import Came, CameTelemetry
+from bighorn.optim.foreign import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
 from bighorn.parallel import TailOverlap, shard_update
@@ -11,6 +12,7 @@ __all__ = [
     "PRESETS",
     "Came",
     "CameTelemetry",
+    "ConvertedStateWarning",
     "ExponentialScale",
     "FixedScale",
     "Lamb",

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn import kernels, sharding
 from bighorn.kernels.bucket import Options
 from bighorn.names import excludes, named
-from bighorn.optim import checks, order
+from bighorn.optim import checks, foreign, order
 from bighorn.optim.checks import Check
 from bighorn.optim.fingerprint import Fingerprint
 from bighorn.optim.plan import Part, Plan, Variant, build, row_shard
@@ -42,6 +42,9 @@ LABELS = ("params", "param_names", "name")
 
 SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 """Keys that torch's schedulers keep in a group."""
+
+OURS = (COUNT, foreign.VERSION)
+"""Keys that we keep in a group, since every way of saving keeps groups."""
 
 MOST_PLANS = 8
 """How many sets of parameters with gradients are remembered, where these alternate (GANs, experts)."""
@@ -157,7 +160,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         if "params" not in param_group:
             raise ValueError("a parameter group must have the key 'params'")
         group = self._settings.without_own(param_group)
-        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, COUNT, *self.OPTIONS], "a parameter group")
+        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *self.OPTIONS], "a parameter group")
         group.update(self._checked(group))
         group["params"] = named(group["params"], self._settings.names)
         if "param_names" not in group and not all(isinstance(param, tuple) for param in group["params"]):
@@ -180,6 +183,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             **self._default_schedules,
             COUNT: max((other[COUNT] for other in self.param_groups), default=0),
             **group,
+            foreign.VERSION: foreign.FORMAT,
         }
         drivers: Drivers = {}
         take_over(complete, drivers)
@@ -527,15 +531,20 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave. Each state tensor keeps the dtype that is declared for it.
 
+        Checkpoints of torch's Adam and AdamW, timm's Lamb, apex's FusedLAMB and came-pytorch's CAME are converted, with
+        a `ConvertedStateWarning` that says how.
+
         Args:
             state_dict: `state` and `param_groups`; options in its groups win over the ones at hand.
 
         Raises:
-            ValueError: It is no optimizer's state, belongs to another model, or holds an option out of range; the
-                optimizer is as before.
+            ValueError: It is no optimizer's state, belongs to another model or algorithm, is of a newer format, or
+                holds an option out of range; the optimizer is as before.
         """
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError("state_dict must be what optimizer.state_dict() returned, with 'state' and 'param_groups'")
+        max_grad_norm = self._settings.max_grad_norm
+        state_dict = foreign.converted(state_dict, self.ALGORITHM, self.param_groups, max_grad_norm)
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: hold(loaded))
         try:
             super().load_state_dict(state_dict)
@@ -551,8 +560,6 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         ]
         loaded: dict[Any, Any] = {param: release(value) for param, value in state["state"].items()}
         for index, group in enumerate(groups):
-            # apex and timm count steps per group.
-            count = {"step": group.pop("step")} if "step" in group else {}
             steps = 0.0
             for position, param in enumerate(group["params"]):
                 if isinstance(loaded.get(param), dict) and loaded[param]:
@@ -560,7 +567,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
                         self._state_spec(group, real_view(sharding.whole(param))),
                         real_view(sharding.local(param)),
                     )
-                    state_of = complete(param, dense, spec, {**count, **loaded[param]}, _label(index, position))
+                    state_of = complete(param, dense, spec, loaded[param], _label(index, position))
                     loaded[param], steps = state_of, max(steps, float(state_of["step"]))
             group.setdefault(COUNT, int(steps))  # other optimizers' checkpoints count for each parameter only
         fresh: defaultdict[Any, Any] = defaultdict(dict)
@@ -577,8 +584,9 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         try:
             settings: Settings | None = self.__dict__.get("_settings")
             loaded = settings.without_own(loaded) if settings else loaded  # none yet while unpickling
-            group = checks.without_torch_keys({**{name: current[name] for name in self.OPTIONS}, **loaded})
-            checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, COUNT, "step", *self.OPTIONS], "it")
+            group = {foreign.VERSION: foreign.FORMAT, **{name: current[name] for name in self.OPTIONS}, **loaded}
+            checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *self.OPTIONS], "it")
+            group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
             if COUNT in group:
                 group[COUNT] = check_count(COUNT, group[COUNT])
             return {**group, **self._checked(group)}

@@ -236,17 +236,6 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
         raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
 
 
-TORCH_GROUP_KEYS = ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
-"""Keys of torch's Adam and AdamW in a checkpoint. They mean nothing here, but for an amsgrad that is on."""
-
-
-def without_torch_keys(group: dict[str, Any]) -> dict[str, Any]:
-    """A loaded group without torch's own keys, so that a checkpoint of its Adam and AdamW can be gone on with."""
-    if group.get("amsgrad") and group.get("second_moment") != "amsgrad":
-        raise ValueError(f"amsgrad=True: {TORCH_ONLY['amsgrad']} in the constructor, and load with amsgrad=False")
-    return {name: value for name, value in group.items() if name not in TORCH_GROUP_KEYS}
-
-
 def _hint(name: object, known: Iterable[object]) -> str:
     nearest = difflib.get_close_matches(str(name), [str(word) for word in known], n=1)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""

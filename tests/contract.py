@@ -94,8 +94,8 @@ def assert_same_everything(
 
 
 def figures(telemetry: LambTelemetry | CameTelemetry) -> dict[str, Tensor]:
-    """The columns with one entry per parameter."""
-    return {name: value for name, value in vars(telemetry).items() if name not in {"names", "skipped"}}
+    """What kernels write, one entry per parameter."""
+    return {name: value for name, value in vars(telemetry).items() if name not in {"names", "lr", "skipped"}}
 
 
 def saved_and_loaded(state: Any) -> Any:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import bighorn
-from bighorn import groups, kernels, schedules
+from bighorn import groups, kernels, schedules, telemetry
 
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -23,7 +23,7 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"groups", "optim", "scaling", "parallel", "schedules"},
+    "bighorn": {"groups", "optim", "scaling", "parallel", "schedules", "telemetry"},
     "optim": {"optim", "kernels", "sharding", "state", "gradients", "names", "schedules"},
     "kernels": {"kernels"},
     "sharding": {"kernels"},
@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "groups": {"names"},
     "names": set(),
     "schedules": set(),
+    "telemetry": set(),
+    "integrations": {"telemetry"},
     "scaling": {"sharding"},
     "parallel": {"sharding"},
     "compat": {"bighorn", "compat", "schedules"},
@@ -39,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy"}
 PEERS = {"jax", "keras", "optax", "pytorch_optimizer", "timm"}
+TRAINERS = {"accelerate", "deepspeed", "lightning", "transformers"}
 
 
 def room(parts: tuple[str, ...]) -> str:
@@ -80,8 +83,9 @@ def test_the_import_rule_sees_a_crossing() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_the_command_line_needs_more_than_torch(path: Path) -> None:
-    foreign = {name[0] for name in imports(path)} & (TERMINAL | PEERS)
-    assert path.is_relative_to(ROOT / "cli") or foreign == set()
+    foreign = {name[0] for name in imports(path)} & (TERMINAL | PEERS | TRAINERS)
+    its_trainer = {path.stem} if path.parent == ROOT / "integrations" else set()
+    assert path.is_relative_to(ROOT / "cli") or foreign == its_trainer - {"__init__"}
 
 
 def test_only_the_sharding_room_names_distributed_tensors() -> None:
@@ -119,7 +123,7 @@ def test_only_one_place_probes_for_backends() -> None:
 def public() -> list[tuple[str, object]]:
     """Every public name of the package, its groups, schedules, kernels and faces, and the methods of the classes."""
     found: list[tuple[str, object]] = []
-    for module in (bighorn, groups, schedules, kernels, *map(importlib.import_module, FACES)):
+    for module in (bighorn, groups, schedules, telemetry, kernels, *map(importlib.import_module, FACES)):
         for name in module.__all__:
             thing = getattr(module, name)
             if not (inspect.isclass(thing) or inspect.isfunction(thing)):

@@ -1,6 +1,6 @@
 """Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters live on."""
 
-from bighorn import groups, schedules
+from bighorn import groups, schedules, telemetry
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.foreign import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
@@ -25,6 +25,7 @@ __all__ = [
     "groups",
     "schedules",
     "shard_update",
+    "telemetry",
 ]
 
 __version__ = "0.1.0"

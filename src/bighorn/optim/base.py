@@ -449,16 +449,16 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     # ---- what it says of itself -----------------------------------------------------------------------------
 
-    def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]:
-        """Names, three figures for each name, and how many steps were skipped: what telemetry is made of."""
-        norms = torch.zeros(0, 3, dtype=torch.float32, device="cpu")
+    def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Names, three figures and the learning rate for each, and how many steps were skipped: telemetry's fields."""
+        figures = torch.zeros(0, 4, dtype=torch.float32, device="cpu")
         if self._last:
-            pieces = [plan.norms() for plan in self._last]
-            norms = torch.cat([piece.to(pieces[0].device) for piece in pieces])
+            pieces = [plan.figures() for plan in self._last]
+            figures = torch.cat([piece.to(pieces[0].device) for piece in pieces])
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
-        first, second, third = norms.unbind(dim=1)
+        first, second, third, lr = figures.unbind(dim=1)
         labels = tuple([label for plan in self._last for label in plan.labels])
-        return labels, first, second, third, skipped
+        return labels, first, second, third, lr, skipped
 
     @classmethod
     def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:

@@ -30,6 +30,7 @@ class CameTelemetry:
         update_rms: Root mean square of u before it was clipped, `[names]`, float32, on the parameters' device.
         clip_factor: What clipping multiplied u with, at most 1, likewise.
         confidence: The mean of what multiplied the momentum, likewise; 1 for an unfactored parameter.
+        lr: The learning rate that the step was taken with, likewise.
         skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
     """
 
@@ -37,6 +38,7 @@ class CameTelemetry:
     update_rms: Tensor
     clip_factor: Tensor
     confidence: Tensor
+    lr: Tensor
     skipped: Tensor
 
 

@@ -29,6 +29,7 @@ class LambTelemetry:
         weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
         update_norm: ||u||, likewise.
         trust_ratio: The ratio that the learning rate was multiplied with, likewise.
+        lr: The learning rate that the step was taken with, likewise.
         skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
     """
 
@@ -36,6 +37,7 @@ class LambTelemetry:
     weight_norm: Tensor
     update_norm: Tensor
     trust_ratio: Tensor
+    lr: Tensor
     skipped: Tensor
 
 

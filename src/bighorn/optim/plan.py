@@ -126,9 +126,10 @@ class Plan:
     meshes: dict[Ranks, list[Launch]]
     """Those for shards, by who adds up sums over them."""
     labels: tuple[str, ...]
-    rows: list[tuple[Bucket[Any], int]]
-    """Per label: its bucket and row."""
+    rows: list[int]
+    """Per label: its row, where those of all buckets are counted through."""
     fingerprint: Fingerprint | None = None
+    _rows: Tensor | None = None
 
     def feed(self, grads: list[Tensor], options: dict[Variant, Any]) -> None:
         """Hand this step's gradients and options to the buckets."""
@@ -177,12 +178,17 @@ class Plan:
                 if feed.dense is not feed.view:
                     feed.view.copy_(feed.dense)
 
-    def norms(self) -> Tensor:
-        """Weight norm, update norm and trust ratio of the last step, `[labels, 3]`."""
-        first = self.slots[0].bucket.norms
-        if not self.rows:
-            return first.clone()
-        return torch.stack([bucket.norms[row].to(first.device) for bucket, row in self.rows])
+    def figures(self) -> Tensor:
+        """What kernels wrote of the last step, and the learning rate that they were told, `[labels, 4]`."""
+        device = self.slots[0].bucket.norms.device
+        if self._rows is None:
+            self._rows = torch.tensor(self.rows, dtype=torch.int64, device=device)
+        tables = []
+        for slot in self.slots:
+            norms, lr = slot.bucket.norms, slot.bucket.options.lr
+            lrs = lr.to(norms).expand(len(norms), 1) if isinstance(lr, Tensor) else norms.new_full((len(norms), 1), lr)
+            tables.append(torch.cat([norms, lrs], dim=1).to(device))
+        return torch.cat(tables)[self._rows]
 
 
 def build(
@@ -212,7 +218,7 @@ def build(
     backends: dict[tuple[str, torch.device, Cut | None], list[Bucket[Any]]] = {}
     states: list[State] = []
     labels: list[str] = []
-    rows: list[tuple[Bucket[Any], int]] = []
+    rows: list[tuple[Slot, int]] = []
     for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         _check_grad(part, grad)
         view, grad = real_view(sharding.local(part.param)), sharding.local(grad)
@@ -231,13 +237,15 @@ def build(
         added = slot.add(Feed(index, view, dense, part.stacked, sharding.shard_of(part.param)), mine, state["step"])
         slot.direct &= not part.stacked and dense is view and not part.param.is_complex() and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
-        rows += [(slot.bucket, row) for row in added]
+        rows += [(slot, row) for row in added]
     _check_disjoint([(part, feed) for slot in slots.values() for feed in slot.feeds for part in [parts[feed.index]]])
 
     for (_, device, _), buckets in backends.items():
         for bucket in buckets:
             bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
-    plan = Plan(list(slots.values()), [], {}, tuple(labels), rows)
+    sizes = [len(slot.bucket.params) for slot in slots.values()]
+    starts = dict(zip(map(id, slots.values()), itertools.accumulate(sizes, initial=0), strict=False))
+    plan = Plan(list(slots.values()), [], {}, tuple(labels), [starts[id(slot)] + row for slot, row in rows])
     plan.feed(grads, options)
     cuts = [cut for _, _, cut in backends if cut is not None]
     for (name, device, cut), buckets in backends.items():

@@ -1,0 +1,1 @@
+"""Callbacks for trainers, one file for each; a file imports its trainer, and nothing else here does."""

@@ -1,0 +1,36 @@
+"""A callback for Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from bighorn.telemetry import check_every, scalars
+
+
+class TelemetryCallback(Callback):  # type: ignore[misc]
+    """Gives `bighorn.telemetry.scalars` of the trainer's optimizer to its loggers.
+
+    Args:
+        every: How many steps lie between two reports. Default: 50.
+
+    Raises:
+        TypeError: `every` is no integer.
+        ValueError: `every` is less than 1.
+    """
+
+    def __init__(self, every: int = 50) -> None:
+        self.every, self._last = check_every(every), 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Report, if a step was taken and it is time to, in the process that reports."""
+        del pl_module
+        step = trainer.global_step
+        if step == self._last or step % self.every or not trainer.is_global_zero:
+            return
+        self._last = step
+        for optimizer in trainer.optimizers:
+            values = scalars(optimizer)
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step)

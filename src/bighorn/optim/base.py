@@ -40,8 +40,8 @@ NO_OPTIONS = ("self", "params", "unknown", "__class__")
 LABELS = ("params", "param_names", "name")
 """Keys of a group that are no options: torch's own, and the one by which people label a group."""
 
-SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
-"""Keys that torch's schedulers keep in a group."""
+SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
+"""Keys that schedulers keep in a group: torch's, and timm's `lr_scale`."""
 
 OURS = (COUNT, foreign.VERSION)
 """Keys that we keep in a group, since every way of saving keeps groups."""

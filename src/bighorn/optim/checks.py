@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -84,13 +84,18 @@ def _number_or_schedule(name: str, value: object) -> float:
     return float(number(0)(name, value))  # type: ignore[arg-type]
 
 
+def _are(value: object, count: int) -> TypeGuard[Sequence[Any]]:
+    """Whether these are so many things in order: a tuple, a list, or a list of a configuration file's reader."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == count
+
+
 def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
     """So many numbers in [0, 1)."""
     each = number(0, 1, exclusive=True)
     names = ", ".join(f"beta{i + 1}" for i in range(count))
 
     def check(name: str, value: object) -> tuple[object, ...]:
-        if not isinstance(value, (tuple, list)) or len(value) != count:
+        if not _are(value, count):
             raise TypeError(f"{name} must be {count} numbers ({names}), not {value!r}")
         return tuple(each(f"{name}[{i}]", beta) for i, beta in enumerate(value))
 
@@ -110,7 +115,7 @@ def came_betas(name: str, value: object) -> tuple[object, ...]:
 
 def came_eps(name: str, value: object) -> tuple[object, ...]:
     """Two positive numbers."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if not _are(value, 2):
         raise TypeError(f"{name} must be two numbers, for the squared gradient and for the instability, not {value!r}")
     return tuple(positive(f"{name}[{i}]", eps) for i, eps in enumerate(value))
 
@@ -132,7 +137,7 @@ def bounds(name: str, value: object) -> tuple[float, float] | None:
     """None, or a lower and an upper bound, which may be infinite."""
     if value is None:
         return None
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if not _are(value, 2):
         raise TypeError(f"{name} must be None or (low, high), not {value!r}")
     if any(isinstance(bound, bool) or not isinstance(bound, Real) for bound in value):
         raise TypeError(f"{name} must be two numbers, not {value!r}; where nothing bounds, use 0 and math.inf")

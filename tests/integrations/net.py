@@ -1,0 +1,73 @@
+"""The small model that every trainer trains, its data, and the same training by hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 24
+INPUTS = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+LABELS = (INPUTS.sum(dim=1) > 0).long()
+BATCH = 2
+INSTALL = "make integrations, or pip install 'bighorn[test-integrations]'"
+
+EXCLUDED = ["bias", "norm"]
+OPTIONS: dict[str, Any] = {
+    "weight_decay": 0.1,
+    "exclude_from_weight_decay": EXCLUDED,
+    "exclude_from_layer_adaptation": EXCLUDED,
+}
+
+
+class Net(nn.Module):
+    """Returns its loss, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.norm(self.body(inputs))))
+        return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+def batches(start: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return [(INPUTS[i : i + BATCH], LABELS[i : i + BATCH]) for i in range(start * BATCH, SAMPLES, BATCH)]
+
+
+def by_hand(
+    make: Callable[[Net], torch.optim.Optimizer],
+    decay: Callable[[int], float] = lambda _: 1.0,
+    accumulate: int = 1,
+    clip: float | None = None,
+    bf16: bool = False,
+) -> Net:
+    """One epoch in a plain loop; `decay` is what the learning rate is multiplied with at a step."""
+    net = Net()
+    optimizer = make(net)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    for i, (inputs, labels) in enumerate(batches()):
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
+            loss = net(inputs, labels)["loss"]
+        (loss / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return net
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    """To rounding; and the training moved every parameter."""
+    for (name, a), b, c in zip(ours.named_parameters(), theirs.parameters(), Net().parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+        assert not a.equal(c), name

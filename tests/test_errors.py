@@ -790,3 +790,16 @@ def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
     message = r"param_groups\[0\].*unknown option '(adam|clip_threshold)'"
     with refused(parameters, optimizer, ValueError, message):
         optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+
+
+def test_parameters_that_were_replaced_behind_their_names(kind: Kind) -> None:
+    """As by DeepSpeed's ZeRO, which puts one flat tensor in the place of all: its norm would be no layer's."""
+    pairs = [("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))]
+    optimizer = kind(pairs, lr=0.1)
+    flat = Parameter(torch.ones(8))
+    flat.grad = torch.ones(8)
+    optimizer.param_groups[0]["params"] = [flat]
+    with refused(
+        [flat], optimizer, ValueError, r"2 names for 1 parameters, which were replaced: DeepSpeed.*shard_update"
+    ):
+        optimizer.step()

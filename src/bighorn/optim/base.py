@@ -391,6 +391,12 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _part(self, index: int, position: int, param: Tensor) -> Part:
         group = self.param_groups[index]
+        if len(group.get("param_names", group["params"])) != len(group["params"]):
+            raise ValueError(
+                f"param_groups[{index}] has {len(group['param_names'])} names for {len(group['params'])} parameters, "
+                "which were replaced: DeepSpeed's ZeRO does so with one flat tensor, whose norms are no layer's. Do "
+                "without ZeRO, or use bighorn.shard_update"
+            )
         name = group["param_names"][position] if "param_names" in group else None
         centre_from = {False: math.inf, True: 2, "conv": 3}[group["grad_centralization"]]
         centres = param.dim() - group["stacked"] >= centre_from

@@ -33,6 +33,10 @@ INTERPRETED = {
     *("stacked", "two-groups-sometimes-adapt", "mixed-paper-v5", "mixed-clip-skip", "large-amsgrad"),
     *("bfloat16-everything", "bfloat16-grads-float32-adamw", "float16-paper-v5", "complex64-adagrad"),
     *("float32-states-bfloat16-paper-v5", "bfloat16-states-bfloat16-everything"),
+    *("came-published", "came-everything", "came-skip", "came-mixed-published", "came-large-clip-skip"),
+    *("came-bfloat16-grads-float32-last-two", "came-float16-states-float16-stacked", "came-complex64-published"),
+    *("came-float32-states-int8-published", "came-bfloat16-states-int8-everything"),
+    *("came-bfloat16-states-bfloat16-published", "came-float32-states-int8-everything"),
 }
 """What runs by default where kernels are interpreted, which takes a while for each block; the others are slow tests."""
 
@@ -95,8 +99,6 @@ class Case:
         """Whether the specification asks this backend for this case: the compiled ones leave out float64 too."""
         if backend not in LEFT_OUT:
             return True
-        if backend == "triton" and self.kind is Came:
-            return False
         left_out = any(group.get(option) for group in (self.options, *self.groups) for option in LEFT_OUT[backend])
         return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
 

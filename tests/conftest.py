@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import cases
 import interpreter
-from bighorn import Lamb, kernels
+import pretended
+from bighorn import kernels
 from bighorn.kernels.triton.device import interpreted
 from cases import Kind
 
@@ -36,6 +39,11 @@ def backend(request: pytest.FixtureRequest) -> str:
         pytest.skip(f"backend {name}: {status.detail if status else 'unknown to kernels.status()'}")
     if status.device != "cpu":
         pytest.skip(f"backend {name} serves {status.device}: tests/test_gpu.py runs it there")
-    if name == "triton" and "kind" in request.fixturenames and request.getfixturevalue("kind") is not Lamb:
-        pytest.skip("CAME is not in Triton")
     return name
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[pretended.Driver]:
+    """A GPU that notes down what is launched there."""
+    with pretended.gpu(monkeypatch) as driver:
+        yield driver

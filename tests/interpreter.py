@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from bighorn.kernels.triton import device, stepper
+
+compiled = pytest.mark.skipif(device.interpreted(), reason="needs Triton's compiler, and TRITON_INTERPRET is set")
+interpreted = pytest.mark.skipif(
+    not device.interpreted(), reason="needs TRITON_INTERPRET=1, which test_in_the_interpreter sets for it"
+)
 
 
 def mend() -> None:
@@ -38,3 +46,14 @@ def mend() -> None:
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of more than two programs, which are so many, runs these two."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    launch = device.launch
+    monkeypatch.setattr(stepper, "launch", lambda kernel, n, *rest, **named: launch(kernel, min(n, 2), *rest, **named))
+    place, size = builder.set_grid_idx, builder.set_grid_dim
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(programs - 1 if x == 1 else x, y, z))
+    monkeypatch.setattr(builder, "set_grid_dim", lambda x, y, z: size(programs if x == 2 else x, y, z))

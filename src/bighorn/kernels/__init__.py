@@ -71,7 +71,7 @@ class Backend:
 
 BACKENDS = {
     "cpu": Backend(cpu.why_not, cpu.why_not_shard, cpu.Lamb, cpu.Came),
-    "triton": Backend(triton.why_not, triton.why_not_shard, triton.Lamb, reference.Came),  # its why_not refuses CAME
+    "triton": Backend(triton.why_not, triton.why_not_shard, triton.Lamb, triton.Came),
     "foreach": Backend(foreach.why_not, foreach.why_not_shard, foreach.Lamb, foreach.Came),
     "reference": Backend(reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came),
 }

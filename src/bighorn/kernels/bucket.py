@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 Bounds = tuple[float, float]
@@ -54,6 +55,13 @@ class CameOptions:
     factor: Factor | None
     """How a row becomes matrices: "matrix", one of dim 0 by everything else; "last_two", one for each index of the
     leading dims; None, its second moment is kept unfactored."""
+
+
+def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
+    """How many matrices a row is, and their height and width; an unfactored row is cut up as if it were one."""
+    if factor == "last_two":
+        return math.prod(shape[:-2]), shape[-2], shape[-1]
+    return 1, shape[0] if shape else 1, math.prod(shape[1:])
 
 
 Options = TypeVar("Options", LambOptions, CameOptions)

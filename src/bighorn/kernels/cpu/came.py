@@ -9,7 +9,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, Factor
+from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
 from bighorn.kernels.cpu.library import Run, address, loaded, run
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import TYPES, unsupported
@@ -102,13 +102,6 @@ def make_row(bucket: Bucket[CameOptions], i: int, index: int) -> Row:
         state_type=STATE_TYPES[state["exp_avg"].dtype],
         options=index,
     )
-
-
-def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
-    """How many matrices a row is, and their height and width; an unfactored row is cut up as if it were one."""
-    if factor == "last_two":
-        return math.prod(shape[:-2]), shape[-2], shape[-1]
-    return 1, shape[0] if shape else 1, math.prod(shape[1:])
 
 
 def _beta2(bucket: Bucket[CameOptions], step: Tensor) -> float:

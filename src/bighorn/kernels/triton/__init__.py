@@ -1,5 +1,21 @@
 """Triton: fused kernels on GPUs. It is imported when a tensor asks for it, and bighorn works without it."""
 
-from bighorn.kernels.triton.lamb import Lamb, why_not, why_not_shard
+from torch import Tensor
 
-__all__ = ["Lamb", "why_not", "why_not_shard"]
+from bighorn.kernels.bucket import CameOptions, LambOptions, Shard
+from bighorn.kernels.triton import came, lamb
+from bighorn.kernels.triton.came import Came
+from bighorn.kernels.triton.lamb import Lamb
+
+__all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
+
+
+def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+    """Why this backend cannot serve such a tensor, or None."""
+    return came.why_not(param, options) if isinstance(options, CameOptions) else lamb.why_not(param, options)
+
+
+def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+    """Why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
+    del shard
+    return "CAME on shards is not in Triton" if isinstance(options, CameOptions) else None

@@ -6,80 +6,58 @@ question open, `reference/lamb.py` answers it. Arithmetic is in float32; sums of
 each tensor, in float64.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float64: tl.float64,  # gradients may be
-}
-LANES = tl.constexpr(256)  # threads of a program; a block is a multiple of it
+from bighorn.kernels.triton.common_kernels import (
+    COUNTS,
+    DECAY,
+    EXP_AVG,
+    FIRST,
+    HYPER,
+    LANES,
+    LR,
+    NORMS,
+    OPTION,
+    PARAM,
+    ROW,
+    SIGN,
+    STEP,
+    STOP,
+    at,
+    block,
+    extent,
+    folded,
+    number,
+    read,
+    vectorised,
+    write,
+)
 
-# The table of rows: int64, one row per tensor.
-PARAM = tl.constexpr(0)  # addresses
-EXP_AVG = tl.constexpr(1)
-EXP_AVG_SQ = tl.constexpr(2)
-MAX_EXP_AVG_SQ = tl.constexpr(3)
-STEP = tl.constexpr(4)
-NORMS = tl.constexpr(5)
-COUNTS = tl.constexpr(6)  # 1 where it advances `step`, which the slices of a parameter share
-HYPER = tl.constexpr(7)  # its row in the table of hyper-parameters
-SIZE = tl.constexpr(8)  # in elements
-FIRST = tl.constexpr(9)  # its first chunk
-STOP = tl.constexpr(10)  # the chunk after its last
-ROW = tl.constexpr(11)
+# Columns of the table of rows, after the common ones.
+EXP_AVG_SQ = tl.constexpr(9)
+MAX_EXP_AVG_SQ = tl.constexpr(10)
 
-# The table of hyper-parameters: float64, one row per bucket (`options` is a name of Triton's own).
-LR = tl.constexpr(0)
-BETA1 = tl.constexpr(1)
-BETA2 = tl.constexpr(2)
-BETA3 = tl.constexpr(3)  # what g is multiplied with in m
-BETA4 = tl.constexpr(4)  # what g^2 is multiplied with in v
-LOG_BETA1 = tl.constexpr(5)  # -inf where there is no bias correction
-LOG_BETA2 = tl.constexpr(6)
-CORRECTS_LR = tl.constexpr(7)  # 1 where the bias correction is a factor of lr
-EPS = tl.constexpr(8)
-DECAY = tl.constexpr(9)
-SIGN = tl.constexpr(10)  # -1 to maximize
+# Columns of the table of hyper-parameters, likewise.
+BETA1 = tl.constexpr(3)
+BETA2 = tl.constexpr(4)
+BETA3 = tl.constexpr(5)  # what g is multiplied with in m
+BETA4 = tl.constexpr(6)  # what g^2 is multiplied with in v
+LOG_BETA1 = tl.constexpr(7)  # -inf where there is no bias correction
+LOG_BETA2 = tl.constexpr(8)
+CORRECTS_LR = tl.constexpr(9)  # 1 where the bias correction is a factor of lr
+EPS = tl.constexpr(10)
 ADAPTS = tl.constexpr(11)  # 0 where the trust ratio is 1, and the first pass writes x
 WEIGHT_LOW = tl.constexpr(12)
 WEIGHT_HIGH = tl.constexpr(13)
 RATIO_LOW = tl.constexpr(14)
 RATIO_HIGH = tl.constexpr(15)
-OPTION = tl.constexpr(16)
 
 # The table of factors, which the first pass leaves to the others: float64, one row per tensor.
 M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
 ROOT_EPS = tl.constexpr(1)
 STRIDE = tl.constexpr(2)  # what u is multiplied with: lr, its correction, and in the end the trust ratio
 FACTOR = tl.constexpr(3)
-
-
-@triton.jit
-def lamb_square_sums(rows, grads, owners, sums, G: tl.constexpr, CHUNK: tl.constexpr):
-    """The sum of the squares of each chunk of the gradients, `[chunks]`."""
-    BLOCK: tl.constexpr = LANES * (128 // G.primitive_bitwidth)
-    chunk = tl.program_id(0)
-    index = tl.load(owners + chunk).to(tl.int64)
-    start, size = extent(rows + index * ROW, chunk, CHUNK)
-    whole = vectorised(tl.load(grads + index), size, BLOCK)
-    g = at(tl.load(grads + index), start, G)
-    total = squares(g, 0, whole, False, BLOCK) + squares(g, whole, size, True, BLOCK)
-    tl.store(sums + chunk, tl.sum(total, 0))
-
-
-@triton.jit
-def squares(g, first, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of g^2 over elements `first` to `stop` of a chunk, one for each lane."""
-    total = tl.zeros((LANES,), tl.float64)
-    for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        value = read(g, offsets, mask).to(tl.float64)
-        total += folded(value * value)
-    return total
 
 
 @triton.jit
@@ -267,64 +245,3 @@ def bounded(value, low, high):
     """A scalar clamped to two numbers in memory; a NaN stays one."""
     value = tl.where(value < tl.load(low), tl.load(low), value)
     return tl.where(value > tl.load(high), tl.load(high), value)
-
-
-# ---- where things lie -----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def extent(row, chunk, CHUNK: tl.constexpr):
-    """Where a chunk starts in its tensor, and how many elements it has."""
-    start = (chunk - tl.load(row + FIRST)) * CHUNK
-    return start, tl.minimum(tl.load(row + SIZE) - start, CHUNK).to(tl.int32)
-
-
-@triton.jit
-def vectorised(addresses, size, BLOCK: tl.constexpr):
-    """How many elements of a chunk are whole blocks, to be moved 16 bytes at a time: none if an address forbids it."""
-    return tl.where(addresses % 16 == 0, size // BLOCK * BLOCK, 0)
-
-
-@triton.jit
-def at(address, start, T: tl.constexpr):
-    """A pointer to element `start` of the tensor at an address."""
-    return address.to(tl.pointer_type(T)) + start
-
-
-@triton.jit
-def block(i, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """The offsets of a block from element `i` on, and which of them there are; None: all, and they are aligned."""
-    offsets = i + tl.arange(0, BLOCK)
-    return offsets, offsets < stop if MASKED else None
-
-
-@triton.jit
-def read(pointer, offsets, mask):
-    """A block, with 0 where there is no element."""
-    if mask is None:
-        return tl.load(tl.multiple_of(pointer + offsets, 16))
-    else:
-        return tl.load(pointer + offsets, mask=mask, other=0)
-
-
-@triton.jit
-def write(pointer, offsets, mask, value):
-    """Store a block, rounded, and return it as it is stored."""
-    stored = value.to(pointer.dtype.element_ty)
-    if mask is None:
-        tl.store(tl.multiple_of(pointer + offsets, 16), stored)
-    else:
-        tl.store(pointer + offsets, stored, mask=mask)
-    return stored.to(tl.float32)
-
-
-@triton.jit
-def folded(values):
-    """Sums over what a thread holds of a block, one for each lane: one for each element would take its registers."""
-    return tl.sum(tl.reshape(values, (LANES, values.shape[0] // LANES)), 1)
-
-
-@triton.jit
-def number(pointer):
-    """A float64 of a table as a float32."""
-    return tl.load(pointer).to(tl.float32)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
 from bighorn.kernels.triton.device import capturing
+
+CODES = {torch.int64: "q", torch.int32: "i", torch.float64: "d"}
+"""What the standard library's arrays call these dtypes."""
 
 _captured: list[Tensor] = []
 
@@ -17,7 +22,11 @@ def table(values: list[int] | list[float], dtype: torch.dtype, device: torch.dev
         recorded = torch.zeros(len(values), dtype=dtype, device=device)
         torch._foreach_add_(list(recorded.unbind()), values)
         return recorded
-    staged = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+    if not values:
+        return torch.empty(0, dtype=dtype, device=device)
+    staged = torch.frombuffer(array(CODES[dtype], values), dtype=dtype)  # in half the time of a tensor from a list
+    if device.type != "cpu":
+        staged = staged.pin_memory()  # fresh memory, or some that no copy is on its way from: torch sees to it
     return staged.to(device, non_blocking=True)
 
 

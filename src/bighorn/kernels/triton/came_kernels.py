@@ -1,0 +1,709 @@
+"""CAME on the device, in Triton: passes over tiles of matrices, with the averages of rows and columns between them.
+
+A matrix is cut into tiles. What a tile knows of a row or a column is a partial sum, and `came_lines` adds these up,
+always in the same order. An unfactored tensor has no such sums, and is cut into chunks, as LAMB's are. An average that
+is kept in 8 bits advances in a pass of its own, over the codec's blocks, which need not lie in tiles.
+
+Where the lines tagged `CAME-...` leave a question open, `reference/came.py` answers it. Arithmetic is in float32; sums
+over more than a tile, and what there is one of for a row, a column or a tensor, in float64.
+"""
+
+import triton
+import triton.language as tl
+
+from bighorn.kernels import codec
+from bighorn.kernels.triton import tiles
+from bighorn.kernels.triton.common_kernels import (
+    COUNTS,
+    DECAY,
+    EXP_AVG,
+    HYPER,
+    LANES,
+    LR,
+    NORMS,
+    OPTION,
+    PARAM,
+    ROW,
+    SIGN,
+    SIZE,
+    STEP,
+    at,
+    block,
+    extent,
+    folded,
+    number,
+    read,
+    vectorised,
+    write,
+)
+
+# Columns of the table of rows, after the common ones.
+ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
+EXP_AVG_SCALE = tl.constexpr(9)
+EXP_AVG_SQ = tl.constexpr(10)  # where the second moment is not factored
+SQ_ROW = tl.constexpr(11)
+SQ_COL = tl.constexpr(12)
+RES_ROW = tl.constexpr(13)
+RES_COL = tl.constexpr(14)
+HEIGHT = tl.constexpr(15)
+WIDTH = tl.constexpr(16)
+MATRICES = tl.constexpr(17)
+INNER = tl.constexpr(18)  # elements for each index of dim 0: blocks of 8 bits do not cross it
+FIRST_TILE = tl.constexpr(19)  # chunks are the tiles of an unfactored tensor
+STOP_TILE = tl.constexpr(20)
+FIRST_PIECE = tl.constexpr(21)  # those of rows first, matrix by matrix
+FIRST_MATRIX = tl.constexpr(22)
+ROW_PARTS = tl.constexpr(23)  # where the partial sums of its rows begin, for each strip of columns
+COL_PARTS = tl.constexpr(24)  # and those of its columns, for each TALL rows
+FIRST_PACK = tl.constexpr(25)
+
+# Columns of the table of hyper-parameters, likewise.
+BETA1 = tl.constexpr(3)
+BETA1_REST = tl.constexpr(4)  # 1 - beta1
+BETA2_REST = tl.constexpr(5)
+BETA3 = tl.constexpr(6)
+BETA3_REST = tl.constexpr(7)
+EPS1 = tl.constexpr(8)
+EPS2 = tl.constexpr(9)
+DECAY_RATE = tl.constexpr(10)  # negative where beta2 stays as it is
+CLIP_THRESHOLD = tl.constexpr(11)
+SCALE_EPS = tl.constexpr(12)  # negative where the size of x does not scale lr
+CORRECTS = tl.constexpr(13)
+
+# The table of sums: float64, one row per tile.
+U_SQUARES = tl.constexpr(0)
+X_SQUARES = tl.constexpr(1)
+CONFIDENCES = tl.constexpr(2)
+SUM = tl.constexpr(3)
+
+# What a program works on.
+TALL = tl.constexpr(tiles.TALL)
+WIDE = tl.constexpr(tiles.WIDE)
+HIGH = tl.constexpr(8)  # rows of a tile that are in registers
+LINES = tl.constexpr(tiles.LINES)
+PARTS = tl.constexpr(16)  # partial sums of each line that are in registers
+CODES = tl.constexpr(codec.BLOCK)
+PACK = tl.constexpr(tiles.PACK)
+
+
+# ---- factored --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def came_squares(
+    rows, grads, tiles, hyper, grad_scale, commit, partials, sums,
+    X: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of g^2, and of x^2 where the size of x counts."""
+    if not tl.load(commit):
+        return
+    tile = tl.program_id(0)
+    index = tl.load(tiles + tile).to(tl.int64)
+    row = rows + index * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    start, shape, row_parts, col_parts = place(row, tile, partials)
+    g, x = tl.load(grads + index), tl.load(row + PARAM)
+    scale = gradient_scale(grad_scale, option)
+    if aligned(g, shape, VECTOR):
+        square_tile(at(g, start, G), shape, scale, row_parts, col_parts, VECTOR)
+    else:
+        square_tile(at(g, start, G), shape, scale, row_parts, col_parts, 1)
+    if tl.load(option + SCALE_EPS) >= 0:
+        tl.store(sums + tile * SUM + X_SQUARES, param_squares(at(x, start, X), shape))
+
+
+@triton.jit
+def square_tile(g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr):
+    """The sums of g^2 over the rows and the columns of a tile."""
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for i in range(0, shape[0], HIGH):
+        offsets, mask = patch(i, shape, VECTOR)
+        value = read_patch(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        store_lines(row_parts, i, shape[0], tl.sum(value * value, 1))
+        total += value * value
+    store_columns(col_parts, shape[1], tl.sum(total, 0))
+
+
+@triton.jit
+def param_squares(x, shape):
+    """The sum of x^2 over a tile."""
+    total = tl.zeros((HIGH, WIDE), tl.float64)
+    for i in range(0, shape[0], HIGH):
+        offsets, mask = patch(i, shape, 1)
+        value = read_patch(x, offsets, mask, 1).to(tl.float64)
+        total += value * value
+    return tl.sum(total)
+
+
+@triton.jit
+def came_lines(rows, pieces, hyper, commit, partials, line_sums, RESIDUAL: tl.constexpr):
+    """Advances averages of rows or columns, and leaves the sum of what they have become."""
+    if not tl.load(commit):
+        return
+    piece = tl.program_id(0)
+    row = rows + tl.load(pieces + piece).to(tl.int64) * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
+
+    local = piece - tl.load(row + FIRST_PIECE)
+    of_rows = matrices * tl.cdiv(height, LINES)
+    is_row = local < of_rows
+    local = tl.where(is_row, local, local - of_rows)
+    lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
+    matrix, first = local // tl.cdiv(lines, LINES), local % tl.cdiv(lines, LINES) * LINES
+    line = first + tl.arange(0, LINES)
+    mask = line < lines
+    line += matrix * lines
+
+    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
+    start = partials + tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS))
+    total = tl.zeros((PARTS, LINES), tl.float64)
+    for i in range(0, parts, PARTS):
+        part = i + tl.arange(0, PARTS).to(tl.int64)
+        offsets = (part * matrices * lines)[:, None] + line[None, :]
+        total += tl.load(start + offsets, mask=(part < parts)[:, None] & mask[None, :], other=0.0).to(tl.float64)
+
+    if RESIDUAL:
+        rest, eps = tl.load(option + BETA3_REST), tl.load(option + EPS2)
+        average = tl.load(row + tl.where(is_row, RES_ROW, RES_COL)).to(tl.pointer_type(tl.float32)) + line
+    else:
+        rest, eps = second_rest(row, option), tl.load(option + EPS1)
+        average = tl.load(row + tl.where(is_row, SQ_ROW, SQ_COL)).to(tl.pointer_type(tl.float32)) + line
+    old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
+    new = (1 - rest) * old + rest * (tl.sum(total, 0) / length + eps)  # CAME-row, CAME-col, CAME-res
+    tl.store(average, new.to(tl.float32), mask=mask)
+    new = new.to(tl.float32).to(tl.float64)
+    tl.store(line_sums + piece, tl.sum(tl.where(mask, new, 0.0), 0))
+
+
+@triton.jit
+def came_update_squares(
+    rows, grads, tiles, hyper, grad_scale, commit, line_sums, roots, sums,
+    G: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages."""
+    if not tl.load(commit):
+        return
+    tile = tl.program_id(0)
+    index = tl.load(tiles + tile).to(tl.int64)
+    row = rows + index * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    start, shape, matrix, line, column = corner(row, tile)
+    root = tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
+    if (line == 0) & (column == 0):
+        tl.store(roots + tl.load(row + FIRST_MATRIX) + matrix, root)
+
+    g = tl.load(grads + index)
+    row_averages = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line)
+    c = column_factors(averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), shape)
+    scale = gradient_scale(grad_scale, option)
+    if aligned(g, shape, VECTOR):
+        total = update_squares(at(g, start, G), shape, scale, row_averages, root, c, VECTOR)
+    else:
+        total = update_squares(at(g, start, G), shape, scale, row_averages, root, c, 1)
+    tl.store(sums + tile * SUM + U_SQUARES, total)
+
+
+@triton.jit
+def update_squares(g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr):
+    """The sum of u^2 over a tile."""
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for i in range(0, shape[0], HIGH):
+        offsets, mask = patch(i, shape, VECTOR)
+        value = read_patch(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        u = update(value, row_factors(row_averages, i, shape, root), c)
+        total += u * u
+    return tl.sum(total.to(tl.float64))
+
+
+@triton.jit
+def came_average(
+    rows, grads, tiles, hyper, grad_scale, commit, roots, sums, partials,
+    G: tl.constexpr, S: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The average, unless it is there already in 8 bits, and the partial sums of its residual's squares."""
+    if not tl.load(commit):
+        return
+    tile = tl.program_id(0)
+    index = tl.load(tiles + tile).to(tl.int64)
+    row = rows + index * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    start, shape, matrix, line, column = corner(row, tile)
+    _, _, row_parts, col_parts = place(row, tile, partials)
+
+    g, m = tl.load(grads + index), tl.load(row + EXP_AVG)
+    root = tl.load(roots + tl.load(row + FIRST_MATRIX) + matrix) * clipping(row, option, sums)  # CAME-clip
+    row_averages = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line)
+    c = column_factors(averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), shape)
+    numbers = gradient_scale(grad_scale, option), number(option + BETA1), number(option + BETA1_REST), root
+    pointers = at(g, start, G), at(m, start, S)
+    scales = scales_of(row, start)
+    if aligned(g | m, shape, VECTOR):
+        average(pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S, VECTOR)
+    else:
+        average(pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S, 1)
+
+
+@triton.jit
+def average(
+    pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """The average of a tile, and the sums of (u - m)^2 over its rows and columns."""
+    scale, beta1, beta1_rest, root = numbers
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for i in range(0, shape[0], HIGH):
+        offsets, mask = patch(i, shape, VECTOR)
+        g = read_patch(pointers[0], offsets, mask, VECTOR).to(tl.float32) * scale
+        u = update(g, row_factors(row_averages, i, shape, root), c)
+        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
+        if tl.int8 != S:
+            m = write_patch(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
+        residual = (u - m) * (u - m)
+        store_lines(row_parts, i, shape[0], tl.sum(residual, 1))
+        total += residual
+    store_columns(col_parts, shape[1], tl.sum(total, 0))
+
+
+@triton.jit
+def came_apply(
+    rows, tiles, hyper, commit, line_sums, sums,
+    X: tl.constexpr, S: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The parameter. It goes backwards, since the last tiles of the pass before may lie in the cache still."""
+    if not tl.load(commit):
+        return
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = rows + tl.load(tiles + tile).to(tl.int64) * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    start, shape, matrix, line, column = corner(row, tile)
+
+    x, m = tl.load(row + PARAM), tl.load(row + EXP_AVG)
+    correction = tl.sqrt(residual_correction(row, option)).to(tl.float32)
+    root = tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
+    row_averages = averages(row, RES_ROW, matrix * tl.load(row + HEIGHT) + line)
+    c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape) * correction
+    lr = rate(row, option, sums)
+    numbers = lr.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
+    pointers = at(x, start, X), at(m, start, S)
+    scales = scales_of(row, start)
+    if aligned(x | m, shape, VECTOR):
+        r = apply(pointers, scales, shape, numbers, row_averages, c, S, VECTOR)
+    else:
+        r = apply(pointers, scales, shape, numbers, row_averages, c, S, 1)
+    there = tl.arange(0, WIDE) < shape[1]
+    confidence = r * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
+    tl.store(sums + tile * SUM + CONFIDENCES, confidence)
+
+
+@triton.jit
+def apply(pointers, scales, shape, numbers, row_averages, c, S: tl.constexpr, VECTOR: tl.constexpr):
+    """The parameter's tile; returns the sum of the rows' factors."""
+    lr, decay, root = numbers
+    total = tl.zeros((HIGH,), tl.float64)
+    for i in range(0, shape[0], HIGH):
+        offsets, mask = patch(i, shape, VECTOR)
+        x = read_patch(pointers[0], offsets, mask, VECTOR).to(tl.float32)
+        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
+        r = row_factors(row_averages, i, shape, root)
+        x -= decay * x
+        write_patch(pointers[0], offsets, mask, x - lr * update(m, r, c), VECTOR)  # CAME-x
+        total += tl.where(i + tl.arange(0, HIGH) < shape[0], r, 0.0).to(tl.float64)
+    return tl.sum(total, 0)
+
+
+# ---- unfactored ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def came_second_moment(
+    rows, grads, tiles, hyper, grad_scale, commit, sums,
+    X: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The unfactored second moment, the sum of u^2 over each chunk, and that of x^2 where the size of x counts."""
+    if not tl.load(commit):
+        return
+    chunk = tl.program_id(0)
+    index = tl.load(tiles + chunk).to(tl.int64)
+    row = rows + index * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    start, size = extent(row, chunk, CHUNK)
+    g, v, x = tl.load(grads + index), tl.load(row + EXP_AVG_SQ), tl.load(row + PARAM)
+    rest = second_rest(row, option)
+    numbers = gradient_scale(grad_scale, option), (1 - rest).to(tl.float32), rest.to(tl.float32), number(option + EPS1)
+    whole = vectorised(g | v, size, BLOCK)
+    pointers = at(g, start, G), at(v, start, tl.float32)
+    total = second_moment(pointers, numbers, 0, whole, False, BLOCK)
+    total += second_moment(pointers, numbers, whole, size, True, BLOCK)
+    tl.store(sums + chunk * SUM + U_SQUARES, tl.sum(total, 0))
+    if tl.load(option + SCALE_EPS) >= 0:
+        squares = tl.zeros((LANES,), tl.float64)
+        for i in range(0, size, BLOCK):
+            offsets, mask = block(i, size, True, BLOCK)
+            value = read(at(x, start, X), offsets, mask).to(tl.float64)
+            squares += folded(value * value)
+        tl.store(sums + chunk * SUM + X_SQUARES, tl.sum(squares, 0))
+
+
+@triton.jit
+def second_moment(pointers, numbers, first, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements `first` to `stop` of a chunk; returns the sums of u^2, one for each lane."""
+    scale, beta2, rest, eps = numbers
+    total = tl.zeros((LANES,), tl.float64)
+    for i in range(first, stop, BLOCK):
+        offsets, mask = block(i, stop, MASKED, BLOCK)
+        g = read(pointers[0], offsets, mask).to(tl.float32) * scale
+        v = beta2 * read(pointers[1], offsets, mask) + rest * (g * g + eps)
+        u = unfactored(g, write(pointers[1], offsets, mask, v))
+        total += folded(u.to(tl.float64) * u.to(tl.float64))
+    return total
+
+
+@triton.jit
+def came_move(
+    rows, grads, tiles, hyper, grad_scale, commit, sums,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
+    if not tl.load(commit):
+        return
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    index = tl.load(tiles + chunk).to(tl.int64)
+    row = rows + index * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    start, size = extent(row, chunk, CHUNK)
+    x, g, m, v = tl.load(row + PARAM), tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
+    lr = rate(row, option, sums)
+    numbers = (
+        gradient_scale(grad_scale, option),
+        clipping(row, option, sums),
+        number(option + BETA1),
+        number(option + BETA1_REST),
+        lr.to(tl.float32),
+        (lr * tl.load(option + DECAY)).to(tl.float32),
+    )
+    whole = vectorised(x | g | m | v, size, BLOCK)
+    pointers = at(x, start, X), at(g, start, G), at(m, start, S), at(v, start, tl.float32)
+    scales = scales_of(row, start)
+    move(pointers, scales, numbers, 0, whole, False, S, BLOCK)
+    move(pointers, scales, numbers, whole, size, True, S, BLOCK)
+
+
+@triton.jit
+def move(pointers, scales, numbers, first, stop, MASKED: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements `first` to `stop` of a chunk."""
+    scale, clip, beta1, beta1_rest, lr, decay = numbers
+    for i in range(first, stop, BLOCK):
+        offsets, mask = block(i, stop, MASKED, BLOCK)
+        x = read(pointers[0], offsets, mask).to(tl.float32)
+        if tl.int8 == S:
+            element = scales[2] + offsets
+            place = element // scales[1] * tl.cdiv(scales[1], CODES) + element % scales[1] // CODES
+            m = decoded(read(pointers[2], offsets, mask), tl.load(scales[0] + place, mask=mask))
+        else:
+            g = read(pointers[1], offsets, mask).to(tl.float32) * scale
+            u = unfactored(g, read(pointers[3], offsets, mask)) * clip  # CAME-clip
+            m = beta1 * read(pointers[2], offsets, mask).to(tl.float32) + beta1_rest * u  # CAME-m
+            m = write(pointers[2], offsets, mask, m)
+        x -= decay * x
+        write(pointers[0], offsets, mask, x - lr * m)  # CAME-x
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def came_codes(
+    rows, grads, packs, hyper, grad_scale, commit, roots, sums,
+    G: tl.constexpr, FACTORED: tl.constexpr,
+):  # fmt: skip
+    """The average in 8 bits: some blocks, which run in the order of memory, whatever the tiles."""
+    if not tl.load(commit):
+        return
+    pack = tl.program_id(0)
+    index = tl.load(packs + pack).to(tl.int64)
+    row = rows + index * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    inner = tl.load(row + INNER)
+    in_row = tl.cdiv(inner, CODES)
+    lanes = tl.arange(0, CODES)
+    blocks = (pack - tl.load(row + FIRST_PACK)) * PACK + tl.arange(0, PACK)
+    within = (blocks % in_row)[:, None] * CODES + lanes[None, :]
+    first = (blocks // in_row) * inner + blocks % in_row * CODES
+    exists = blocks < tl.load(row + SIZE) // inner * in_row
+    mask = exists[:, None] & (within < inner)
+    offsets = first[:, None] + lanes[None, :]
+
+    g = read(at(tl.load(grads + index), 0, G), offsets, mask).to(tl.float32) * gradient_scale(grad_scale, option)
+    clip = clipping(row, option, sums)
+    if FACTORED:
+        height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
+        line, column = wrapped((first % width)[:, None] + lanes[None, :], width)
+        matrix, _ = wrapped((first // width % height)[:, None] + line, height)
+        matrix += (first // width // height)[:, None]
+        line += (first // width)[:, None]
+        root = tl.load(roots + tl.load(row + FIRST_MATRIX) + matrix, mask=mask, other=0.0) * clip  # CAME-clip
+        r = inverse_root(tl.load(averages(row, SQ_ROW, 0) + line, mask=mask, other=1.0)) * root
+        c = inverse_root(tl.load(averages(row, SQ_COL, 0) + matrix * width + column, mask=mask, other=1.0))
+        u = g * c * r  # CAME-u
+    else:
+        u = unfactored(g, read(at(tl.load(row + EXP_AVG_SQ), 0, tl.float32), offsets, mask)) * clip  # CAME-clip
+
+    codes = at(tl.load(row + EXP_AVG), 0, tl.int8)
+    scales = at(tl.load(row + EXP_AVG_SCALE), 0, tl.float32) + blocks
+    m = decoded(read(codes, offsets, mask), tl.load(scales, mask=exists, other=0.0)[:, None])
+    m = number(option + BETA1) * m + number(option + BETA1_REST) * u  # CAME-m
+    scale = tl.max(tl.where(mask, tl.abs(m), 0.0), 1)
+    known = tl.min(((tl.abs(m) < float("inf")) | (mask == 0)).to(tl.int32), 1) != 0
+    scale = tl.where(known, scale, float("nan"))
+    tl.store(scales, scale, mask=exists)
+    fraction = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None]) * 127
+    # Added to this, a number below 2^22 has no place left for a fraction, and is rounded to even.
+    nearest = tl.where((scale > 0)[:, None], fraction + 12582912.0 - 12582912.0, 0.0)
+    tl.store(codes + offsets, nearest.to(tl.int8), mask=mask)
+
+
+@triton.jit
+def came_figures(rows, hyper, commit, sums, FACTORED: tl.constexpr):
+    """One program per tensor, when all else is done: what telemetry shows, and its step count."""
+    if not tl.load(commit):
+        return
+    row = rows + tl.program_id(0).to(tl.int64) * ROW
+    option = hyper + tl.load(row + HYPER) * OPTION
+    size = tl.maximum(tl.load(row + SIZE), 1)
+    norms = at(tl.load(row + NORMS), 0, tl.float32)
+    tl.store(norms, root_mean(row, sums, U_SQUARES).to(tl.float32))
+    tl.store(norms + 1, clipping(row, option, sums))
+    tl.store(norms + 2, (tile_total(row, sums, CONFIDENCES) / size).to(tl.float32) if FACTORED else 1.0)
+    step = at(tl.load(row + STEP), 0, tl.float32)
+    tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)
+
+
+# ---- one number of a tensor ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def count(row):
+    """The number of this step, from 1; `came_figures` counts it at last."""
+    return (tl.load(at(tl.load(row + STEP), 0, tl.float32)) + 1).to(tl.float64)
+
+
+@triton.jit
+def second_rest(row, option):
+    """1 - beta2 of this step."""
+    decay_rate = tl.load(option + DECAY_RATE)
+    return tl.where(decay_rate < 0, tl.load(option + BETA2_REST), tl.exp(-decay_rate * tl.log(count(row))))
+
+
+@triton.jit
+def residual_correction(row, option):
+    """What the residuals' averages are divided by, which are 0 at first."""
+    correction = 1 - tl.exp(count(row) * tl.log(tl.load(option + BETA3)))
+    return tl.where(tl.load(option + CORRECTS) != 0, correction, 1.0)
+
+
+@triton.jit
+def tile_total(row, sums, COLUMN: tl.constexpr):
+    """A sum over all tiles of a tensor."""
+    total = tl.zeros((LANES,), tl.float64)
+    stop = tl.load(row + STOP_TILE)
+    for i in range(tl.load(row + FIRST_TILE), stop, LANES):
+        tile = i + tl.arange(0, LANES)
+        total += tl.load(sums + tile * SUM + COLUMN, mask=tile < stop, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def root_mean(row, sums, COLUMN: tl.constexpr):
+    """The root of the mean square of all elements of a tensor."""
+    return tl.sqrt(tile_total(row, sums, COLUMN) / tl.maximum(tl.load(row + SIZE), 1))
+
+
+@triton.jit
+def clipping(row, option, sums):
+    """What u is multiplied with to be no larger than allowed; a NaN stays one."""
+    excess = root_mean(row, sums, U_SQUARES) / tl.load(option + CLIP_THRESHOLD)
+    return (1 / tl.where(excess < 1, 1.0, excess)).to(tl.float32)
+
+
+@triton.jit
+def rate(row, option, sums):
+    """The learning rate, which may grow with x."""
+    scale_eps = tl.load(option + SCALE_EPS)
+    lr = tl.load(option + LR)
+    if scale_eps >= 0:
+        size = root_mean(row, sums, X_SQUARES)
+        lr *= tl.where(size < scale_eps, scale_eps, size)
+    return lr
+
+
+@triton.jit
+def row_mean(row, matrix, line_sums):
+    """The mean of the averages of a matrix's rows."""
+    height = tl.load(row + HEIGHT)
+    pieces = tl.cdiv(height, LINES)
+    first = tl.load(row + FIRST_PIECE) + matrix * pieces
+    total = tl.zeros((LANES,), tl.float64)
+    for i in range(0, pieces, LANES):
+        piece = i + tl.arange(0, LANES)
+        total += tl.load(line_sums + first + piece, mask=piece < pieces, other=0.0)
+    return tl.sum(total, 0) / height
+
+
+@triton.jit
+def gradient_scale(grad_scale, option):
+    """What the gradient is multiplied with."""
+    return (tl.load(grad_scale) * tl.load(option + SIGN)).to(tl.float32)
+
+
+# ---- blocks of elements ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def inverse_root(value):
+    """1 / sqrt(value)."""
+    return tl.div_rn(1.0, tl.sqrt_rn(value))
+
+
+@triton.jit
+def row_factors(row_averages, i, shape, root):
+    """The factors of rows from the tile's `i`-th on; `root` is the root of the mean of all rows' averages."""
+    # Not sqrt(mean / average): a row of zeros beside large ones is a ratio of 1e42.
+    lines = i + tl.arange(0, HIGH)
+    return inverse_root(tl.load(row_averages + lines, mask=lines < shape[0], other=1.0)) * root
+
+
+@triton.jit
+def column_factors(column_averages, shape):
+    """The factors of a tile's columns."""
+    columns = tl.arange(0, WIDE)
+    return inverse_root(tl.load(column_averages + columns, mask=columns < shape[1], other=1.0))
+
+
+@triton.jit
+def update(values, r, c):
+    """Values times the factors of their row and column: large ones meet small values first."""
+    return values * c[None, :] * r[:, None]  # CAME-u
+
+
+@triton.jit
+def unfactored(g, v):
+    """U where the second moment is not factored, and 0 where there is no element."""
+    return tl.where(v == 0, g, tl.div_rn(g, tl.sqrt_rn(v)))  # CAME-u
+
+
+@triton.jit
+def momentum(pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: tl.constexpr):
+    """The average as it is stored, of the rows from the tile's `i`-th on."""
+    values = read_patch(pointer, offsets, mask, VECTOR)
+    if tl.int8 == S:
+        # A matrix's row lies within one of dim 0, so only its first element is divided.
+        first = scales[2] + (i + tl.arange(0, HIGH)) * shape[2]
+        within = (first % scales[1])[:, None] + tl.arange(0, WIDE)[None, :]
+        scale = (first // scales[1] * tl.cdiv(scales[1], CODES))[:, None] + within // CODES
+        return decoded(values, tl.load(scales[0] + scale, mask=mask, other=0.0))
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def decoded(codes, scale):
+    """Values of 8-bit codes: the quotient first, so that nothing overflows or vanishes whatever the scale."""
+    return tl.div_rn(codes.to(tl.float32), 127.0) * scale
+
+
+@triton.jit
+def scales_of(row, start):
+    """The scales of an 8-bit average, the elements of a row of dim 0, and a tile's or chunk's first element."""
+    return at(tl.load(row + EXP_AVG_SCALE), 0, tl.float32), tl.maximum(tl.load(row + INNER), 1), start
+
+
+@triton.jit
+def wrapped(position, length):
+    """How many lengths lie below a position that began below the first, and what is left; both in few instructions."""
+    if length >= CODES:
+        carry = (position >= length).to(tl.int64)
+    else:
+        carry = (position.to(tl.int32) // tl.minimum(length, CODES).to(tl.int32)).to(tl.int64)
+    return carry, position - carry * length
+
+
+# ---- where tiles lie -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def corner(row, tile):
+    """A tile's first element, its rows, columns and the matrix's width, and its matrix, row and column there."""
+    height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
+    local = tile - tl.load(row + FIRST_TILE)
+    strips, blocks = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
+    matrix = local // (strips * blocks)
+    line, column = local // strips % blocks * TALL, local % strips * WIDE
+    start = (matrix * height + line) * width + column
+    high, wide = tl.minimum(height - line, TALL).to(tl.int32), tl.minimum(width - column, WIDE).to(tl.int32)
+    return start, (high, wide, width), matrix, line, column
+
+
+@triton.jit
+def place(row, tile, partials):
+    """A tile's first element, its shape, and where its partial sums of rows and columns go."""
+    start, shape, matrix, line, column = corner(row, tile)
+    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
+    row_part = (column // WIDE * matrices + matrix) * height + line
+    col_part = (line // TALL * matrices + matrix) * width + column
+    return start, shape, partials + tl.load(row + ROW_PARTS) + row_part, partials + tl.load(row + COL_PARTS) + col_part
+
+
+@triton.jit
+def aligned(addresses, shape, VECTOR: tl.constexpr):
+    """Whether every row of a tile starts at a multiple of 16 bytes, in all its arrays."""
+    return (addresses % 16 == 0) & (shape[2] % VECTOR == 0)
+
+
+@triton.jit
+def patch(i, shape, VECTOR: tl.constexpr):
+    """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
+    lines, columns = i + tl.arange(0, HIGH), tl.arange(0, WIDE)
+    # The quotients are exact, and the compiler sees so that the products are multiples.
+    starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
+    mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
+    return starts[:, None] + columns[None, :], mask
+
+
+@triton.jit
+def read_patch(pointer, offsets, mask, VECTOR: tl.constexpr):
+    """A patch, with 0 where there is no element."""
+    pointers = pointer + offsets
+    if VECTOR > 1:
+        pointers = tl.multiple_of(pointers, (1, 16))
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def write_patch(pointer, offsets, mask, value, VECTOR: tl.constexpr):
+    """Store a patch, rounded, and return it as it is stored."""
+    stored = value.to(pointer.dtype.element_ty)
+    pointers = pointer + offsets
+    if VECTOR > 1:
+        pointers = tl.multiple_of(pointers, (1, 16))
+    tl.store(pointers, stored, mask=mask)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def averages(row, COLUMN: tl.constexpr, first):
+    """A pointer to the averages of a tensor's rows or columns, from one on."""
+    return at(tl.load(row + COLUMN), first, tl.float32)
+
+
+@triton.jit
+def store_lines(row_parts, i, height, values):
+    """Store partial sums of rows."""
+    lines = i + tl.arange(0, HIGH)
+    tl.store(row_parts + lines, values, mask=lines < height)
+
+
+@triton.jit
+def store_columns(col_parts, width, values):
+    """Store partial sums of columns."""
+    columns = tl.arange(0, WIDE)
+    tl.store(col_parts + columns, values, mask=columns < width)

@@ -1,0 +1,210 @@
+"""What the algorithms share: tables of addresses and numbers, and launches for the whole model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar, Generic
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options
+from bighorn.kernels.triton.device import guard, launch, unsupported
+from bighorn.kernels.triton.tables import Mirror, in_order_of, keep, table
+
+CHUNK = 8192  # elements of a program
+
+Place = tuple[int, int]
+"""The number of a bucket, and of a row in it."""
+
+
+def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+    """Why no algorithm of this backend can serve such a tensor with such options, or None."""
+    reason = unsupported(param)
+    if options.centre and not reason:
+        return "gradient centralisation is not in Triton: it would take one more pass over each gradient"
+    return reason
+
+
+class Part(Generic[Options]):
+    """Rows that the same compiled kernels serve. An algorithm adds its columns, its tables and its launches."""
+
+    def __init__(self, buckets: list[Bucket[Options]], places: list[Place]) -> None:
+        from bighorn.kernels.triton import common_kernels
+
+        self.buckets: list[Bucket[Options]] = buckets
+        self.places: list[Place] = places
+        self.device, self.common = buckets[0].norms.device, common_kernels
+        self.params = [buckets[index].params[i] for index, i in places]
+        self.owners = self.table_of_owners(list(map(chunks, self.params)))
+        self.rows = table(list(itertools.chain.from_iterable(self._rows())), torch.int64, self.device)
+        self.addresses = Mirror(torch.int64, self.device)
+        self.strays = [
+            k for k, (x, g) in enumerate(zip(self.params, self.gradients(), strict=True)) if in_order_of(x, g) is not g
+        ]
+        self.copies: list[Tensor] = []
+        self.find_gradients()
+        (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
+        m = buckets[index].state["exp_avg"][i]
+        self.constants = self.compiled_for(x.dtype, g.dtype, m.dtype, buckets[index].options)
+
+    @staticmethod
+    def kind(options: Options) -> tuple[object, ...]:
+        """What rows must agree in, besides dtypes, to be served by the same compiled kernels."""
+        raise NotImplementedError
+
+    @staticmethod
+    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
+        """The constants of the kernels, for dtypes of parameter, gradient and average."""
+        raise NotImplementedError
+
+    def own_columns(self) -> list[list[int]]:
+        """The algorithm's columns in the table of rows."""
+        raise NotImplementedError
+
+    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+        """One step."""
+        raise NotImplementedError
+
+    def find_gradients(self) -> None:
+        """Where this step's gradients lie, in the order of their parameters, goes to the device if it is news there."""
+        grads = self.gradients()
+        self.copies = [in_order_of(self.params[k], grads[k]) for k in self.strays]
+        for k, copy in zip(self.strays, self.copies, strict=True):
+            grads[k] = copy
+        self.grads = self.addresses.of(list(map(Tensor.data_ptr, grads)))
+
+    def square_sums(self, *, compile_only: bool = False) -> Tensor:
+        """The sum of the gradients' squares for each chunk, float64."""
+        sums = torch.empty(len(self.owners), dtype=torch.float64, device=self.device)
+        tables = self.rows, self.grads, self.owners, sums
+        self.launch(self.common.square_sums, len(self.owners), tables, compile_only)
+        return sums
+
+    def launch(
+        self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any
+    ) -> None:
+        """Launch so many programs of a kernel, if any; or only compile and load it."""
+        keep(*tables)
+        if programs:
+            launch(kernel, programs, tables, {**self.constants, **constants}, compile_only=compile_only)
+
+    def gradients(self) -> list[Tensor]:
+        """Each row's gradient, as it is."""
+        return [self.buckets[index].grads[i] for index, i in self.places]
+
+    def table_of_owners(self, programs: list[int]) -> Tensor:
+        """For each program its row, where each row has so many programs."""
+        return table([row for row, count in enumerate(programs) for _ in range(count)], torch.int32, self.device)
+
+    def _rows(self) -> list[list[int]]:
+        """The table of rows, as `common_kernels.py` numbers its columns."""
+        rows: list[list[int]] = []
+        counted: set[int] = set()
+        first, width = 0, self.common.ROW.value
+        for (index, i), own in zip(self.places, self.own_columns(), strict=True):
+            bucket = self.buckets[index]
+            x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
+            stop = first + chunks(x)
+            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.norms[i].data_ptr()]
+            row += step not in counted, index
+            row += own
+            rows.append(row + [0] * (width - len(row)))
+            counted.add(step)
+            first = stop
+        return rows
+
+
+class Stepper(Generic[Options]):
+    """An algorithm for some buckets on one device."""
+
+    PART: ClassVar[type[Part[Any]]]
+
+    def __init__(self, buckets: list[Bucket[Options]]) -> None:
+        self.buckets: list[Bucket[Options]] = buckets
+        self.device = buckets[0].norms.device
+        self.hyper = Mirror(torch.float64, self.device)
+        self.one = torch.ones((), dtype=torch.float64, device=self.device)
+        self.true = torch.ones((), dtype=torch.bool, device=self.device)
+        self.none = torch.empty(0, dtype=torch.float64, device=self.device)
+        served = {step.data_ptr() for bucket in buckets for step in bucket.steps}
+        # A stacked parameter without slices has no row, but steps like any other.
+        self.rowless = [step for bucket in buckets for step in bucket.counts if step.data_ptr() not in served]
+        self.lay_out()
+
+    @staticmethod
+    def numbers(options: Options) -> list[float]:
+        """A row of the table of hyper-parameters: `common_kernels.py` numbers its first columns."""
+        raise NotImplementedError
+
+    def lay_out(self) -> None:
+        """Sort the rows into parts, and compile what they need, so that no kernel fails after another has written."""
+        with guard(self.device):
+            self.parts: list[Part[Options]] = [self.PART(self.buckets, places) for places in self._alike()]
+            hyper = self._hyper()
+            for part in self.parts:
+                part.square_sums(compile_only=True)
+                part.step(hyper, self.one, self.true, compile_only=True)
+
+    def prepare(self) -> None:
+        """Whatever can fail: memory, and copies of gradients that lie in another order than their parameters."""
+        with guard(self.device):
+            for part in self.parts:
+                part.find_gradients()
+
+    def square_sum(self) -> Tensor:
+        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        with guard(self.device):
+            return torch.cat([self.none, *(part.square_sums() for part in self.parts)]).sum()
+
+    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+        """One step of all buckets, as `reference.Stepper.step`."""
+        with guard(self.device):
+            hyper, scale, commit = self.on_device(grad_scale, commit)
+            for part in self.parts:
+                part.step(hyper, scale, commit)
+            self.finish(commit)
+
+    def on_device(self, grad_scale: Tensor | float, commit: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Options, what gradients are multiplied with, and whether anything is written, all on the device."""
+        keep(self.one, self.true)
+        if not isinstance(grad_scale, Tensor):
+            grad_scale = self.one if grad_scale == 1 else self.one * grad_scale
+        hyper = self._hyper()
+        for row, bucket in zip(hyper.view(len(self.buckets), -1), self.buckets, strict=True):
+            if isinstance(bucket.options.lr, Tensor):
+                row[0].copy_(bucket.options.lr)
+        return hyper, grad_scale.to(torch.float64), self.true if commit is None else commit
+
+    def finish(self, commit: Tensor) -> None:
+        """Let go of copies of gradients, and count the steps that no kernel counts."""
+        for part in self.parts:
+            part.copies = []
+        if self.rowless:
+            torch._foreach_add_(self.rowless, commit.to(torch.float32))
+
+    def _hyper(self) -> Tensor:
+        return self.hyper.of([number for bucket in self.buckets for number in self._row(bucket.options)])
+
+    def _row(self, o: Options) -> list[float]:
+        from bighorn.kernels.triton.common_kernels import OPTION
+
+        # A learning rate that is a tensor is copied there, device to device.
+        common = [0.0 if isinstance(o.lr, Tensor) else o.lr, -1.0 if o.maximize else 1.0, o.weight_decay]
+        row = common + self.numbers(o)
+        return row + [0.0] * (OPTION.value - len(row))
+
+    def _alike(self) -> list[list[Place]]:
+        """The rows of all buckets, sorted by what kernels are compiled for."""
+        parts: dict[tuple[object, ...], list[Place]] = {}
+        for index, bucket in enumerate(self.buckets):
+            kind = self.PART.kind(bucket.options)
+            for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True)):
+                key = x.dtype, g.dtype, bucket.state["exp_avg"][i].dtype, kind
+                parts.setdefault(key, []).append((index, i))
+        return list(parts.values())
+
+
+def chunks(x: Tensor) -> int:
+    """Programs of a tensor. An empty one has one too: its step is counted and its norms are written."""
+    return max(1, -(-x.numel() // CHUNK))

@@ -1,0 +1,63 @@
+"""How CAME's tensors are cut up for programs: by their shapes alone, on the host and on the device alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from bighorn.kernels import codec
+from bighorn.kernels.bucket import Factor, matrix_shape
+
+TALL = 256  # rows of a tile
+WIDE = 256  # columns of a tile
+LINES = 256  # rows or columns that a program averages
+PACK = 4  # blocks of 8 bits that a program encodes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor as `count` matrices of `height` x `width`."""
+
+    count: int
+    height: int
+    width: int
+    inner: int
+    """Elements for each index of dim 0, which blocks of 8 bits do not cross."""
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all matrices."""
+        return self.count * ceil(self.height, TALL) * ceil(self.width, WIDE)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of all matrices' rows and columns."""
+        return self.count * (ceil(self.height, LINES) + ceil(self.width, LINES))
+
+    @property
+    def row_parts(self) -> int:
+        """Partial sums of rows."""
+        return self.count * self.height * ceil(self.width, WIDE)
+
+    @property
+    def col_parts(self) -> int:
+        """Partial sums of columns."""
+        return self.count * self.width * ceil(self.height, TALL)
+
+    @property
+    def packs(self) -> int:
+        """Packs of blocks of 8 bits."""
+        rows = self.count * self.height * self.width // max(self.inner, 1)
+        return ceil(rows * ceil(self.inner, codec.BLOCK), PACK)
+
+
+def cut(shape: torch.Size, factor: Factor | None) -> Cut:
+    """How a tensor is cut up."""
+    return Cut(*matrix_shape(shape, factor), inner=math.prod(shape[1:]))
+
+
+def ceil(n: int, size: int) -> int:
+    """How many times `size` it takes to cover `n`."""
+    return -(-n // size)

@@ -1,0 +1,291 @@
+"""CAME in Triton without a GPU, as `test_triton.py`; the table of cases runs from there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ahead_of_time import TARGETS, all_in_amdgcn, build, found_in_ptx, spilled_by_amdgcn, spilled_by_ptxas
+from bighorn import Came, kernels
+from bighorn.cli.shapes import SHAPES
+from bighorn.kernels import Bucket, CameOptions, codec
+from bighorn.kernels.triton import came, device, stepper, tiles
+from cases import set_gradients
+from interpreter import compiled, interpreted, only_the_first_and_the_last
+from pretended import Driver
+
+pytest.importorskip("triton")
+
+Factor = Literal["matrix", "last_two"]
+F32, BF16, F16, F64, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8
+OPTIONS = CameOptions(
+    lr=0.1,
+    betas=(0.9, 0.999, 0.9999),
+    eps=(1e-30, 1e-16),
+    clip_threshold=1.0,
+    weight_decay=0.1,
+    decay_rate=None,
+    bias_correction=True,
+    scale_parameter=True,
+    scale_eps=1e-3,
+    maximize=False,
+    centre=False,
+    factor="matrix",
+)
+
+
+# ---- interpreted ------------------------------------------------------------------------------------------------
+
+
+def bucket(
+    *shapes: tuple[int, ...],
+    factor: Factor | None = "matrix",
+    dtype: torch.dtype = F32,
+    average: torch.dtype = F32,
+    **options: Any,
+) -> Bucket[CameOptions]:
+    """Rows with a gradient each, and a state as after some steps."""
+    torch.manual_seed(0)
+    params, grads = ([torch.randn(shape).to(dtype) for shape in shapes] for _ in "12")
+    state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
+    if average == INT8:
+        coded = [codec.encode(torch.randn(shape)) for shape in shapes]
+        state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
+    if factor is None:
+        state["exp_avg_sq"] = [torch.rand(shape) for shape in shapes]
+    for of in ("sq", "res") if factor else ():
+        rows = [shape[:1] if factor == "matrix" else shape[:-1] for shape in shapes]
+        cols = [shape[1:] if factor == "matrix" else (*shape[:-2], shape[-1]) for shape in shapes]
+        state[f"exp_avg_{of}_row"] = [torch.rand(shape) for shape in rows]
+        state[f"exp_avg_{of}_col"] = [torch.rand(shape) for shape in cols]
+    steps = [torch.tensor(3.0) for _ in shapes]
+    options = {"factor": factor, **options}
+    return Bucket(replace(OPTIONS, **options), params, state, steps, steps, torch.zeros(len(shapes), 3), grads)
+
+
+def everything(of: Bucket[CameOptions]) -> list[Tensor]:
+    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.norms]
+
+
+def stepped(of: Bucket[CameOptions], *arguments: Any) -> list[Tensor]:
+    kernel = came.Came([of])
+    kernel.prepare()
+    kernel.step(*arguments)
+    return everything(of)
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
+    "matrix": (((257, 9), (5, 260)), {}),
+    "last-two": (((2, 17, 300), (3, 2, 4, 5)), {"factor": "last_two"}),
+    "unfactored": (((9000,), (0,), (5,)), {"factor": None}),
+    "int8": (((257, 20), (9, 300)), {"average": INT8}),
+    "int8-last-two": (((3, 30, 50), (2, 3, 17, 20)), {"factor": "last_two", "average": INT8}),
+    "int8-unfactored": (((2, 1100), (300, 1)), {"factor": None, "average": INT8}),
+    "bfloat16": (((40, 264), (5, 7)), {"dtype": BF16, "average": BF16}),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_may_be_tensors(kind: str) -> None:
+    """A learning rate, a scale and a decision on the device are read by the kernels, never by the host."""
+    shapes, options = KINDS[kind]
+    plain = stepped(bucket(*shapes, **options, lr=0.25), 0.5)
+    given = stepped(bucket(*shapes, **options, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
+    assert same(plain, given)
+    assert not same(plain, everything(bucket(*shapes, **options)))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_without_commit(kind: str) -> None:
+    shapes, options = KINDS[kind]
+    before = everything(bucket(*shapes, **options))
+    after = stepped(bucket(*shapes, **options), torch.tensor(math.nan), torch.tensor(False))
+    assert same(before, after)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_equals_the_reference(kind: str) -> None:
+    """Of more rows and columns than a tile has, with an average and residuals that are no zeros."""
+    shapes, options = KINDS[kind]
+    ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
+    stepped(ours)
+    kernels.BACKENDS["reference"].came([exact]).step()
+    torch.testing.assert_close(ours.norms, exact.norms, rtol=2e-5 if kind.startswith("int8") else 1e-6, atol=0)
+    for name, columns in ours.state.items():
+        for mine, true in zip(columns, exact.state[name], strict=True):
+            if mine.dtype == INT8:
+                assert (mine.int() - true.int()).abs().max() <= 1
+            else:
+                torch.testing.assert_close(mine, true, rtol=8e-3 if mine.dtype == BF16 else 1e-5, atol=1e-6)
+
+
+@interpreted
+def test_the_same_bits_from_run_to_run() -> None:
+    assert same(*(stepped(bucket((30, 700), (17, 5))) for _ in range(2)))
+
+
+@interpreted
+def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
+    size, ends = 2**31 + 5, (slice(0, stepper.CHUNK), slice(2**31, None))
+    options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
+    # A threshold beyond reach, since the size of u is divided by that of the tensor.
+    big, small = (bucket((stepper.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
+    for held in (big.params, big.grads, *big.state.values()):
+        values, held[0] = held[0], torch.empty(size, dtype=held[0].dtype)
+        held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
+    kernel = came.Came([big])
+    (part,) = kernel.parts
+    assert isinstance(part, came.CamePart)
+    part.sums.zero_()  # of the chunks whose programs do not run
+    only_the_first_and_the_last(len(part.owners), monkeypatch)
+    kernel.step()
+    monkeypatch.undo()
+    stepped(small)
+    for ours, theirs in zip(everything(big)[:3], everything(small)[:3], strict=True):
+        assert torch.cat([ours[end] for end in ends]).equal(theirs)
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert_large", "vit_small", "resnet50", "llama_1b", "one"])
+@pytest.mark.parametrize(("dtype", "limit"), [(F32, 0.02), (BF16, 0.02)], ids=str)
+def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> None:
+    """The memory that a step works in, beside the parameters'."""
+    shapes = [torch.Size(shape) for shape in SHAPES[name]()]
+    cuts = [tiles.cut(shape, "matrix") for shape in shapes]
+    factored = [cut for cut in cuts if 2 * (cut.height + cut.width) < cut.height * cut.width]
+    scratch = sum(4 * (cut.row_parts + cut.col_parts) + 24 * cut.tiles + 12 * cut.pieces for cut in factored)
+    assert scratch <= limit * dtype.itemsize * sum(shape.numel() for shape in shapes)
+
+
+# ---- compiled ahead of time ---------------------------------------------------------------------------------------
+
+PASSES = ("came_squares", "came_update_squares", "came_average", "came_apply", "came_second_moment", "came_move")
+REST = ("came_lines", "came_codes", "came_figures")
+QUICK = [
+    *(((F32, F32, F32), target) for target in TARGETS),
+    *((dtypes, "sm_90") for dtypes in ((BF16, BF16, F32), (BF16, BF16, BF16), (F32, F32, INT8))),
+]
+EVERY = itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, INT8))
+VARIANTS = [
+    pytest.param(
+        dtypes,
+        target,
+        id="-".join([*(str(dtype).removeprefix("torch.") for dtype in dtypes), target]),
+        marks=[] if (dtypes, target) in QUICK else [pytest.mark.slow],
+    )
+    for dtypes, target in itertools.product(EVERY, TARGETS)
+]
+
+
+def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
+    """How many loads and stores of 128 bits a thread has on the main path, at least."""
+    each = constants["BLOCK"] // device.THREADS if name in PASSES[4:] else 8
+    x, g, s, v = (each * bits // 128 for bits in (*(constants[k].primitive_bitwidth for k in "XGS"), 32))
+    coded = constants["S"].primitive_bitwidth == 8
+    return {
+        "came_squares": (g, 0),
+        "came_update_squares": (g, 0),
+        "came_average": (g + s, 0 if coded else s),
+        "came_apply": (x + s, x),
+        "came_second_moment": (g + v, v),
+        "came_move": (x if coded else x + g + s + v, x if coded else x + s),
+    }[name]
+
+
+@compiled
+@pytest.mark.parametrize(("dtypes", "target"), VARIANTS)
+def test_kernels_compile_without_spills_and_load_128_bits(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, tmp_path: Path
+) -> None:
+    from bighorn.kernels.triton import came_kernels
+
+    factors: tuple[Factor | None, ...] = ("matrix", None)
+    for name, factor in itertools.product((*PASSES, *REST), factors):
+        constants = {**came.CamePart.compiled_for(*dtypes, replace(OPTIONS, factor=factor)), "RESIDUAL": True}
+        if name in PASSES and (name in PASSES[4:]) != (factor is None):
+            continue
+        kernel = build(getattr(came_kernels, name), constants, target)
+        spilled = spilled_by_ptxas(kernel, tmp_path) if target.startswith("sm") else spilled_by_amdgcn(kernel)
+        # Gradients in float64 take two registers each: ptxas of CUDA 13.1 spills 8 bytes of them.
+        assert spilled <= (8 if name == "came_average" and dtypes[1] == F64 else 0), name
+        if name in PASSES:
+            found = found_in_ptx(kernel) if target.startswith("sm") else all_in_amdgcn(kernel)
+            assert all(a >= b for a, b in zip(found, wide(name, constants), strict=True)), (name, found)
+
+
+# ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
+
+
+@compiled
+def test_a_model_takes_seven_launches_and_three(driver: Driver) -> None:
+    params = [Parameter(torch.randn(shape)) for shape in ((600, 300), (20, 30), (0,), (17,), (stepper.CHUNK + 1,))]
+    set_gradients(params, [torch.randn(p.shape) for p in params])
+    Came(params, lr=0.1, backend="triton").step()
+    lines = 3 + 2 + 1 + 1
+    assert driver.launched == [
+        ("came_squares", 3 * 2 + 1),
+        ("came_lines", lines),
+        ("came_update_squares", 3 * 2 + 1),
+        ("came_average", 3 * 2 + 1),
+        ("came_lines", lines),
+        ("came_apply", 3 * 2 + 1),
+        ("came_figures", 2),
+        ("came_second_moment", 1 + 1 + 2),
+        ("came_move", 1 + 1 + 2),
+        ("came_figures", 3),
+    ]
+
+
+@compiled
+def test_nothing_is_compiled_again_when_numbers_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compilations: list[str] = []
+    hook = lambda *_, fn, **__: compilations.append(fn.name)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    params = [Parameter(torch.randn(70, 70)), Parameter(torch.randn(9))]
+    optimizer = Came(params, lr=0.1, backend="triton", max_grad_norm=1.0)
+    for step in range(4):
+        set_gradients(params, [torch.randn(p.shape) for p in params])
+        optimizer.param_groups[0].update(lr=0.1 / (step + 1), weight_decay=0.2 * step, betas=(0.5, 0.9, 0.99))
+        optimizer.grad_scale = torch.tensor(2.0**step)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.step()
+    assert len(driver.launched) == 4 * (2 + 7 + 3)
+    # Once each, but for the averages of squares and of residuals, and what factored and unfactored tensors share.
+    assert sorted(compilations).count("came_lines") == 2
+    assert len(compilations) == len(set(compilations)) + 2 == 10 + 1
+
+
+# ---- where it does not work ---------------------------------------------------------------------------------------
+
+GPU = torch.zeros(70, 70, 3, 3, device="meta")  # stands for a tensor on a device that this machine does not have
+
+
+@compiled
+def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "broken", lambda _: None)
+    assert came.why_not(GPU, OPTIONS) is None
+    assert came.why_not(GPU[0], replace(OPTIONS, factor="last_two")) is None
+    assert "centralisation" in str(came.why_not(GPU, replace(OPTIONS, centre=True)))
+    name, reason = kernels.pick("auto", GPU, replace(OPTIONS, factor="last_two"))
+    assert (name, "4900 matrices of 3 x 3 are too many" in reason) == ("foreach", True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from bighorn.cli.plain import compiled_loop
 from bighorn.cli.shapes import SHAPES
 from cli.helpers import Invoke
 
+CPU = torch.device("cpu")
 SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}
 
 
@@ -154,7 +156,7 @@ def test_the_table_of_lambrrr(invoke: Invoke) -> None:
     content, output = bench_json(invoke, "--table", "lambrrr", "--shapes", "small", "--clip", 1e-4)
     assert content["baseline"] == "loop"
     assert set(content["absent"]) == {"timm", "apex"}
-    assert "Absent: apex FusedLAMB (not installed)" in output
+    assert "Absent: apex FusedLAMB (not installed; it is built from" in output
     rows = {row["name"]: row for row in content["results"][0]["optimizers"]}
     assert list(rows) == ["loop", "compiled", "lamb"]
     assert all(row["error"] < 2e-7 for row in rows.values())
@@ -174,10 +176,53 @@ def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
     assert set(table.columns) <= set(bench.COLUMNS)
 
 
-def test_apex_is_refused_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apex_takes_part_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    apex = ModuleType("apex.optimizers")
+    monkeypatch.setattr(apex, "FusedLAMB", lambda params, **options: (params, options), raising=False)
     monkeypatch.setattr(peers, "find_spec", lambda name: name)
-    with pytest.raises(ImportError, match="takes CUDA tensors alone"):
-        peers.PEERS["apex"].load()
+    monkeypatch.setitem(sys.modules, "apex.optimizers", apex)
+    with pytest.raises(ImportError, match="it takes cuda tensors alone, and this times --device cpu"):
+        peers.PEERS["apex"].load_for("cpu")
+    build: Any = peers.PEERS["apex"].load_for("cuda")
+    assert build([], 0.1, None)[1]["max_grad_norm"] == 1e9
+    assert build([], 0.1, 2.0)[1]["max_grad_norm"] == 2.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_cuda_needs_a_device(invoke: Invoke) -> None:
+    output = invoke("bench", "--device", "cuda", code=1).output
+    assert "--device cuda: torch sees no CUDA device here" in output
+    assert "leave --device out" in output
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_the_table_of_a_gpu_from_times_that_are_known(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors lie on the CPU, and an instrument that knows the answers stands for the device's."""
+    seconds = {"Lamb": 3e-3, "AdamW": 2e-3}
+
+    def rounds(
+        first: torch.optim.Optimizer, second: torch.optim.Optimizer, _: float
+    ) -> tuple[list[float], list[float]]:
+        return 5 * [seconds[type(first).__name__]], 5 * [seconds[type(second).__name__]]
+
+    facts = {"device": "H900", "copy_bytes_per_s": 1e6}
+    known = bench.Instrument(lambda: None, lambda: facts, rounds, lambda _: 1_500_000, lambda _: 0.25e-3)
+    monkeypatch.setitem(bench.INSTRUMENTS, "cuda", known)
+    monkeypatch.setattr(torch, "device", lambda _: CPU)
+    content, output = bench_json(
+        invoke, "--device", "cuda", "--shapes", "small", "--optimizers", "lamb", "--precision", "fp32"
+    )
+    assert content["device"] == facts
+    adamw, lamb = content["results"][0]["optimizers"]
+    assert (adamw["ratio"]["median"], lamb["ratio"]["median"]) == pytest.approx((1.0, 1.5))
+    passing = 4 * (3 * 142 + 2 * 2 * 142) + 2 * 4 * 3  # weights twice, gradients, both moments twice, three steps
+    assert lamb["of_copy"] == pytest.approx(passing / 3e-3 / 1e6)
+    assert "H900, copies 1" in output
+    [heading] = [line for line in output.splitlines() if "of copy" in line]
+    assert heading.split() == ["optimizer", "ms", "ratio", "p10-p90", "host", "of", "copy", "temporaries", "error"]
+    [row] = [line for line in output.splitlines() if line.startswith(" Lamb")]
+    assert row.split()[1:6] == ["3.00", "1.50", "1.50-1.50", "0.25", "ms"]
+    assert "1.5 MB" in row
 
 
 def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +259,7 @@ def test_the_loop_is_lamb() -> None:
         (["--threads", "0"], ["--threads is 0", "at least 1"]),
         (["--seconds", "-1"], ["--seconds is -1.0", "at least 0"]),
         (["--json", "."], ["--json", "is a folder"]),
+        (["--table", "gpu"], ["--table gpu", "with --device cuda"]),
     ],
     ids=lambda value: " ".join(value[:2]) if value[0].startswith("--") and len(value) == 2 else None,
 )
@@ -255,7 +301,7 @@ def test_temporaries_are_those_of_the_step(megabytes: int) -> None:
 @pytest.mark.skipif(measure.temporaries(lambda: None) is None, reason="needs Linux and glibc")
 @pytest.mark.skipif(not kernels.status()["cpu"].available, reason="needs the cpu backend")
 def test_temporaries_of_the_cpu_backend_are_bounded() -> None:
-    weights, grads = measure.draw([(4000, 4000)], 0.02, torch.float32, 0), [torch.full((4000, 4000), 1e-3)]
+    weights, grads = measure.draw([(4000, 4000)], 0.02, torch.float32, CPU, 0), [torch.full((4000, 4000), 1e-3)]
     optimizer, _ = measure.prepared(peers.PEERS["lamb"].load(), weights, grads, None)
     found = measure.temporaries(optimizer.step)
     assert found is not None

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import files
+from bighorn.cli import cuda, files
 from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity
 from bighorn.cli.environment import package_version, provenance
@@ -30,14 +30,36 @@ FILE = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True)
+class Instrument:
+    """How steps on a device are measured."""
+
+    check: Callable[[], None]
+    """Refuses a machine without such a device."""
+    facts: Callable[[], dict[str, Any]]
+    """What is known of the device, in JSON's terms."""
+    rounds: Callable[[Optimizer, Optimizer, float], tuple[list[float], list[float]]]
+    temporaries: Callable[[Callable[[], object]], int | None]
+    host_seconds: Callable[[Callable[[], object]], float] | None = None
+    """What a step costs the host, where it does not wait for the device."""
+
+
+INSTRUMENTS = {
+    "cpu": Instrument(lambda: None, dict, rounds, temporaries),
+    "cuda": Instrument(cuda.check, cuda.facts, cuda.rounds, cuda.temporaries, cuda.host_seconds),
+}
+
+
+@dataclass(frozen=True)
 class BenchConfig:
     """The options of a benchmark."""
 
-    table: str = option(
-        "steps",
-        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came). Against a loop over the "
-        "tensors: LAMBrrr's benchmark (lambrrr).",
+    device: str = option("cpu", "Where the tensors lie, and whose time is taken.", choices=tuple(INSTRUMENTS))
+    table: str | None = option(
+        None,
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu). Against a "
+        "loop over the tensors: LAMBrrr's benchmark (lambrrr).",
         choices=tuple(TABLES),
+        shown="steps; gpu with --device cuda",
     )
     shapes: str | None = option(
         None,
@@ -52,7 +74,14 @@ class BenchConfig:
     threads: int | None = option(None, "CPU threads.", shown="torch's choice")
     seconds: float = option(3.0, "Time for each pair of optimizers; at least 5 rounds.")
 
+    @property
+    def layout(self) -> BenchTable:
+        """The table, which the device chooses where none is asked for."""
+        return TABLES[self.table or ("gpu" if self.device == "cuda" else "steps")]
+
     def __post_init__(self) -> None:
+        if self.device not in self.layout.devices:
+            raise InputError(f"--table {self.table} is measured with --device {' or '.join(self.layout.devices)}.")
         positive("--clip", self.clip)
         at_least("--threads", self.threads, 1)
         at_least("--seconds", self.seconds, 0)
@@ -63,17 +92,21 @@ class BenchConfig:
 @click.option("--json", "json_file", type=FILE, help="Write the figures, and what they depend on, as JSON.")
 @click.pass_context
 def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None:
-    """Time optimizer steps on the CPU: this package's, torch's, and those of other packages that are installed.
+    """Time optimizer steps: this package's, torch's, and those of other packages that are installed.
 
     Each optimizer takes turns with the table's first row on parameters of real models' shapes, with random gradients
     and its state in place. Times are medians; ratios are of each round, as median and 10th to 90th percentile.
     Temporaries are what resident memory rises by during a step. The error is the weights', relative to float64,
     after two steps. Compile is what the first step of a compiled optimizer takes longer, without any cache.
+    On a GPU, times are the device's, with cold caches; temporaries are what its allocator hands out during a step;
+    of copy is how fast weights, gradients and state pass by, each read and written once, beside a plain copy; host is
+    what a step costs the host.
     """
     config = BenchConfig(**options)
-    layout = TABLES[config.table]
+    layout, instrument = config.layout, INSTRUMENTS[config.device]
     sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
-    builds, absent = _load(layout, config.optimizers)
+    builds, absent = _load(config)
+    instrument.check()
     if json_file is not None:
         files.check_writable(json_file, "--json")
     if config.threads is not None:
@@ -84,17 +117,21 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         "packages": {PEERS[name].package: package_version(PEERS[name].package) for name in builds},
         "absent": absent,
         "config": asdict(config),
+        "device": instrument.facts(),
         "baseline": layout.baseline,
         "results": [],
     }
     console = Console(soft_wrap=True, highlight=False)
     about, here = content["environment"], content["machine"]
+    if content["device"]:
+        speed = content["device"]["copy_bytes_per_s"]
+        console.print(f"{content['device']['device']}, copies {quantity(round(speed))} bytes/s, {config.precision}")
     console.print(
         f"{about['processor']}, cores: {here['cores allowed']}, threads: {about['threads']}, {config.precision}"
     )
     for name in sets:
         shapes = list(SHAPES[name]())
-        rows = _measure(shapes, builds, config, console)
+        rows = _measure(shapes, builds, config, content["device"].get("copy_bytes_per_s"), console)
         parameters = sum(torch.Size(shape).numel() for shape in shapes)
         content["results"].append(
             {"shapes": name, "tensors": len(shapes), "parameters": parameters, "optimizers": rows}
@@ -111,13 +148,14 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
         console.print(f"JSON: {json_file}")
 
 
-def _load(layout: BenchTable, asked: str | None) -> tuple[dict[str, Build], dict[str, str]]:
+def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:
     """The baseline and the others by name, and why some are absent, which is an error for one that was asked for."""
+    layout, asked = config.layout, config.optimizers
     wanted = (layout.baseline, *(layout.peers if asked is None else names("--optimizers", asked, PEERS)))
     builds, absent = {}, {}
     for name in dict.fromkeys(wanted):
         try:
-            builds[name] = PEERS[name].load()
+            builds[name] = PEERS[name].load_for(config.device)
         except ImportError as reason:
             if asked is not None:
                 raise InputError(f"--optimizers {name}: {reason}") from reason
@@ -126,33 +164,40 @@ def _load(layout: BenchTable, asked: str | None) -> tuple[dict[str, Build], dict
 
 
 def _measure(
-    shapes: Sequence[Shape], builds: dict[str, Build], config: BenchConfig, console: Console
+    shapes: Sequence[Shape], builds: dict[str, Build], config: BenchConfig, copy_speed: float | None, console: Console
 ) -> list[dict[str, Any]]:
     """One row per optimizer. The baseline's compares it with itself: what it shows beside 1.00 is the noise."""
-    dtype = PRECISIONS[config.precision]
-    weights, grads = draw(shapes, 0.02, dtype, seed=0), draw(shapes, 1e-3, dtype, seed=1)
+    dtype, instrument = PRECISIONS[config.precision], INSTRUMENTS[config.device]
+    device = torch.device(config.device)
+    weights, grads = draw(shapes, 0.02, dtype, device, seed=0), draw(shapes, 1e-3, dtype, device, seed=1)
     first, *_ = builds.values()
     baseline, _ = prepared(first, weights, grads, config.clip)
     rows = []
     for name, build in builds.items():
         with console.status(PEERS[name].label):
-            measured = _beside(baseline, *prepared(build, weights, grads, config.clip), config.seconds)
+            measured = _beside(baseline, *prepared(build, weights, grads, config.clip), config.seconds, instrument)
             compiling = measured["first_step_s"] - 1e-3 * measured["ms"]["median"] if PEERS[name].compiles else None
+            if copy_speed is not None:
+                passing = 3 * sum(weight.nbytes for weight in weights) + 2 * (measured["state_bytes"] or 0)
+                measured["of_copy"] = passing / (1e-3 * measured["ms"]["median"]) / copy_speed
             # After the first step, since what is compiled for one optimizer serves the next.
             off = error(build, weights, grads)
         rows.append({"name": name, "label": PEERS[name].label, **measured, "compile_s": compiling, "error": off})
     return rows
 
 
-def _beside(baseline: Optimizer, optimizer: Optimizer, first_step: float, seconds: float) -> dict[str, Any]:
-    extra = temporaries(optimizer.step)
-    theirs, mine = rounds(baseline, optimizer, seconds)
+def _beside(
+    baseline: Optimizer, optimizer: Optimizer, first_step: float, seconds: float, instrument: Instrument
+) -> dict[str, Any]:
+    extra = instrument.temporaries(optimizer.step)
+    theirs, mine = instrument.rounds(baseline, optimizer, seconds)
     return {
         "rounds": len(mine),
         "ms": _spread([1e3 * second for second in mine]),
         "baseline_ms": _spread([1e3 * second for second in theirs]),
         "ratio": _spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
         "first_step_s": first_step,
+        "host_ms": 1e3 * instrument.host_seconds(optimizer.step) if instrument.host_seconds else None,
         "temporaries_bytes": extra,
         "state_bytes": state_bytes(optimizer) or None,  # LoopLamb's is not where optimizers have theirs
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
@@ -169,6 +214,8 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ms p10-p90": lambda row: f"{row['ms']['p10']:.2f}-{row['ms']['p90']:.2f}",
     "ratio": lambda row: f"{row['ratio']['median']:.2f}",
     "p10-p90": lambda row: f"{row['ratio']['p10']:.2f}-{row['ratio']['p90']:.2f}",
+    "host": lambda row: "-" if row["host_ms"] is None else f"{row['host_ms']:.2f} ms",
+    "of copy": lambda row: f"{row['of_copy']:.0%}",
     "compile": lambda row: "-" if row["compile_s"] is None else f"{row['compile_s']:.1f} s",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
     "state": lambda row: _megabytes(row["state_bytes"]),

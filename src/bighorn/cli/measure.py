@@ -23,10 +23,10 @@ LR = 1e-4  # hundreds of steps along one gradient must leave the weights' size a
 ERROR_LR = 0.1  # a step that changes weights by their own size, or their rounding would hide the step's error
 
 
-def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Normal random tensors, the same for the same seed."""
+def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
+    """Normal random tensors, the same for the same seed, whatever the device."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).mul_(scale).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).mul_(scale).to(device, dtype) for shape in shapes]
 
 
 def prepared(

@@ -30,12 +30,21 @@ class Peer:
         load: Imports what it needs and gives the function that builds it; ImportError says why it is absent.
         package: The distribution that it comes from.
         compiles: Whether its first step compiles what the others run.
+        devices: Those that it works on.
     """
 
     label: str
     load: Callable[[], Build]
     package: str
     compiles: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    def load_for(self, device: str) -> Build:
+        """The function that builds it for a device; ImportError says why it is absent."""
+        build = self.load()
+        if device not in self.devices:
+            raise ImportError(f"it takes {' or '.join(self.devices)} tensors alone, and this times --device {device}")
+        return build
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,14 @@ class BenchTable:
         peers: The other rows, where nothing else is asked for.
         shapes: The parameter sets, likewise.
         columns: Names of :data:`bighorn.cli.bench.COLUMNS`.
+        devices: Those that have these columns.
     """
 
     baseline: str
     peers: tuple[str, ...]
     shapes: tuple[str, ...]
     columns: tuple[str, ...]
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -> Callable[[], Build]:
@@ -105,9 +116,11 @@ def _discard(_: object) -> None:
 
 
 def _apex() -> Build:
-    raise ImportError(
-        "its FusedLAMB takes CUDA tensors alone, and this times the CPU" if find_spec("apex") else "not installed"
-    )
+    if find_spec("apex") is None:
+        raise ImportError("not installed; it is built from https://github.com/NVIDIA/apex, for CUDA alone")
+    lamb = import_module("apex.optimizers").FusedLAMB
+    # Its clip is always there: one that is out of reach stands for none.
+    return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip or 1e9)
 
 
 def _timm() -> Build:
@@ -172,7 +185,7 @@ PEERS = {
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
     "loop": Peer("reference loop", _loop, "torch"),
     "compiled": Peer("compiled loop", _compiled, "torch", compiles=True),
-    "apex": Peer("apex FusedLAMB", _apex, "apex"),
+    "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",)),
 }
 
 TABLES = {
@@ -187,6 +200,13 @@ TABLES = {
         peers=("came", "came-last-two", "came-int8", "came-pytorch", "pytorch_optimizer-came", "adafactor"),
         shapes=("vit_small", "resnet50"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
+    ),
+    "gpu": BenchTable(
+        baseline="adamw",
+        peers=("lamb", "lamb-adam", "came", "timm", "apex"),
+        shapes=("bert_base", "bert_large", "vit_small", "resnet50", "llama_1b", "one"),
+        columns=("ms", "ratio", "p10-p90", "host", "of copy", "temporaries", "error"),
+        devices=("cuda",),
     ),
     # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
     # timm's Lamb, which takes part as itself where it is installed.

@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow integrations check format clean
+.PHONY: help train test slow integrations gpu check format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
 	@echo "make test    set up, run everything CI runs"
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
+	@echo "make gpu     on a machine with one: the tests that need it, then its benchmarks into benchmarks/results"
 	@echo "make check   formatter, linter and type checker alone"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
@@ -45,6 +46,12 @@ integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
 		--editable '.[dev,test-integrations]'
 	$(BIN)/pytest -m "not slow" tests/integrations tests/test_docs.py
+
+gpu: $(STAMP)
+	$(BIN)/bighorn doctor --require triton
+	$(BIN)/pytest -m gpu
+	$(BIN)/bighorn bench --device cuda --json benchmarks/results/gpu-fp32.json
+	$(BIN)/bighorn bench --device cuda --precision bf16 --json benchmarks/results/gpu-bf16.json
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -153,6 +153,14 @@ def why_refused(param: Tensor) -> str | None:
     return None
 
 
+def adds_up_over(param: Tensor, group: Any) -> bool:
+    """Whether sums over a parameter are taken over several ranks of a group already."""
+    layout = layout_of(param)
+    if layout is None or layout.cut is None:
+        return False
+    return len(set(layout.mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group))) > 1
+
+
 def is_sharded(param: Tensor) -> bool:
     """Whether ranks hold different pieces of it, so that one rank does not see all of its gradient."""
     return getattr(param, "_fsdp_flattened", False) or _is_distributed(param)

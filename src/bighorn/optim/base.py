@@ -170,6 +170,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         for param in group["params"]:
             name, tensor = param if isinstance(param, tuple) else (None, param)
             checks.parameter(name, tensor, stacked=stacked)
+            self._settings.refuse_to_add_up_twice(tensor)
             tensors.append(tensor)
         if len({id(tensor) for tensor in tensors}) < len(tensors):
             raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")

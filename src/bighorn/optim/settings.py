@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from bighorn import sharding
 from bighorn.kernels import BACKENDS
 from bighorn.names import Exclusion, Names, check_exclusion, names_of
 from bighorn.optim import checks
@@ -58,6 +61,14 @@ class Settings:
         for name in EXCLUSIONS:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} needs names: pass model.named_parameters() as params, or names=model")
+
+    def refuse_to_add_up_twice(self, param: Tensor) -> None:
+        """Raise where the process group's ranks are those whose shards are summed over without it."""
+        if self.process_group is not None and sharding.adds_up_over(param, self.process_group):
+            raise ValueError(
+                "process_group holds several ranks of a sharded parameter's mesh, over which max_grad_norm sums by "
+                "itself: leave process_group out, or give one whose ranks hold different parameters (of a pipeline)"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self

@@ -105,7 +105,7 @@ class Came(KernelOptimizer[CameOptions]):
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
         ValueError: A value out of range, lr together with relative_step or neither of them, no parameters, a parameter
-            given twice, sharded or not floating-point, or a backend that cannot serve a parameter.
+            given twice, flattened or not floating-point, or a backend that cannot serve a parameter.
 
     Example:
         >>> import torch

@@ -89,7 +89,7 @@ class Lamb(KernelOptimizer[LambOptions]):
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
-        ValueError: A value out of range, no parameters, a parameter given twice, sharded or not floating-point, or a
+        ValueError: A value out of range, no parameters, a parameter given twice, flattened or not floating-point, or a
             backend that cannot serve a parameter.
 
     Example:

@@ -24,8 +24,11 @@ KINDS: tuple[Kind, ...] = (Lamb, Came)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
-LEFT_OUT: Mapping[str, tuple[str, ...]] = {"cpu": ("cautious",), "triton": ("cautious", "grad_centralization")}
-"""The options that a compiled backend leaves to others."""
+LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cautious", "weight_rounding"),
+    "triton": ("cautious", "weight_rounding", "grad_centralization"),
+}
+"""The options that a compiled backend leaves to others; LAMB's moments in blocks it does too."""
 
 INTERPRETED = {
     *("paper-v5", "paper-v3", "correction-in-lr", "adamw", "adam-l2", "decoupled", "both-bounds", "everything"),
@@ -40,9 +43,23 @@ INTERPRETED = {
 }
 """What runs by default where kernels are interpreted, which takes a while for each block; the others are slow tests."""
 
+
+class ExactLamb(Lamb):
+    """Steps float64 parameters too with state in 8 bits, which users are refused: it is what others must compute."""
+
+    def _why_unfit(self, *_: object) -> None:
+        return None
+
+
+class ExactCame(Came):
+    """As `ExactLamb`."""
+
+    def _why_unfit(self, *_: object) -> None:
+        return None
+
+
 Fill = Literal["normal", "big", "small", "zero"]
 Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
-StateDtype: TypeAlias = torch.dtype | Literal["int8"] | None
 Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded", "lazy"]
 
 LRS = (0.1, 0.05, 0.2, 0.08)
@@ -99,15 +116,19 @@ class Case:
         """Whether the specification asks this backend for this case: the compiled ones leave out float64 too."""
         if backend not in LEFT_OUT:
             return True
-        left_out = any(group.get(option) for group in (self.options, *self.groups) for option in LEFT_OUT[backend])
+        groups = (self.options, *self.groups)
+        left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
+        left_out |= self.kind is Lamb and any(map(in_blocks, groups))
         return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
 
     def in_double(self) -> Case:
-        """The same case with parameters and gradients in float64."""
+        """The same case with parameters, which lose nothing, and gradients in float64."""
+        options = {name: value for name, value in self.options.items() if name != "weight_rounding"}
         leaves = tuple(
             replace(leaf, dtype=double(leaf.dtype) if leaf.dtype else None, grad_dtype=None) for leaf in self.leaves
         )
-        return replace(self, leaves=leaves, dtype=double(self.dtype), grad_dtype=None)
+        kind = ExactLamb if self.kind is Lamb else ExactCame
+        return replace(self, leaves=leaves, options=options, dtype=double(self.dtype), grad_dtype=None, kind=kind)
 
     def parameters(self) -> list[Parameter]:
         parameters = []
@@ -388,30 +409,36 @@ CAME_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     ),
 }
 
-DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, StateDtype]] = {
-    "float64": (torch.float64, torch.float64, None),
-    "bfloat16": (torch.bfloat16, torch.bfloat16, None),
-    "float16": (torch.float16, torch.float16, None),
-    "bfloat16-grads-float32": (torch.bfloat16, torch.float32, None),
-    "float16-grads-float32": (torch.float16, torch.float32, None),
-    "float32-grads-bfloat16": (torch.float32, torch.bfloat16, None),
-    "float32-grads-float16": (torch.float32, torch.float16, None),
-    "bfloat16-grads-float16": (torch.bfloat16, torch.float16, None),
-    "float32-states-bfloat16": (torch.float32, torch.float32, torch.bfloat16),
-    "bfloat16-states-bfloat16": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    "float16-states-bfloat16": (torch.float16, torch.float32, torch.bfloat16),
-    "complex64": (torch.complex64, torch.complex64, None),
-    "complex128": (torch.complex128, torch.complex128, None),
-}
-
-CAME_DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, StateDtype]] = {
-    **DTYPES,
-    "float32-states-float16": (torch.float32, torch.float32, torch.float16),
-    "float16-states-float16": (torch.float16, torch.float32, torch.float16),
-    "float32-states-int8": (torch.float32, torch.float32, "int8"),
-    "bfloat16-states-int8": (torch.bfloat16, torch.float32, "int8"),
-    "float64-states-int8": (torch.float64, torch.float64, "int8"),
-    "complex64-states-int8": (torch.complex64, torch.complex64, "int8"),
+DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
+    "float64": (torch.float64, torch.float64, {}),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, {}),
+    "float16": (torch.float16, torch.float16, {}),
+    "bfloat16-grads-float32": (torch.bfloat16, torch.float32, {}),
+    "float16-grads-float32": (torch.float16, torch.float32, {}),
+    "float32-grads-bfloat16": (torch.float32, torch.bfloat16, {}),
+    "float32-grads-float16": (torch.float32, torch.float16, {}),
+    "bfloat16-grads-float16": (torch.bfloat16, torch.float16, {}),
+    "float32-states-bfloat16": (torch.float32, torch.float32, {"state_dtype": torch.bfloat16}),
+    "bfloat16-states-bfloat16": (torch.bfloat16, torch.bfloat16, {"state_dtype": torch.bfloat16}),
+    "float16-states-bfloat16": (torch.float16, torch.float32, {"state_dtype": torch.bfloat16}),
+    "float32-states-float16": (torch.float32, torch.float32, {"state_dtype": torch.float16}),
+    "float16-states-float16": (torch.float16, torch.float32, {"state_dtype": torch.float16}),
+    "float32-states-int8": (torch.float32, torch.float32, {"state_dtype": "int8"}),
+    "bfloat16-states-int8": (torch.bfloat16, torch.float32, {"state_dtype": "int8", "rounding_seed": 2**40 + 1}),
+    "float32-states-int8-all": (torch.float32, torch.bfloat16, {"state_dtype": "int8", "min_8bit_size": 1}),
+    "bfloat16-weights-stochastic": (torch.bfloat16, torch.float32, {"weight_rounding": "stochastic"}),
+    "float16-weights-stochastic": (torch.float16, torch.float32, {"weight_rounding": "stochastic", "rounding_seed": 7}),
+    "bfloat16-weights-kahan": (torch.bfloat16, torch.float32, {"weight_rounding": "kahan"}),
+    "float16-weights-kahan": (torch.float16, torch.float32, {"weight_rounding": "kahan"}),
+    "bfloat16-weights-master": (torch.bfloat16, torch.float32, {"weight_rounding": "master"}),
+    "float16-weights-master": (torch.float16, torch.float32, {"weight_rounding": "master"}),
+    "bfloat16-weights-kahan-states-int8": (
+        torch.bfloat16,
+        torch.bfloat16,
+        {"weight_rounding": "kahan", "state_dtype": "int8"},
+    ),
+    "complex64": (torch.complex64, torch.complex64, {}),
+    "complex128": (torch.complex128, torch.complex128, {}),
 }
 
 MIXED = (
@@ -424,6 +451,11 @@ MIXED = (
     Leaf("conjugated.weight", (5, 2), dtype=torch.complex64, grad_layout="lazy"),
     Leaf("bfloat16.conv", (2, 3, 3, 3), dtype=torch.bfloat16, layout="channels_last"),
 )
+
+
+def in_blocks(options: Mapping[str, Any]) -> bool:
+    """Whether moments are kept in blocks of few bits, by LAMB at least."""
+    return options.get("state_dtype") in ("int8", "float16", torch.float16)
 
 
 def _stackable(leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
@@ -439,7 +471,7 @@ class Rows:
     prefix: str
     options: Mapping[str, Mapping[str, Any]]
     groups: Mapping[str, tuple[Mapping[str, Any], ...]]
-    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype, StateDtype]]
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]]
     with_dtypes: tuple[str, ...]
     """The options that are combined with every dtype."""
     with_sizes: tuple[str, ...]
@@ -460,12 +492,14 @@ class Rows:
                 name, {}, tuple(replace(leaf, group=i % len(groups)) for i, leaf in enumerate(leaves)), groups
             )
         stacked_group = ({"stacked": True},)
-        for name, (dtype, grad_dtype, state_dtype) in self.dtypes.items():
-            states = {} if state_dtype is None else {"state_dtype": state_dtype}
-            few = BLOCKS if state_dtype == "int8" else FEW
+        for name, (dtype, grad_dtype, precision) in self.dtypes.items():
+            few = BLOCKS if in_blocks(precision) else FEW
             for option in self.with_dtypes:
-                yield self._case(f"{name}-{option}", {**self.options[option], **states}, few, ({},), dtype, grad_dtype)
-            yield self._case(f"{name}-stacked", states, _stackable(few), stacked_group, dtype, grad_dtype)
+                options = {**self.options[option], **precision}
+                if in_blocks(precision) and options.get("second_moment") == "amsgrad":
+                    del options["second_moment"]
+                yield self._case(f"{name}-{option}", options, few, ({},), dtype, grad_dtype)
+            yield self._case(f"{name}-stacked", precision, _stackable(few), stacked_group, dtype, grad_dtype)
         for option in self.with_sizes:
             yield self._case(f"mixed-{option}", self.options[option], MIXED)
             yield self._case(f"large-{option}", self.options[option], LARGE)
@@ -496,7 +530,7 @@ CAME = Rows(
     "came-",
     CAME_OPTIONS,
     CAME_GROUPS,
-    CAME_DTYPES,
+    DTYPES,
     with_dtypes=("published", "last-two", "everything"),
     with_sizes=("published", "last-two", "clip-skip"),
     huge={"everything-states-int8": {**CAME_OPTIONS["everything"], "state_dtype": "int8"}},

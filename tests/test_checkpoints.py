@@ -54,7 +54,13 @@ CHECKPOINTED = [
     *(
         "came-float32-states-bfloat16-published",
         "came-bfloat16-states-int8-last-two",
-        "came-complex64-states-int8-stacked",
+        "came-float32-states-int8-stacked",
+    ),
+    *(
+        *("float32-states-int8-paper-v5", "float16-states-float16-adagrad", "bfloat16-states-int8-stacked"),
+        *("bfloat16-weights-stochastic-everything", "float16-weights-kahan-paper-v5", "bfloat16-weights-master-adamw"),
+        *("came-float16-weights-stochastic-published", "came-bfloat16-weights-kahan-states-int8-stacked"),
+        "came-bfloat16-weights-master-everything",
     ),
 ]
 

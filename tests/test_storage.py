@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb
 from bighorn.kernels import codec
-from bighorn.state import MOMENTUM_DTYPES
+from bighorn.state import MOMENT_DTYPES
 from cases import BLOCKS, ZOO, Case, Kind, Leaf, Optimizer, arranged
 from contract import advance, assert_bitwise, assert_same_everything, backward, copies, model
 
@@ -154,7 +154,7 @@ def momentum(state: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [Came], indirect=True)
-@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(MOMENTUM_DTYPES, 2)])
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(MOMENT_DTYPES, 2)])
 def test_another_dtype_of_the_momentum_from_now_on(before: str, after: str, kind: Kind, backend: str) -> None:
     """Whether it is written into the group or into the checkpoint, whose groups win over those at hand."""
     case = Case("recoded", {"state_dtype": before}, BLOCKS).of(kind)
@@ -170,7 +170,7 @@ def test_another_dtype_of_the_momentum_from_now_on(before: str, after: str, kind
             continue
         old, new = optimizer.state[ours], other.state[theirs]
         small = ours.numel() < 4096 or ours.dim() < 2
-        assert new["exp_avg"].dtype == (torch.float32 if small and after == "int8" else MOMENTUM_DTYPES[after])
+        assert new["exp_avg"].dtype == (torch.float32 if small and after == "int8" else MOMENT_DTYPES[after])
         torch.testing.assert_close(
             momentum(new), momentum(old), rtol=2**-8, atol=float(momentum(old).abs().max()) / 254
         )

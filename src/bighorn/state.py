@@ -11,19 +11,26 @@ import torch
 from torch import Tensor
 
 from bighorn import sharding
-from bighorn.kernels import codec
+from bighorn.kernels import codec, rounding
+from bighorn.kernels.rounding import Rounding
 
-MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What LAMB's moments can be kept in, under the names that checkpoints use."""
+MOMENT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+"""What moments can be kept in, under the names that checkpoints use.
 
-MOMENTUM_DTYPES = {**MOMENT_DTYPES, "float16": torch.float16, "int8": torch.int8}
-"""What CAME's momentum can be kept in. Its second moment is averages of many elements, which cost next to nothing."""
-
-STEP_BYTES = 4
-"""A parameter's count of steps is a float32, as in torch."""
+LAMB keeps both in blocks with scales (`kernels/codec.py`) in float16 and int8. CAME keeps its momentum so in int8, and
+as it is in float16, since it is near 1; its second moment is averages of many elements, which cost next to nothing.
+"""
 
 MIN_8BIT_SIZE = 4096
 """Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
+
+STEP_BYTES = 4
+"""A parameter's count of steps is a float32, as in torch."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Kept:
     Attributes:
         dtype: Its dtype.
         dims: Which of the parameter's dims it has, in order.
-        scales: The last of these counts rows of 8-bit values, and a further dim the blocks of a row, which have a
+        scales: The last of these counts rows of values in blocks, and a further dim the blocks of a row, which have a
             scale each. Default: False.
     """
 
@@ -55,6 +62,21 @@ Spec = Mapping[str, Kept]
 """A parameter's state tensors by name, besides `step`."""
 
 
+def why_unfit(param: Tensor, state_dtype: str | None, weight_rounding: str) -> str | None:
+    """Why a parameter cannot be optimized in such a precision, with the remedy, or None."""
+    if state_dtype == "int8" and param.dtype in (torch.float64, torch.complex64, torch.complex128):
+        return (
+            f'its dtype is {param.dtype}, and state_dtype="int8" is for real parameters of 32 bits or less: give it a '
+            "group with another state_dtype"
+        )
+    if weight_rounding != "nearest" and param.dtype not in rounding.LOW:
+        return (
+            f'its dtype is {param.dtype}, and weight_rounding="{weight_rounding}" is for bfloat16 and float16, which '
+            'lose steps that others keep: give it a group with weight_rounding="nearest"'
+        )
+    return None
+
+
 def moments_dtype(param: Tensor, state_dtype: str | None) -> torch.dtype:
     """The dtype of a parameter's moments: at least float32, float64 for float64, unless one is asked for."""
     if state_dtype is not None:
@@ -67,44 +89,83 @@ def all_dims(param: Tensor) -> tuple[int, ...]:
     return tuple(range(param.dim()))
 
 
-def momentum_spec(param: Tensor, state_dtype: str | None, stacked: int) -> Spec:
-    """A parameter's momentum, with the scales of its blocks where it is kept in int8."""
+def moments_spec(
+    param: Tensor, dtypes: Mapping[str, torch.dtype], in_blocks: bool, stacked: int, min_8bit_size: int
+) -> Spec:
+    """A parameter's moments, with the scales of their blocks.
+
+    Args:
+        param: The parameter, real.
+        dtypes: Of each moment.
+        in_blocks: Whether these are those of codes. Too small tensors, and vectors, get float32.
+        stacked: How many leading dims count layers.
+        min_8bit_size: The fewest elements that are kept in blocks.
+    """
     dims = all_dims(param)
-    if state_dtype is None:
-        return {"exp_avg": Kept(moments_dtype(param, None), dims)}
-    if state_dtype != "int8":
-        return {"exp_avg": Kept(MOMENTUM_DTYPES[state_dtype], dims)}
-    if param.dim() - stacked < 2 or param.numel() < MIN_8BIT_SIZE:
-        return {"exp_avg": Kept(torch.float32, dims)}
-    return {
-        "exp_avg": Kept(torch.int8, dims),
-        "exp_avg_scale": Kept(torch.float32, dims[: stacked + 1], scales=True),
-    }
+    if not in_blocks:
+        return {name: Kept(dtype, dims) for name, dtype in dtypes.items()}
+    if param.dim() - stacked < 2 or param.numel() < min_8bit_size:
+        return {name: Kept(torch.float32, dims) for name in dtypes}
+    scales = {f"{name}_scale": Kept(torch.float32, dims[: stacked + 1], scales=True) for name in dtypes}
+    return {**{name: Kept(dtype, dims) for name, dtype in dtypes.items()}, **scales}
 
 
-def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A state whose momentum is in 8 bits where `spec` says so, and nowhere else, whatever it was saved in."""
-    out = dict(state)
-    values, scales = out.get("exp_avg"), out.get("exp_avg_scale")
-    if not isinstance(values, Tensor) or "exp_avg" not in spec:
-        return out
-    if "exp_avg_scale" in spec and values.is_floating_point() and values.shape == spec["exp_avg"].shape:
-        outer = spec["exp_avg_scale"].dim() - 2
-        codes, scales = codec.encode(values.flatten(0, outer))
-        out["exp_avg"], out["exp_avg_scale"] = codes.view(values.shape), scales.view(spec["exp_avg_scale"].shape)
-    elif "exp_avg_scale" not in spec and isinstance(scales, Tensor) and _are_codes(values, scales):
-        decoded = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2))
-        out["exp_avg"] = decoded.view(values.shape)
-        del out["exp_avg_scale"]
+def weight_spec(param: Tensor, weight_rounding: Rounding) -> Spec:
+    """What is kept beside a parameter, so that storing it loses nothing."""
+    return {name: Kept(dtype, all_dims(param)) for name, dtype in rounding.kept_for(weight_rounding).items()}
+
+
+def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> dict[str, Any]:
+    """A state whose moments are in blocks where `spec` says so, and nowhere else, whatever they were saved in.
+
+    What was kept beside a parameter, and is not any more, goes.
+
+    Raises:
+        ValueError: There are scales that do not fit their codes.
+    """
+    out = {name: value for name, value in state.items() if name in spec or name not in BESIDE}
+    for name in ("exp_avg", "exp_avg_sq"):
+        values, scales = state.get(name), state.get(f"{name}_scale")
+        if name not in spec or not isinstance(values, Tensor):
+            continue
+        new = codec.form_of(name, spec)
+        if isinstance(scales, Tensor):
+            _check_codes(name, values, scales, what)
+            old = codec.form_of(name, state)
+            if old is new or old is None:
+                continue
+            rows = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2), old)
+            values = out[name] = rows.view(values.shape)
+            del out[f"{name}_scale"]
+        if new is not None and values.is_floating_point() and values.shape == spec[name].shape:
+            like = spec[f"{name}_scale"]
+            codes, scales = codec.encode(values.flatten(0, like.dim() - 2), new)
+            out[name], out[f"{name}_scale"] = codes.view(values.shape), scales.view(like.shape)
     return out
 
 
-def _are_codes(values: Tensor, scales: Tensor) -> bool:
-    """Whether these are 8-bit values and the scales of their blocks."""
-    outer = scales.dim() - 2
-    if values.dtype != torch.int8 or outer < 0:
-        return False
-    return scales.shape == (*values.shape[:outer], *codec.scales_shape(values.shape[outer:]))
+BESIDE = tuple(name for way in rounding.WAYS for name in rounding.kept_for(way))
+"""What may be kept beside a parameter. Zeros are a start, whenever that is."""
+
+
+def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
+    """Raise unless these are codes and the scales of their blocks."""
+    outer = max(scales.dim() - 2, 0)
+    expected = (*values.shape[:outer], *codec.scales_shape(values.shape[outer:]))
+    if values.dtype not in codec.CODES or scales.shape != expected:
+        raise ValueError(
+            f"state {name!r} of {what} has codes of dtype {values.dtype}, shape {tuple(values.shape)}, and scales of "
+            f"shape {tuple(scales.shape)}, not {expected}: it is damaged, or its blocks are not of {codec.BLOCK}. Load "
+            "a checkpoint in float32, or drop optimizer.state of this parameter"
+        )
+    # Elsewhere than on the CPU the host would have to wait for the values.
+    if scales.device.type == "cpu" and bool(
+        (scales < 0).any() or (values.dtype == torch.int8 and (values == -128).any())
+    ):
+        raise ValueError(
+            f"state {name!r} of {what} holds codes or scales that are never written (a code -128, a scale below 0): it "
+            "is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+        )
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -154,13 +215,13 @@ def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any],
     fresh = not any(name in state for name in (*spec, "step"))
     likes = {name: kept.like(dense) for name, kept in spec.items()}
     wholes = {name: kept.like(real_view(sharding.whole(param))) for name, kept in spec.items()}
-    out = recoded(_local(state, param, spec, wholes, what), likes)
+    out = recoded(_local(state, param, spec, wholes, what), likes, what)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad from now on
     if fresh or "step" in out:
         out["step"] = _count(out.get("step", 0), dense, what)
     for name, like in likes.items():
-        if fresh:
+        if fresh or (name in BESIDE and name not in out):
             out[name] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=dense.device).zero_()
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)
@@ -182,8 +243,8 @@ def _check_blocks(param: Tensor, spec: Spec, what: str) -> None:
     scales = next((kept for kept in spec.values() if kept.scales), None)
     if layout is not None and scales is not None and not layout.shard(param.shape).split <= set(scales.dims):
         raise ValueError(
-            f"{what} is distributed as {layout}, which cuts through the blocks of 8-bit values that its rows consist "
-            'of: give it another state_dtype than "int8" in its group, or cut it up along dim 0'
+            f"{what} is distributed as {layout}, which cuts through the blocks of few bits that its rows consist "
+            "of: give it state_dtype=None in its group, or cut it up along dim 0"
         )
 
 

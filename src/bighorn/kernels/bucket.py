@@ -10,6 +10,8 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from bighorn.kernels.rounding import Rounding
+
 Bounds = tuple[float, float]
 BiasCorrection = Literal[True, False, "lr"]
 DecayMode = Literal["ratio", "decoupled", "l2"]
@@ -35,6 +37,10 @@ class LambOptions:
     cautious: bool
     maximize: bool
     centre: bool
+    weight_rounding: Rounding = "nearest"
+    rounding_seed: int = 0
+    blocks: bool = False
+    """Both moments are kept in blocks, `kernels/codec.py`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class CameOptions:
     factor: Factor | None
     """How a row becomes matrices: "matrix", one of dim 0 by everything else; "last_two", one for each index of the
     leading dims; None, its second moment is kept unfactored."""
+    weight_rounding: Rounding = "nearest"
+    rounding_seed: int = 0
 
 
 def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
@@ -131,8 +139,9 @@ class Bucket(Generic[Options]):
         options: What the rows share.
         params: The rows' parameters; kernels write them.
         state: Name to one tensor per row; every row has the same names. LAMB: `exp_avg`, `exp_avg_sq`, and
-            `max_exp_avg_sq` for amsgrad. CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either
-            `exp_avg_sq_row`, `exp_avg_sq_col`, `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored.
+            `max_exp_avg_sq` for amsgrad, or `exp_avg_scale` and `exp_avg_sq_scale` where they are kept in blocks.
+            CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either `exp_avg_sq_row`, `exp_avg_sq_col`,
+            `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: what `rounding.kept_for` names.
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
         counts: `steps` without repetition; kernels advance each by 1.
         norms: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
@@ -140,6 +149,8 @@ class Bucket(Generic[Options]):
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
         shards: Where each row, with its gradient, lies in the whole tensor; empty if every row is whole. A tensor of
             the state has some of its parameter's dims, and is cut up along these as the parameter is.
+        numbers: One 32-bit number per row, its parameter's, which tells the random bits of parameters apart.
+        firsts: The place of each row's first element in its parameter, for the same end.
     """
 
     options: Options
@@ -150,3 +161,5 @@ class Bucket(Generic[Options]):
     norms: Tensor
     grads: list[Tensor] = field(default_factory=list)
     shards: list[Shard] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)

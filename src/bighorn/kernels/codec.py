@@ -1,21 +1,118 @@
-"""State in 8 bits: blocks of 256 values that share a scale.
+"""State in few bits: blocks of 256 values that share a scale, the largest magnitude of the block.
 
 A block runs inside one row of dim 0, in the row's logical order whatever its memory order; the last block of a row is
 shorter. So a shard of whole rows sees the blocks of the whole tensor, and a checkpoint fits any memory format. A tensor
 of short rows (a vector is rows of one element) pays a scale for each of them: such a tensor is better left in float32.
 
-Codes are signed and linear: a block's largest magnitude is its scale and has code 127. Arithmetic is in float32.
+What is stored for a value is a code for its share of the scale, by one of the forms below (docs/precision.md has the
+measurements behind them). Arithmetic is in float32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BLOCK = 256
 TOP = 127
+
+CODES = (torch.int8, torch.uint8, torch.float16)
+"""The dtypes of codes."""
+
+
+Chance = Tensor | float
+"""Where between two codes the upper one is taken: uniform in (0, 1), or 0.5 for the nearest code."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a value's share of its block's scale becomes a code.
+
+    Attributes:
+        dtype: Of the codes.
+        to_code: From shares, -1 to 1, to codes in float32.
+        to_share: The inverse; the largest code is 1, exactly.
+        root: The root of the values is what is stored: they are squares.
+    """
+
+    dtype: torch.dtype
+    to_code: Callable[[Tensor, Chance], Tensor]
+    to_share: Callable[[Tensor], Tensor]
+    root: bool = False
+
+
+def _half(share: Tensor, chance: Chance) -> Tensor:
+    del chance
+    # What is not 0 does not become 0: it may be what another number is divided by.
+    return torch.where(share == 0, share, share.abs().clamp(min=2.0**-24).copysign(share))
+
+
+def _fourth_root(share: Tensor, chance: Chance) -> Tensor:
+    code = share.sqrt() * 255
+    below = code.floor()
+    # As likely as the value, the code's fourth power, is near it: the mean is the value.
+    fourth, low, high = code.square().square(), below.square().square(), (below + 1).square().square()
+    below += (fourth - low > chance * (high - low)).to(code.dtype)
+    return torch.where(share == 0, share, below.clamp(min=1))
+
+
+LINEAR = Form(torch.int8, lambda share, _: (share * TOP).round(), lambda code: code / TOP)
+"""CAME's momentum, whose values are of one size, since the updates that it averages are."""
+
+SIGNED = Form(
+    torch.int8,
+    lambda share, _: (share.abs().sqrt() * TOP).round().copysign(share),
+    lambda code: code / TOP * (code.abs() / TOP),
+)
+"""LAMB's first moment: codes lie closer where values are smaller."""
+
+UNSIGNED = Form(torch.uint8, _fourth_root, lambda code: (code / 255).square(), root=True)
+"""LAMB's second moment, by its fourth root.
+
+A step changes it by less than the distance of two codes, so to the nearest one it would stay where it is: it is rounded
+by chance. What is not 0 does not become 0, since updates are divided by it.
+"""
+
+HALF = Form(torch.float16, _half, lambda code: code)
+"""A moment in float16, which without scales would lose what is below 6e-8."""
+
+HALF_ROOT = Form(torch.float16, _half, lambda code: code, root=True)
+"""A second moment in float16, whose root spans half as many orders of magnitude."""
+
+LAMB_FORMS = {
+    "exp_avg": {torch.int8: SIGNED, torch.float16: HALF},
+    "exp_avg_sq": {torch.uint8: UNSIGNED, torch.float16: HALF_ROOT},
+}
+"""By state name and dtype."""
+
+
+def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
+    """By which form a moment of a parameter's state is stored, or None: it is floats as they are.
+
+    LAMB has both moments in blocks or neither, CAME only the first.
+    """
+    if f"{name}_scale" not in state:
+        return None
+    return LAMB_FORMS[name].get(state[name].dtype) if "exp_avg_sq_scale" in state else LINEAR
+
+
+def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], chance: Chance = 0.5) -> dict[str, Tensor]:
+    """A moment as it is stored, under its names: rounded to its dtype, or as codes and scales."""
+    form = form_of(name, like)
+    if form is None:
+        return {name: values.to(like[name].dtype)}
+    codes, scales = encode(values, form, chance)
+    return {name: codes, f"{name}_scale": scales}
+
+
+def stored(name: str, state: Mapping[str, Tensor]) -> Tensor:
+    """A moment as it was stored, in a floating dtype."""
+    form = form_of(name, state)
+    return state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)
 
 
 def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -29,34 +126,39 @@ def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return rows, -(-math.prod(shape[1:]) // BLOCK)
 
 
-def encode(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, int8 in the shape of `values`, and scales, float32 in that of `scales_shape`.
+def encode(values: Tensor, form: Form = LINEAR, chance: Chance = 0.5) -> tuple[Tensor, Tensor]:
+    """Codes, in the shape of `values`, and scales, float32 in that of `scales_shape`.
 
-    The error of a value is at most 1/254 of its block's scale. A block of zeros keeps scale 0. A block that holds
+    A linear value's error is at most 1/254 of its block's scale. A block of zeros keeps scale 0. A block that holds
     a value beyond float32, an infinity or a NaN has scale NaN and decodes to NaN throughout: it cannot be told apart
     what was meant, and a NaN is seen.
 
     Example:
         >>> encode(torch.tensor([[1.0, -0.5, 0.0]]))
         (tensor([[127, -64,   0]], dtype=torch.int8), tensor([[1.]]))
+        >>> encode(torch.tensor([[1.0, 0.0625, 1e-30]]), UNSIGNED)
+        (tensor([[255, 128,   1]], dtype=torch.uint8), tensor([[1.]]))
     """
-    blocks = _blocks(values.to(torch.float32))
+    blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
     scales = blocks.abs().amax(dim=-1)
     scales = torch.where(scales.isfinite(), scales, math.nan)
     # Blocks of zeros would be 0 / 0; what a NaN converts to is nobody's to rely on.
-    codes = torch.where(scales.unsqueeze(-1) > 0, blocks / scales.unsqueeze(-1), 0).mul(TOP).round()
-    return _unblocked(codes, values.shape).to(torch.int8), scales
+    shares = torch.where(scales.unsqueeze(-1) > 0, blocks / scales.unsqueeze(-1), 0)
+    return _unblocked(form.to_code(shares, _blocks(chance) if isinstance(chance, Tensor) else chance), values.shape).to(
+        form.dtype
+    ), scales
 
 
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values, float32 in the shape of `codes`; code 127 is its block's scale, exactly.
+def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
+    """The values, float32 in the shape of `codes`; the largest code is its block's scale, exactly.
 
     Example:
         >>> decode(torch.tensor([[127, -127, 0]], dtype=torch.int8), torch.tensor([[0.7]]))
         tensor([[ 0.7000, -0.7000,  0.0000]])
     """
-    # The quotient first: no intermediate result overflows or vanishes, whatever the scale.
-    return _unblocked(_blocks(codes.to(torch.float32)) / TOP * scales.unsqueeze(-1), codes.shape)
+    # The share first: no intermediate result overflows or vanishes, whatever the scale.
+    values = _unblocked(form.to_share(_blocks(codes.to(torch.float32))) * scales.unsqueeze(-1), codes.shape)
+    return values.square() if form.root else values
 
 
 def _blocks(values: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from bighorn.optim.plan import Part, Plan, Variant, build, row_shard
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.schedules import check_count
-from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release
+from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release, weight_spec, why_unfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,8 +99,21 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         }
 
     @abstractmethod
+    def _moments(self, group: dict[str, Any], param: Tensor) -> Spec:
+        """The state tensors of the algorithm for a parameter (a real one), besides `step`."""
+
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
         """The state tensors of a parameter (a real one), besides `step`."""
+        return {**self._moments(group, param), **weight_spec(param, group["weight_rounding"])}
+
+    def _why_unfit(self, group: dict[str, Any], param: Tensor) -> str | None:
+        """Why a parameter cannot be optimized with a group's options, with the remedy, or None."""
+        return why_unfit(param, group["state_dtype"], group["weight_rounding"])
+
+    def _refuse_unfit(self, group: dict[str, Any], param: Tensor, what: str) -> None:
+        reason = self._why_unfit(group, param)
+        if reason is not None:
+            raise ValueError(f"{what} cannot be optimized as asked for: {reason}")
 
     @abstractmethod
     def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
@@ -186,6 +199,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             **group,
             foreign.VERSION: foreign.FORMAT,
         }
+        for position, tensor in enumerate(tensors):
+            self._refuse_unfit(complete, tensor, _label(len(self.param_groups), position))
         drivers: Drivers = {}
         take_over(complete, drivers)
         if self._settings.backend != "auto":
@@ -201,10 +216,20 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
         for param in params:
-            factored, _ = self._shape_of(group, real_view(sharding.whole(param)))
-            variant = Variant(len(self.param_groups), decays=True, adapts=True, centres=False, factored=factored)
+            whole = real_view(sharding.whole(param))
+            variant = Variant(
+                len(self.param_groups),
+                decays=True,
+                adapts=True,
+                centres=False,
+                factored=self._shape_of(group, whole)[0],
+                blocks=self._in_blocks(group, whole),
+            )
             view, options = real_view(sharding.local(param)), self._kernel_options(group, variant)
             kernels.pick(self._settings.backend, view, options, row_shard(param, group["stacked"]))
+
+    def _in_blocks(self, group: dict[str, Any], view: Tensor) -> bool:
+        return "exp_avg_scale" in self._moments(group, view)
 
     def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: self.OPTIONS[name](name, value) for name, value in options.items() if name in self.OPTIONS}
@@ -401,17 +426,21 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         name = group["param_names"][position] if "param_names" in group else None
         centre_from = {False: math.inf, True: 2, "conv": 3}[group["grad_centralization"]]
         centres = param.dim() - group["stacked"] >= centre_from
-        factored, leading = self._shape_of(group, real_view(sharding.whole(param)))
+        whole, label = real_view(sharding.whole(param)), name or _label(index, position)
+        self._refuse_unfit(group, param, label)
+        factored, leading = self._shape_of(group, whole)
         variant = Variant(
             group=index,
             decays=not excludes(self._settings.exclude_from_weight_decay, name, param),
             adapts=not excludes(self._settings.exclude_from_layer_adaptation, name, param),
             centres=centres,
             factored=factored,
+            blocks=self._in_blocks(group, whole),
         )
-        leading = max(leading, group["stacked"] + centres)
-        label, layout = name or _label(index, position), sharding.layout_of(param)
-        return Part(param, label, variant, group["stacked"], leading, layout)
+        # Blocks and random bits run in logical order.
+        in_order = variant.blocks or group["weight_rounding"] == "stochastic"
+        leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
+        return Part(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Options]:
         return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in variants}
@@ -569,6 +598,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         for index, group in enumerate(groups):
             steps = 0.0
             for position, param in enumerate(group["params"]):
+                self._refuse_unfit(group, param, _label(index, position))
                 if isinstance(loaded.get(param), dict) and loaded[param]:
                     spec, dense = (
                         self._state_spec(group, real_view(sharding.whole(param))),

@@ -13,12 +13,13 @@ from torch.optim.optimizer import ParamsT
 
 from bighorn.kernels import CameOptions
 from bighorn.kernels.bucket import Factor
+from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.names import Exclusion, Names
 from bighorn.optim import checks
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
 from bighorn.optim.plan import Variant
-from bighorn.state import MOMENTUM_DTYPES, Kept, Spec, all_dims, moments_dtype, momentum_spec
+from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Kept, Spec, all_dims, moments_dtype, moments_spec
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,16 @@ class Came(KernelOptimizer[CameOptions]):
         maximize: Step uphill. Default: False.
         exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
             bool: no weight decay there. *Whole optimizer.* Default: None.
-        state_dtype: Of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a row, for
-            tensors of 4096 elements or more and 2 dims or more; others keep float32), or None for float32 (float64 for
-            float64 parameters). Averages of rows and columns are never below float32. Default: None.
+        state_dtype: Of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a row, each
+            with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and columns are never
+            below float32. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller ones, and those of less than 2
+            dims, keep float32. Default: 4096.
+        weight_rounding: How bfloat16 and float16 parameters are stored: "nearest", which loses small steps;
+            "stochastic", unbiased; "kahan", with 16 more bits in the state; "master", with the float32 in the state.
+            Default: "nearest".
+        rounding_seed: Of the random bits of "stochastic", which depend on nothing else but the step, the parameter's
+            name (or its place in `param_groups`) and the element. Default: 0.
         process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own
             (ZeroRedundancyOptimizer). *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
@@ -132,7 +140,10 @@ class Came(KernelOptimizer[CameOptions]):
         "scale_eps": checks.positive,
         "bias_correction": checks.flag,
         "maximize": checks.flag,
-        "state_dtype": checks.dtype_among(MOMENTUM_DTYPES),
+        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": checks.count,
+        "weight_rounding": checks.choice(*WAYS),
+        "rounding_seed": checks.count,
         "stacked": checks.flag,
         "grad_centralization": checks.choice(True, False, "conv"),
     }
@@ -146,6 +157,8 @@ class Came(KernelOptimizer[CameOptions]):
         "scale_eps",
         "bias_correction",
         "maximize",
+        "weight_rounding",
+        "rounding_seed",
     )
 
     def __init__(
@@ -169,6 +182,9 @@ class Came(KernelOptimizer[CameOptions]):
         maximize: bool = False,
         exclude_from_weight_decay: Exclusion | None = None,
         state_dtype: torch.dtype | str | None = None,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+        weight_rounding: Rounding = "nearest",
+        rounding_seed: int = 0,
         process_group: Any = None,
         names: Names | None = None,
         backend: str = "auto",
@@ -208,14 +224,13 @@ class Came(KernelOptimizer[CameOptions]):
         else:
             rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
             factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
-        if "exp_avg_scale" in momentum_spec(param, group["state_dtype"], stacked):
-            return factored, param.dim()  # blocks lie in logical order
         return factored, leading if factored else stacked
 
-    def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
+    def _moments(self, group: dict[str, Any], param: Tensor) -> Spec:
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
-        spec = momentum_spec(param, group["state_dtype"], stacked)
         dims = all_dims(param)
+        dtypes, in_8_bits = {"exp_avg": moments_dtype(param, group["state_dtype"])}, group["state_dtype"] == "int8"
+        spec = moments_spec(param, dtypes, in_8_bits, stacked, group["min_8bit_size"])
         if not self._shape_of(group, param)[0]:
             return {**spec, "exp_avg_sq": Kept(wide, dims)}
         if group["factor"] == "last_two":

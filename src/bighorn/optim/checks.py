@@ -120,6 +120,15 @@ def came_eps(name: str, value: object) -> tuple[object, ...]:
     return tuple(positive(f"{name}[{i}]", eps) for i, eps in enumerate(value))
 
 
+def count(name: str, value: object) -> int:
+    """A whole number that is not negative, below 2**63."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"{name}={value!r} is out of range: it must be at least 0 and below 2**63")
+    return value
+
+
 def positive(name: str, value: object) -> float:
     """A finite number above 0."""
     exact = number(0)(name, value)

@@ -12,12 +12,16 @@ from torch.optim.optimizer import ParamsT
 
 from bighorn.kernels import LambOptions
 from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
+from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.names import Exclusion, Names
 from bighorn.optim import checks, presets
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
 from bighorn.optim.plan import Variant
-from bighorn.state import MOMENT_DTYPES, Kept, Spec, all_dims, moments_dtype
+from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Spec, moments_dtype, moments_spec
+
+IN_BLOCKS = ("float16", "int8")
+"""The values of state_dtype with which moments are kept in blocks."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,16 @@ class Lamb(KernelOptimizer[LambOptions]):
         exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
             bool: no weight decay there. *Whole optimizer.* Default: None.
         exclude_from_layer_adaptation: Likewise: no trust ratio there. *Whole optimizer.* Default: None.
-        state_dtype: Of both moments: torch.float32, torch.bfloat16, or None for float32 (float64 for float64
-            parameters). Default: None.
+        state_dtype: Of both moments: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks of 256 in
+            a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With bfloat16
+            the second moment stops following small gradients; the last two do not. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller ones, and those of less than 2
+            dims, keep float32. Default: 4096.
+        weight_rounding: How bfloat16 and float16 parameters are stored: "nearest", which loses small steps;
+            "stochastic", unbiased; "kahan", with 16 more bits in the state; "master", with the float32 in the state.
+            Default: "nearest".
+        rounding_seed: Of the random bits of "stochastic" and of "int8", which depend on nothing else but the step, the
+            parameter's name (or its place in `param_groups`) and the element. Default: 0.
         process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own
             (ZeroRedundancyOptimizer). *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
@@ -120,6 +132,9 @@ class Lamb(KernelOptimizer[LambOptions]):
         "cautious": checks.flag,
         "maximize": checks.flag,
         "state_dtype": checks.dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": checks.count,
+        "weight_rounding": checks.choice(*WAYS),
+        "rounding_seed": checks.count,
         "adapt": checks.flag,
         "stacked": checks.flag,
         "grad_centralization": checks.choice(True, False, "conv"),
@@ -137,6 +152,8 @@ class Lamb(KernelOptimizer[LambOptions]):
         "second_moment",
         "cautious",
         "maximize",
+        "weight_rounding",
+        "rounding_seed",
     )
 
     def __init__(
@@ -162,6 +179,9 @@ class Lamb(KernelOptimizer[LambOptions]):
         exclude_from_weight_decay: Exclusion | None = None,
         exclude_from_layer_adaptation: Exclusion | None = None,
         state_dtype: torch.dtype | str | None = None,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+        weight_rounding: Rounding = "nearest",
+        rounding_seed: int = 0,
         process_group: Any = None,
         names: Names | None = None,
         backend: str = "auto",
@@ -199,9 +219,21 @@ class Lamb(KernelOptimizer[LambOptions]):
         params = list(params) if isinstance(params, Iterator) else params  # some presets look at them too
         return cls(params, **presets.options(name, params, overrides))
 
-    def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
+    def _why_unfit(self, group: dict[str, Any], param: Tensor) -> str | None:
+        if group["second_moment"] == "amsgrad" and group["state_dtype"] in IN_BLOCKS:
+            return (
+                f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
+                'second_moment="amsgrad" use state_dtype="float32"'
+            )
+        return super()._why_unfit(group, param)
+
+    def _moments(self, group: dict[str, Any], param: Tensor) -> Spec:
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
-        return dict.fromkeys(names, Kept(moments_dtype(param, group["state_dtype"]), all_dims(param)))
+        dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
+        if group["state_dtype"] == "int8":
+            dtypes["exp_avg_sq"] = torch.uint8
+        in_blocks = group["state_dtype"] in IN_BLOCKS
+        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
 
     def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
         del param
@@ -210,4 +242,4 @@ class Lamb(KernelOptimizer[LambOptions]):
     def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
         shared = self._shared_options(group, variant)
         adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
-        return LambOptions(adapt=adapt and not group["adam"], **shared)
+        return LambOptions(adapt=adapt and not group["adam"], blocks=variant.blocks, **shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ class Variant(NamedTuple):
     adapts: bool
     centres: bool
     factored: bool
+    blocks: bool
+    """Moments are kept in blocks."""
 
 
 @dataclass
@@ -61,6 +64,12 @@ class Feed:
     stacked: bool
     shard: Shard | None
     """Where `view` lies in the parameter; None if it is all of it."""
+
+    @property
+    def row_size(self) -> int:
+        """How many elements a row has, all of it."""
+        shape = self.shard.shape if self.shard else self.dense.shape
+        return math.prod(shape[1:] if self.stacked else shape)
 
     def grad_rows(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The rows of a gradient."""
@@ -94,8 +103,8 @@ class Slot:
     direct: bool = True
     """Parameters and gradients are used as they are."""
 
-    def add(self, feed: Feed, moments: State, step: Tensor) -> range:
-        """Add a parameter's rows; returns which they are."""
+    def add(self, feed: Feed, moments: State, step: Tensor, number: int) -> range:
+        """Add the rows of a parameter, whose random bits a number tells from others'; returns which they are."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.feeds.append(feed)
         bucket.params += feed.rows(feed.dense)
@@ -104,6 +113,8 @@ class Slot:
             bucket.state.setdefault(name, []).extend(feed.rows(value))
         rows = range(first, len(bucket.params))
         bucket.steps += [step] * len(rows)
+        bucket.numbers += [number] * len(rows)
+        bucket.firsts += [i * feed.row_size for i in range(len(rows))]
         bucket.counts.append(step)
         return rows
 
@@ -234,7 +245,8 @@ def build(
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
             backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
         slot = slots[key]
-        added = slot.add(Feed(index, view, dense, part.stacked, sharding.shard_of(part.param)), mine, state["step"])
+        feed = Feed(index, view, dense, part.stacked, sharding.shard_of(part.param))
+        added = slot.add(feed, mine, state["step"], zlib.crc32(part.label.encode()))
         slot.direct &= not part.stacked and dense is view and not part.param.is_complex() and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
         rows += [(slot, row) for row in added]

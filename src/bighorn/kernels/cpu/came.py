@@ -42,7 +42,7 @@ class Row(ctypes.Structure):
 
 def why_not(param: Tensor, options: CameOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
-    return unsupported(param, options.centre)
+    return unsupported(param, options)
 
 
 class Came(Stepper[CameOptions]):

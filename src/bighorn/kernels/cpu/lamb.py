@@ -46,9 +46,12 @@ class Row(ctypes.Structure):
 
 def why_not(param: Tensor, options: LambOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
-    if options.cautious:
-        return unsupported(param, options.centre) or "cautious updates are not in the C library"
-    return unsupported(param, options.centre)
+    reason = unsupported(param, options)
+    if reason is None and options.cautious:
+        return "cautious updates are not in the C library"
+    if reason is None and options.blocks:
+        return "LAMB's moments in blocks (float16, int8) are not in the C library"
+    return reason
 
 
 def why_not_shard(shard: Shard, options: LambOptions) -> str | None:

@@ -8,6 +8,7 @@ from array import array
 import torch
 from torch import Tensor
 
+from bighorn.kernels.bucket import CameOptions, LambOptions
 from bighorn.kernels.cpu import library
 
 BLOCK = 8192  # of csrc/run.h
@@ -17,15 +18,17 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRAD_TYPES = {**TYPES, torch.float64: 3}
 
 
-def unsupported(param: Tensor, centre: bool) -> str | None:
-    """Why no algorithm of the library can serve such a tensor, whose gradient may have to be centred, or None."""
+def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+    """Why no algorithm of the library can serve such a tensor, or None."""
     if library.LIBRARY is None:
         return library.LIBRARY_DETAIL
     if param.device.type != "cpu":
         return f"it lies on {param.device}"
     if param.dtype not in TYPES:
         return f"its dtype is {param.dtype}"
-    if centre and param.numel() > LONGEST_FAN * param.shape[0]:
+    if options.weight_rounding != "nearest":
+        return f'weight_rounding="{options.weight_rounding}" is not in the C library'
+    if options.centre and param.numel() > LONGEST_FAN * param.shape[0]:
         return f"gradient centralisation over more than {LONGEST_FAN} elements is not in the C library"
     return None
 

@@ -16,8 +16,11 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, CameOptions
+from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach import pieces
-from bighorn.kernels.reference.came import rounded, row_axis, stored
+from bighorn.kernels.reference.came import row_axis
+from bighorn.kernels.rounding import kept_for, places, random_bits, stream, unrounded
+from bighorn.kernels.rounding import rounded as rounded_weight
 
 CHUNK = pieces.CHUNK // 4
 """Elements of a piece, in float32."""
@@ -105,6 +108,9 @@ class Batch:
         self.mean = self.g.mean(dim=tuple(range(2, self.g.dim())), keepdim=True, dtype=self.dtype) if o.centre else None
         self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x)) + 1
         self.axis = row_axis(x, o.factor) if o.factor else -1
+        if o.weight_rounding == "stochastic":
+            self.keys = torch.tensor([stream(o.rounding_seed, bucket.numbers[i]) for i in rows], device=x.device)
+            self.firsts = torch.tensor([bucket.firsts[i] for i in rows], device=x.device)
         # Blocks of 8 bits stay whole, since they run along a row.
         self.pieces = [(ALL, *at) for at in slices(x.shape, deep="exp_avg_scale" not in bucket.state)]
 
@@ -186,11 +192,11 @@ class Batch:
         array = self.arrays["exp_avg"]
         if array.dtype == self.dtype and self.commit is None:
             return m  # it was computed where it lies
-        new = rounded(m.flatten(0, 1), array.dtype)
+        new = rounded("exp_avg", m.flatten(0, 1), self.arrays)
         for name, value in new.items():
             target = self.arrays[name][at if name == "exp_avg" else at[:2]]
             write(target, value.view(target.shape), self.commit)
-        return stored(new).view(u.shape).to(self.dtype)
+        return stored("exp_avg", new).view(u.shape).to(self.dtype)
 
     def average(self, at: Index) -> Tensor:
         """A piece of the average as it is stored."""
@@ -198,22 +204,43 @@ class Batch:
         if m.dtype != torch.int8:
             return m
         scales = self.arrays["exp_avg_scale"][at[:2]]
-        return stored({"exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}).view(m.shape)
+        in_rows = {"exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}
+        return stored("exp_avg", in_rows).view(m.shape)
 
     def move(self, r: Tensor, c: Tensor) -> None:
         """The parameter's step, with the confidence r c."""
         o = self.options
         lr = torch.ones_like(self.t) * o.lr
         if o.scale_parameter:
-            lr = lr * self.rms(lambda at: self.arrays["x"][at].to(self.dtype)).clamp(min=o.scale_eps)
+            lr = lr * self.rms(self.weight).clamp(min=o.scale_eps)
         r = r * each(lr, r)
         for at in self.pieces:
-            stored = self.arrays["x"][at]
-            x = stored.to(self.dtype, copy=self.commit is not None)
+            target = self.arrays["x"][at]
+            x = unrounded(target, self.beside(at))
+            if x is target and self.commit is not None:
+                x = x.clone()
             x.addcmul_(x, each(lr * o.weight_decay, x), value=-1)
             x.addcmul_(self.times(self.average(at).to(self.dtype), r, at), part(c, at), value=-1)  # CAME-x
-            if x is not stored:
-                write(stored, x, self.commit)
+            if x is not target:
+                for name, value in rounded_weight(x, target.dtype, o.weight_rounding, self.bits(at)).items():
+                    write(self.arrays[name][at], value, self.commit)
+
+    def weight(self, at: Index) -> Tensor:
+        """A piece of what the parameter stands for; the parameter itself where it is in the dtype of the arithmetic."""
+        return unrounded(self.arrays["x"][at], self.beside(at))
+
+    def beside(self, at: Index) -> dict[str, Tensor]:
+        """A piece of what is kept beside the parameter."""
+        return {name: self.arrays[name][at] for name in kept_for(self.options.weight_rounding)}
+
+    def bits(self, at: Index) -> Tensor | None:
+        """Random bits for a piece, where its rounding takes any."""
+        if self.options.weight_rounding != "stochastic":
+            return None
+        whole, piece = self.g.shape[1:], self.g[at].shape[1:]
+        place = places(piece, [along.start or 0 for along in at[1:]], whole, self.g.device)
+        index = place + self.firsts.view(-1, *[1] * len(whole))
+        return random_bits(each(self.keys, index), each(self.t, index), index)
 
     def gradient(self, at: Index) -> Tensor:
         """A piece of the gradient as the equations take it; perhaps the gradient itself, so nobody writes it."""

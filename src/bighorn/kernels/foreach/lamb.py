@@ -17,8 +17,12 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, wide, write
 from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
+from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.rounding import chance, kept_for, random_bits, stream, unrounded
+from bighorn.kernels.rounding import rounded as rounded_weight
 
 WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
 """The rooms of the workspace, in chunks, and how many these are: x is computed only when all norms are known."""
@@ -36,6 +40,10 @@ class Piece:
     m: list[Tensor]
     v: list[Tensor]
     peak: list[Tensor]
+    state: list[dict[str, Tensor]]
+    """All of each tensor's, as it is shaped."""
+    firsts: list[int]
+    """The place of each one's first element in its parameter."""
 
 
 class Lamb(reference.Lamb):
@@ -74,10 +82,32 @@ class Batch:
         self.stored = bucket.state["exp_avg"][0].dtype
         size = sum(x.numel() for x in bucket.params[rows])
         self.keeps = bucket.options.cautious or size * self.dtype.itemsize <= (U[1] - U[0]) * CHUNK
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        state = [self._flat(bucket.state[name]) if name in bucket.state else itertools.repeat([]) for name in names]
-        places = [place for place, _ in self._pieces(bucket.params[rows])]
-        self.pieces = [Piece(*each) for each in zip(places, self._flat(bucket.params), *state, strict=False)]
+        self.draws = draws(bucket)
+        self.pieces = list(self._cut())
+
+    def _cut(self) -> Iterator[Piece]:
+        """The pieces of the parameters and their state, which lie in memory as they will at each step."""
+        params, state = self.bucket.params[self.rows], self.bucket.state
+        firsts = self.bucket.firsts[self.rows] or [0] * len(params)
+        moments = [self._flat(state.get(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        like_params = {name: self._pieces(each[self.rows]) for name, each in state.items() if "scale" not in name}
+        scales = {name: each[self.rows] for name, each in state.items() if "scale" in name}
+        for (rows, x), m, v, peak in zip(self._pieces(params), *moments, strict=False):
+            starts = [
+                int(part.storage_offset()) - int(whole.storage_offset())
+                for part, whole in zip(x, params[rows], strict=True)
+            ]
+            parts = {name: next(rest)[1] for name, rest in like_params.items()}
+            parts |= {name: scales_of(x, starts, each[rows]) for name, each in scales.items()}
+            yield Piece(
+                rows,
+                [each.view(-1) for each in x],
+                m,
+                v,
+                peak,
+                [{name: part[i] for name, part in parts.items()} for i in range(len(x))],
+                [start + first for start, first in zip(starts, firsts[rows], strict=True)],
+            )
 
     @property
     def space(self) -> Workspace:
@@ -86,10 +116,13 @@ class Batch:
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Tensors like the bucket's parameters, those of this batch, in the parameters' order in memory."""
+        o = self.bucket.options
         ordered = [x.permute(order) for x, order in zip(tensors, self.orders, strict=True)]
-        return pieces(ordered, CHUNK // self.dtype.itemsize, cut=not self.bucket.options.cautious)
+        return pieces(ordered, CHUNK // self.dtype.itemsize, cut=not o.cautious, deep=not o.blocks)
 
-    def _flat(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    def _flat(self, tensors: list[Tensor] | None) -> Iterator[list[Tensor]]:
+        if tensors is None:
+            return itertools.repeat([])
         return ([x.view(-1) for x in piece] for _, piece in self._pieces(tensors[self.rows]))
 
     def step(self, grad_scale: Tensor | float, commit: Tensor | None) -> None:
@@ -103,7 +136,8 @@ class Batch:
         updates = []
         for piece, u in self._updates(t, corrections, grad_scale, commit, discard=not self.keeps):
             updates.append((piece, u))
-            sums[piece.rows] += torch.stack([self.space.square_sums(WIDE, each) for each in (piece.x, u)], dim=1)
+            x = self._weights(piece)
+            sums[piece.rows] += torch.stack([self.space.square_sums(WIDE, each) for each in (x, u)], dim=1)
 
         weight_norm, update_norm = sums.sqrt().unbind(dim=1)
         weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
@@ -114,11 +148,59 @@ class Batch:
 
         step = (corrections[2] * q * o.lr).to(self.dtype).unbind()
         for piece, u in updates if self.keeps else self._updates(t, corrections, grad_scale, commit):
-            x = self.space.borrow(X, piece.x, self.dtype, copy=commit is not None)
+            x = self.space.borrow(X, self._weights(piece), self.dtype, copy=commit is not None)
             if o.decay_mode == "decoupled":
                 torch._foreach_mul_(x, decay)
             torch._foreach_addcmul_(x, u, step[piece.rows], value=-1)  # LAMB-x
-            give_back(piece.x, x, commit)
+            self._store_weights(piece, x, t, commit)
+
+    def _weights(self, piece: Piece) -> list[Tensor]:
+        """What the parameters of a piece stand for: themselves, or float32 made from what is kept beside them."""
+        kept = kept_for(self.bucket.options.weight_rounding)
+        if not kept:
+            return piece.x
+        beside = [{name: state[name].view(-1) for name in kept} for state in piece.state]
+        return [unrounded(x, each) for x, each in zip(piece.x, beside, strict=True)]
+
+    def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, commit: Tensor | None) -> None:
+        """Round the parameters of a piece, and keep beside them what their way of rounding asks for."""
+        rounding = self.bucket.options.weight_rounding
+        if rounding == "nearest":
+            give_back(piece.x, values, commit)
+            return
+        for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
+            bits = self._bits(piece, i, t) if rounding == "stochastic" else None
+            for name, new in rounded_weight(value, x.dtype, rounding, bits).items():
+                target = x if name == "x" else piece.state[i][name].view(-1)
+                write(target, new, commit)
+
+    def _moments(self, piece: Piece, copy: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The moments of a piece to compute in: themselves, or copies where their dtype or `copy` asks for that."""
+        if self.bucket.options.blocks:
+            m, v = ([stored(name, state).flatten() for state in piece.state] for name in ("exp_avg", "exp_avg_sq"))
+            return m, v, []
+        rooms = ((M, piece.m), (V, piece.v), (PEAK, piece.peak))
+        m, v, peak = (self.space.borrow(room, tensors, self.dtype, copy) for room, tensors in rooms)
+        return m, v, peak
+
+    def _encode(
+        self, piece: Piece, m: list[Tensor], v: list[Tensor], t: Tensor, commit: Tensor | None, discard: bool
+    ) -> None:
+        """Store moments in blocks unless they are discarded, and write back into them what is (or would be) stored."""
+        for i, state in enumerate(piece.state):
+            odds = chance(self._bits(piece, i, t)).view_as(state["exp_avg"]) if self.draws else 0.5
+            for name, values in (("exp_avg", m[i]), ("exp_avg_sq", v[i])):
+                new = rounded(name, values.view_as(state[name]), state, odds)
+                values.copy_(stored(name, {**state, **new}).flatten())
+                for key, value in new.items() if not discard else ():
+                    write(state[key], value, commit)
+
+    def _bits(self, piece: Piece, i: int, t: Tensor) -> Tensor:
+        """Random bits for tensor `i` of a piece, at the steps `t` of the batch's rows."""
+        row = piece.rows.start + i
+        key = stream(self.bucket.options.rounding_seed, self.bucket.numbers[self.rows][row])
+        first = piece.firsts[i]
+        return random_bits(key, t[row], torch.arange(first, first + piece.x[i].numel(), device=t.device))
 
     def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
         """The gradients of each piece as the moments take them, but for an l2 decay; only copies are written."""
@@ -150,28 +232,36 @@ class Batch:
         offset = 0
         for piece, g in zip(self.pieces, self._gradients(-grad_scale if o.maximize else grad_scale), strict=True):
             if o.decay_mode == "l2":
-                torch._foreach_add_(g, piece.x, alpha=o.weight_decay)
-            copy = discard or (commit is not None and not fused)
-            m, v, peak = (
-                space.borrow(room, tensors, self.dtype, copy)
-                for room, tensors in ((M, piece.m), (V, piece.v), (PEAK, piece.peak))
-            )
+                torch._foreach_add_(g, self._weights(piece), alpha=o.weight_decay)
+            m, v, peak = self._moments(piece, discard or (commit is not None and not fused))
             u = space.views(U, piece.x, self.dtype, offset)
             if self.keeps:
                 offset += sum(each.nbytes for each in u)
             if fused:
                 fused_update(u, g, m, v, peak, t[piece.rows], o, commit)
             else:
-                plain_update(u, g, m, v, peak, [c[piece.rows] for c in corrections], o, self.stored)
-            if not discard:
+                advance(g, m, v, o)
+                if o.blocks:
+                    self._encode(piece, m, v, t, commit, discard)
+                else:
+                    self._round(m, v, peak)
+                ratio(u, m, peak or v, [c[piece.rows] for c in corrections], o)
+            if not discard and not o.blocks:
                 for tensors, values in ((piece.m, m), (piece.v, v), (piece.peak, peak)):
                     give_back(tensors, values, commit)
             if o.cautious:
                 masks = [(u * g > 0).to(self.dtype) for u, g in zip(u, g, strict=True)]
                 torch._foreach_mul_(u, [mask / mask.mean().clamp(min=1e-3) for mask in masks])
             if o.decay_mode == "ratio":
-                torch._foreach_add_(u, piece.x, alpha=o.weight_decay)  # LAMB-u
+                torch._foreach_add_(u, self._weights(piece), alpha=o.weight_decay)  # LAMB-u
             yield piece, u
+
+    def _round(self, m: list[Tensor], v: list[Tensor], peak: list[Tensor]) -> None:
+        """Round moments to the dtype that they are stored in."""
+        for moment in (*m, *v) if self.stored != self.dtype else ():
+            moment.copy_(moment.to(self.stored))
+        if peak:
+            torch._foreach_maximum_(peak, v)
 
     def fused(self) -> bool:
         """Whether torch's fused Adam computes what the options ask for, from moments as they are stored."""
@@ -214,33 +304,33 @@ def fused_update(
     )
 
 
-def plain_update(
-    u: list[Tensor],
-    g: list[Tensor],
-    m: list[Tensor],
-    v: list[Tensor],
-    peak: list[Tensor],
-    corrections: list[Tensor],
-    o: LambOptions,
-    stored: torch.dtype,
-) -> None:
-    """The same in many passes, for every option and dtype."""
+def advance(g: list[Tensor], m: list[Tensor], v: list[Tensor], o: LambOptions) -> None:
+    """The same in many passes, for every option and dtype: first the moments, in place."""
     beta1, beta2 = o.betas
     torch._foreach_mul_(m, beta1)
     torch._foreach_add_(m, g, alpha=1 - beta1 if o.grad_averaging else 1.0)  # LAMB-m
     if o.second_moment != "adagrad":
         torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, g, g, value=1.0 if o.second_moment == "adagrad" else 1 - beta2)  # LAMB-v
-    for moment in (*m, *v) if u[0].dtype != stored else ():
-        moment.copy_(moment.to(stored))
-    if peak:
-        torch._foreach_maximum_(peak, v)
-    # m / c1 / (sqrt(v / c2) + eps), with both corrections moved where they cost a pass less.
+
+
+def ratio(u: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: list[Tensor], o: LambOptions) -> None:
+    """Then r from the moments as they are stored: m / c1 / (sqrt(v / c2) + eps), corrected where that costs less."""
     correction1, correction2, _ = corrections
     root = correction2.sqrt()
-    torch._foreach_copy_(u, peak or v)
+    torch._foreach_copy_(u, v)
     torch._foreach_sqrt_(u)
     torch._foreach_add_(u, list((root * o.eps).to(u[0].dtype).unbind()))
     torch._foreach_reciprocal_(u)
     torch._foreach_mul_(u, m)
     torch._foreach_mul_(u, list((root / correction1).to(u[0].dtype).unbind()))
+
+
+def scales_of(parts: list[Tensor], starts: list[int], scales: list[Tensor]) -> list[Tensor]:
+    """The scales that belong to parts of tensors: whole ones, or some of the rows of a single one."""
+    return [
+        scale
+        if start == 0 and len(part) == len(scale)
+        else scale.narrow(0, start // max(part[0].numel(), 1), len(part))
+        for part, start, scale in zip(parts, starts, scales, strict=True)
+    ]

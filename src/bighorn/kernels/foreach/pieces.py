@@ -75,26 +75,28 @@ def groups(tensors: Sequence[Tensor], limit: int) -> Iterator[slice]:
         yield slice(first, len(tensors))
 
 
-def pieces(tensors: Sequence[Tensor], limit: int, cut: bool = True) -> Iterator[tuple[slice, list[Tensor]]]:
+def pieces(
+    tensors: Sequence[Tensor], limit: int, cut: bool = True, deep: bool = True
+) -> Iterator[tuple[slice, list[Tensor]]]:
     """Small tensors together, up to `limit` elements, large ones alone and cut (if `cut`), each with their places.
 
-    Only shapes matter: sequences of the same shapes are cut alike.
+    Only shapes matter: sequences of the same shapes are cut alike. Not `deep`: along dim 0 alone.
     """
     for rows in groups(tensors, limit):
         together = list(tensors[rows])
         if len(together) == 1 and cut:
-            yield from ((rows, [chunk]) for chunk in chunks(together[0], limit))
+            yield from ((rows, [chunk]) for chunk in chunks(together[0], limit, deep))
         else:
             yield rows, together
 
 
-def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """A tensor in pieces of up to `limit` elements, each of consecutive elements in row-major order."""
+def chunks(tensor: Tensor, limit: int, deep: bool = True) -> Iterator[Tensor]:
+    """A tensor in pieces of consecutive elements in row-major order, up to `limit` of them or, not `deep`, one row."""
     if tensor.numel() <= limit:
         yield tensor
         return
     for part in torch.split(tensor, max(1, limit * tensor.shape[0] // tensor.numel())):
-        if part.shape[0] == 1:
+        if part.shape[0] == 1 and deep:
             yield from chunks(part[0], limit)
         else:
             yield part

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from bighorn.kernels import codec
-from bighorn.kernels.arithmetic import compute_dtype, square_sum
+from bighorn.kernels.arithmetic import square_sum
 from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard
+from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
 
 
@@ -25,11 +25,13 @@ class Came(Stepper[CameOptions]):
         super().__init__(buckets, came)
 
 
-def came(x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: CameOptions, shard: Shard) -> Rule:
+def came(
+    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, bits: Tensor | None, options: CameOptions, shard: Shard
+) -> Rule:
     """Step `t` (from 1) of one tensor: the new x, its new state, and [RMS of u, its clip factor, mean confidence]."""
     o, (beta1, beta2, beta3), (eps1, eps2) = options, options.betas, options.eps
-    dtype = compute_dtype(x)
-    x = x.to(dtype)
+    del bits  # its state takes none
+    dtype = x.dtype
     if shard.numel == 0:
         return x, state, torch.tensor([0.0, 1.0, 1.0], device=x.device)
 
@@ -53,10 +55,10 @@ def came(x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: Cam
     excess = (rms_u / o.clip_threshold).clamp(min=1)
     u = u / excess.to(dtype)  # CAME-clip
 
-    m = beta1 * stored(state).to(dtype) + (1 - beta1) * u  # CAME-m
-    new_state |= rounded(m, state["exp_avg"].dtype)
+    m = beta1 * stored("exp_avg", state).to(dtype) + (1 - beta1) * u  # CAME-m
+    new_state |= rounded("exp_avg", m, state)
     # From here on the average as it is stored, in the residual too, so that every backend may read it back.
-    m = stored(new_state).to(dtype)
+    m = stored("exp_avg", new_state).to(dtype)
 
     confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
     if o.factor is not None:
@@ -174,17 +176,3 @@ def row_axis(x: Tensor, factor: Factor) -> int:
         (-4, -2)
     """
     return -x.dim() if factor == "matrix" else -2
-
-
-def rounded(m: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The average as it is stored, under its names: in a floating dtype, or in int8 with a scale for each block."""
-    if dtype == torch.int8:
-        codes, scales = codec.encode(m)
-        return {"exp_avg": codes, "exp_avg_scale": scales}
-    return {"exp_avg": m.to(dtype)}
-
-
-def stored(state: dict[str, Tensor]) -> Tensor:
-    """The average as it was stored, in a floating dtype."""
-    m = state["exp_avg"]
-    return codec.decode(m, state["exp_avg_scale"]) if m.dtype == torch.int8 else m

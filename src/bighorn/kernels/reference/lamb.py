@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, square_sum
+from bighorn.kernels.arithmetic import square_sum
 from bighorn.kernels.bucket import Bounds, Bucket, LambOptions, Shard
+from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.reference.stepper import Rule, Stepper, mean_of_rows
+from bighorn.kernels.rounding import chance
 
 
 class Lamb(Stepper[LambOptions]):
@@ -21,11 +23,12 @@ class Lamb(Stepper[LambOptions]):
         super().__init__(buckets, lamb)
 
 
-def lamb(x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: LambOptions, shard: Shard) -> Rule:
+def lamb(
+    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, bits: Tensor | None, options: LambOptions, shard: Shard
+) -> Rule:
     """Step `t` (from 1) of one tensor: the new x, its new state, and [weight norm, update norm, trust ratio]."""
     o, (beta1, beta2) = options, options.betas
-    dtype = compute_dtype(x)
-    x = x.to(dtype)
+    dtype = x.dtype
 
     if o.maximize:
         g = -g
@@ -35,14 +38,16 @@ def lamb(x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, options: Lam
         g = g + o.weight_decay * x
 
     beta3 = 1 - beta1 if o.grad_averaging else 1.0
-    m = beta1 * state["exp_avg"].to(dtype) + beta3 * g  # LAMB-m
-    v = state["exp_avg_sq"].to(dtype)
+    m = beta1 * stored("exp_avg", state).to(dtype) + beta3 * g  # LAMB-m
+    v = stored("exp_avg_sq", state).to(dtype)
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
     # From here on the moments as they are stored, so that every backend may read them back.
-    new_state = {"exp_avg": m.to(state["exp_avg"].dtype), "exp_avg_sq": v.to(state["exp_avg_sq"].dtype)}
+    new_state = rounded("exp_avg", m, state)
+    new_state |= rounded("exp_avg_sq", v, state, 0.5 if bits is None else chance(bits))
+    m, v = (stored(name, new_state).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     if o.second_moment == "amsgrad":
-        new_state["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], new_state["exp_avg_sq"])
-    m, v = new_state["exp_avg"].to(dtype), new_state.get("max_exp_avg_sq", new_state["exp_avg_sq"]).to(dtype)
+        v = torch.maximum(state["max_exp_avg_sq"].to(dtype), v)
+        new_state |= rounded("max_exp_avg_sq", v, state)
 
     correction1, correction2, lr_correction = bias_corrections(t, o)
     r = (m / correction1) / ((v / correction2).sqrt() + o.eps)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, Options, Shard
+from bighorn.kernels.rounding import Rounding, places, random_bits, rounded, stream, unrounded
 
 T = TypeVar("T")
 
@@ -24,8 +25,16 @@ tensor is whole, what it has yielded."""
 Rule: TypeAlias = Sums[Results]
 """One step of one tensor."""
 
-MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Options, Shard], Rule]
-"""From x, g (in the dtype of the arithmetic), state, t, options, and where x lies in the whole tensor."""
+MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor | None, Options, Shard], Rule]
+"""From x, g (in the dtype of the arithmetic), state, t, random bits, options, and where x lies in the whole tensor.
+
+The bits are there where `draws` says so, 32 for each element."""
+
+
+def draws(bucket: Bucket[Options]) -> bool:
+    """Whether a bucket's step takes random bits: for weights, or for a second moment in 8 bits."""
+    in_8_bits = any(tensor.dtype == torch.uint8 for tensors in bucket.state.values() for tensor in tensors[:1])
+    return bucket.options.weight_rounding == "stochastic" or in_8_bits
 
 
 class Stepper(Generic[Options]):
@@ -74,13 +83,19 @@ class Stepper(Generic[Options]):
     def _rows(self, grad_scale: Tensor | float, commit: Tensor | None) -> Iterator[Row]:
         """Every row, up to the first sums that it asks for."""
         for bucket in self.buckets:
+            o, with_bits = bucket.options, draws(bucket)
             shards = bucket.shards or [Shard.whole(x.shape) for x in bucket.params]
             rows = zip(bucket.params, bucket.grads, bucket.steps, shards, strict=True)
             for i, (x, g, step, shard) in enumerate(rows):
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
                 t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
-                rule = self.rule(x, g, state, t, bucket.options, shard)
-                yield Row(rule, x, state, bucket.norms[i], commit)
+                bits = None
+                if with_bits:
+                    key = stream(o.rounding_seed, bucket.numbers[i])
+                    index = bucket.firsts[i] + places(shard.size, shard.offset, shard.shape, x.device)
+                    bits = random_bits(key, t, index)
+                rule = self.rule(unrounded(x, state), g, state, t, bits, o, shard)
+                yield Row(rule, x, state, bucket.norms[i], commit, o.weight_rounding, bits)
 
     def _count(self, commit: Tensor | None) -> None:
         for bucket in self.buckets:
@@ -91,8 +106,18 @@ class Stepper(Generic[Options]):
 class Row:
     """A rule on its way, and where its results go."""
 
-    def __init__(self, rule: Rule, x: Tensor, state: dict[str, Tensor], figures: Tensor, commit: Tensor | None) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        x: Tensor,
+        state: dict[str, Tensor],
+        figures: Tensor,
+        commit: Tensor | None,
+        rounding: Rounding,
+        bits: Tensor | None,
+    ) -> None:
         self.rule, self.x, self.state, self.figures, self.commit = rule, x, state, figures, commit
+        self.rounding, self.bits = rounding, bits
         self._take(lambda: next(rule))
 
     def go_on(self, sums: list[Tensor]) -> None:
@@ -106,10 +131,11 @@ class Row:
             self.sums = advance()
         except StopIteration as end:
             new_x, new_state, figures = end.value
-            write(self.x, new_x, self.commit)
+            value = new_x.to(compute_dtype(self.x))
+            new = {**new_state, **rounded(value, self.x.dtype, self.rounding, self.bits)}
             write(self.figures, figures, self.commit)
-            for name, tensor in self.state.items():
-                write(tensor, new_state[name], self.commit)
+            for name, tensor in {"x": self.x, **self.state}.items():
+                write(tensor, new[name], self.commit)
 
 
 def mean_of_rows(a: Tensor, shard: Shard) -> Sums[Tensor]:

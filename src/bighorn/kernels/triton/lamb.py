@@ -22,6 +22,8 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
     reason = stepper.why_not(param, options)
     if options.cautious and not reason:
         return "cautious updates are not in Triton: they would take one more pass over each tensor"
+    if options.blocks and not reason:
+        return "LAMB's moments in blocks (float16, int8) are not in Triton"
     return reason
 
 

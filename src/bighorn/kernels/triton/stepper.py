@@ -21,6 +21,8 @@ Place = tuple[int, int]
 def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """Why no algorithm of this backend can serve such a tensor with such options, or None."""
     reason = unsupported(param)
+    if options.weight_rounding != "nearest" and not reason:
+        return f'weight_rounding="{options.weight_rounding}" is not in Triton'
     if options.centre and not reason:
         return "gradient centralisation is not in Triton: it would take one more pass over each gradient"
     return reason

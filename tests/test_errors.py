@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -107,6 +107,17 @@ VALUES: list[Value] = [
     ("state_dtype", torch.int32, ValueError),
     ("state_dtype", torch.complex64, ValueError),
     ("state_dtype", "bf16", ValueError),
+    ("state_dtype", "uint8", ValueError),
+    ("state_dtype", torch.float64, ValueError),
+    ("min_8bit_size", -1, ValueError),
+    ("min_8bit_size", 4000.5, TypeError),
+    ("min_8bit_size", True, TypeError),
+    ("weight_rounding", "stocastic", ValueError),
+    ("weight_rounding", None, ValueError),
+    ("weight_rounding", "kahan", ValueError),  # of parameters in float32
+    ("rounding_seed", -1, ValueError),
+    ("rounding_seed", 2**63, ValueError),
+    ("rounding_seed", 0.5, TypeError),
 ]
 OF_LAMB: list[Value] = [
     ("lr", None, TypeError),
@@ -145,9 +156,6 @@ OF_LAMB: list[Value] = [
     ("trust_ratio_bounds", (0, 0), ValueError),
     ("trust_ratio_bounds", (math.nan, 1), ValueError),
     ("trust_ratio_bounds", "0,1", TypeError),
-    ("state_dtype", torch.int8, ValueError),
-    ("state_dtype", torch.float16, ValueError),
-    ("state_dtype", "int8", ValueError),
 ]
 OF_CAME: list[Value] = [
     ("betas", (0.0, 0.999, 0.9999), ValueError),
@@ -179,8 +187,6 @@ OF_CAME: list[Value] = [
     ("scale_eps", 0.0, ValueError),
     ("scale_eps", "1e-3", TypeError),
     ("bias_correction", "lr", TypeError),
-    ("state_dtype", "uint8", ValueError),
-    ("state_dtype", torch.float64, ValueError),
 ]
 OWN_VALUES: dict[Kind, list[Value]] = {Lamb: [*VALUES, *OF_LAMB], Came: [*VALUES, *OF_CAME]}
 WHOLE: list[Value] = [
@@ -716,20 +722,82 @@ def test_a_statistic_that_is_missing_or_of_another_shape(name: str) -> None:
             optimizer.load_state_dict(state)
 
 
-def test_scales_that_are_missing_or_of_another_shape() -> None:
-    """Whether the momentum at hand is in 8 bits or not."""
+def test_scales_that_are_missing_or_of_another_shape(kind: Kind) -> None:
+    """Whether the moments at hand are in 8 bits or not; scales of another shape are those of blocks of another size."""
     for at_hand in (None, "int8"):
         for scale in ({}, {"exp_avg_scale": torch.ones(3)}, {"exp_avg_scale": torch.ones(64, 2)}):
             parameter = Parameter(torch.ones(64, 64))
-            optimizer = Came([parameter], lr=0.1, state_dtype="int8")
+            optimizer = kind([parameter], lr=0.1, state_dtype="int8")
             parameter.grad = torch.ones(64, 64)
             optimizer.step()
             state = copy.deepcopy(optimizer.state_dict())
             state["param_groups"][0]["state_dtype"] = at_hand
             del state["state"][0]["exp_avg_scale"]
             state["state"][0] |= scale
-            with refused([parameter], optimizer, ValueError, "exp_avg.*(lacks|shape|int8)|lacks 'exp_avg_scale'"):
+            message = "exp_avg.*blocks are not of 256" if scale else "exp_avg.*int8|lacks 'exp_avg_scale'"
+            with refused([parameter], optimizer, ValueError, message):
                 optimizer.load_state_dict(state)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(-128), "'exp_avg'.*damaged"),
+    "a-scale-below-0": ("exp_avg_scale", lambda scales: -scales, "'exp_avg'.*damaged"),
+    "codes-that-are-floats": ("exp_avg", lambda codes: codes.float(), "'exp_avg'.*float32.*damaged"),
+    "codes-of-another-shape": ("exp_avg", lambda codes: codes[:32], "'exp_avg'.*damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("at_hand", [None, "int8"], ids=str)
+def test_damaged_codes(damage: str, at_hand: str | None, kind: Kind) -> None:
+    name, spoil, message = DAMAGE[damage]
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = kind([parameter], lr=0.1, state_dtype="int8")
+    parameter.grad = torch.ones(64, 64)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][name] = spoil(state["state"][0][name])
+    state["param_groups"][0]["state_dtype"] = at_hand
+    with refused([parameter], optimizer, ValueError, message):
+        optimizer.load_state_dict(state)
+
+
+UNFIT: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
+    "float64-int8": (torch.float64, {"state_dtype": "int8"}, 'torch.float64.*state_dtype="int8"'),
+    "complex-int8": (torch.complex64, {"state_dtype": "int8"}, 'torch.complex64.*state_dtype="int8"'),
+    "float32-master": (torch.float32, {"weight_rounding": "master"}, 'torch.float32.*weight_rounding="master"'),
+    "float32-kahan": (torch.float32, {"weight_rounding": "kahan"}, 'torch.float32.*weight_rounding="kahan"'),
+    "float64-stochastic": (torch.float64, {"weight_rounding": "stochastic"}, "torch.float64.*stochastic"),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+@pytest.mark.parametrize("when", ["at construction", "in a group later", "in a checkpoint"])
+def test_a_precision_that_does_not_fit_the_parameter(unfit: str, when: str, kind: Kind) -> None:
+    dtype, options, message = UNFIT[unfit]
+    parameter = Parameter(torch.ones(64, 64, dtype=dtype))
+    if when == "at construction":
+        with pytest.raises(ValueError, match=message):
+            kind([parameter], lr=0.1, **options)
+        return
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    if when == "in a group later":
+        optimizer.param_groups[0].update(options)
+        with refused([parameter], optimizer, ValueError, message):
+            optimizer.step()
+        return
+    state["param_groups"][0].update(options)
+    with refused([parameter], optimizer, ValueError, message):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "float16"])
+def test_a_running_maximum_in_blocks(state_dtype: str) -> None:
+    with pytest.raises(ValueError, match=f'{state_dtype}.*amsgrad.*state_dtype="float32"'):
+        Lamb(weights(), second_moment="amsgrad", state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize("kind", [Came], indirect=True)

@@ -32,6 +32,7 @@ BUILD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "came-int8": partial(Came, lr=1e-3, state_dtype="int8"),
     "lamb": Lamb,
     "lamb-bf16": partial(Lamb, state_dtype=torch.bfloat16),
+    "lamb-int8": partial(Lamb, state_dtype="int8"),
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adafactor": torch.optim.Adafactor,

@@ -299,7 +299,10 @@ def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--state-dtype", "int8"], "--state-dtype int8: --optimizer lamb keeps its state in fp32 or bf16."),
+        (
+            ["--optimizer-option", "weight_rounding=kahan"],
+            'weight_rounding="kahan" is for bfloat16 and float16',
+        ),
         (["--optimizer", "adamw", "--state-dtype", "bf16"], "--state-dtype bf16 is for lamb and came"),
         (["--optimizer", "sgd", "--backend", "foreach"], "--backend foreach is for lamb and came"),
         (["--optimizer-option", "amsgrad"], "'amsgrad' is not of the form NAME=VALUE"),

@@ -102,7 +102,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     console = Console(soft_wrap=True, highlight=False)
     shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision")}
     bases = [
-        (name, RunConfig(**shared, **CONTESTANTS[name], batch_size=size, threads=1).resolved())
+        (name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved())
         for name, sizes in batch_sizes.items()
         for size in sizes
     ]

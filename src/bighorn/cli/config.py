@@ -109,11 +109,6 @@ class RunConfig:
                     f"{flag} {value} is for lamb and came, but --optimizer {self.optimizer} is torch's own: "
                     f"leave {flag} out."
                 )
-        if self.state_dtype is not None and self.state_dtype not in recipe.state_dtypes:
-            raise InputError(
-                f"--state-dtype {self.state_dtype}: --optimizer {self.optimizer} keeps its state in "
-                f"{' or '.join(recipe.state_dtypes)}."
-            )
 
     def resolved(self) -> "RunConfig":
         """The same run with every None filled in that the task or the optimizer decides."""

@@ -39,12 +39,13 @@ def _averages(shape: Sequence[int]) -> int:
     return math.prod(leading) * (rows + columns)
 
 
-FOOTPRINTS: Mapping[str, Callable[[Named], dict[str, int]]] = {
+FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "came": Came.state_bytes,
     "came-bf16": partial(Came.state_bytes, state_dtype="bfloat16"),
     "came-int8": partial(Came.state_bytes, state_dtype="int8"),
     "lamb": Lamb.state_bytes,
     "lamb-bf16": partial(Lamb.state_bytes, state_dtype="bfloat16"),
+    "lamb-int8": partial(Lamb.state_bytes, state_dtype="int8"),
     "adamw": adam,
     "sgd": sgd,
     "adafactor": adafactor,

@@ -20,6 +20,7 @@ from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, check_name, names
+from bighorn.kernels.rounding import WAYS
 
 FILE = click.Path(path_type=Path)
 SOURCES = ("task", "shapes", "model")
@@ -39,6 +40,9 @@ class MemoryConfig:
     data: str | None = option(None, "Data for the task, as in bighorn train: they say how many classes there are.")
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown="all")
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
+    weight_rounding: str = option(
+        "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=WAYS
+    )
     rows: int = option(10, "Kinds of layers to list, the largest first.")
 
     def __post_init__(self) -> None:
@@ -52,6 +56,10 @@ class MemoryConfig:
         if self.shapes is not None:
             check_name("--shapes", self.shapes, SHAPES)
         at_least("--rows", self.rows, 1)
+        if self.weight_rounding != "nearest" and self.precision == "fp32":
+            raise InputError(
+                f"--weight-rounding {self.weight_rounding} is for weights of 16 bits: give --precision bf16 too."
+            )
 
     def parameters(self) -> tuple[str, Named]:
         """What the prediction is for, and its parameters on the meta device."""
@@ -82,7 +90,8 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
         if path is not None:
             files.check_writable(path, flag)
     source, params = config.parameters()
-    sizes = {name: FOOTPRINTS[name](params) for name in wanted}
+    ours = {"weight_rounding": config.weight_rounding}
+    sizes = {name: FOOTPRINTS[name](params, **(ours if name.startswith(("came", "lamb")) else {})) for name in wanted}
     layers = kinds(params, sizes)
     elements = sum(param.numel() for _, param in params)
 
@@ -136,7 +145,7 @@ def total_rows(sizes: Mapping[str, Mapping[str, int]], elements: int) -> list[tu
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column(head[0], overflow="fold", vertical="bottom")
     for name in head[1:]:
         # Names break at their hyphen, so that all stand beside each other on 80 columns.

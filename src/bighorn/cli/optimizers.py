@@ -12,6 +12,7 @@ from torch import nn
 from bighorn import Came, Lamb, shard_update
 from bighorn.cli.errors import InputError
 from bighorn.cli.gauges import CONFIDENCE, TRUST_RATIO, UPDATE_RMS, Gauge
+from bighorn.kernels.rounding import WAYS
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """What ``--state-dtype`` calls them, and what the optimizers do."""
@@ -43,13 +44,13 @@ class Recipe:
 
 
 OPTIMIZERS = {
-    "lamb": Recipe(0.03, 0.01, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2), Lamb, ("fp32", "bf16"), (TRUST_RATIO,)),
+    "lamb": Recipe(0.03, 0.01, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2), Lamb, tuple(STATE_DTYPES), (TRUST_RATIO,)),
     "came": Recipe(
         0.001,
         0.01,
         (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01),
         Came,
-        ("fp32", "bf16", "fp16", "int8"),
+        tuple(STATE_DTYPES),
         (CONFIDENCE, UPDATE_RMS),
     ),
     "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.AdamW, fused=True)),
@@ -64,8 +65,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "came-int8": {"optimizer": "came", "state_dtype": "int8"},
     "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
     "lamb-bf16": {"optimizer": "lamb", "state_dtype": "bf16"},
+    "lamb-fp16": {"optimizer": "lamb", "state_dtype": "fp16"},
+    "lamb-int8": {"optimizer": "lamb", "state_dtype": "int8"},
+    **{
+        f"lamb-{way}": {"optimizer": "lamb", "precision": "bf16", "optimizer_option": (f"weight_rounding={way}",)}
+        for way in WAYS
+    },
 }
-"""What ``bighorn compare`` can name besides: an optimizer with other options of a run than its defaults."""
+"""What ``bighorn compare`` can name besides: an optimizer with other options of a run than its defaults.
+
+``lamb-nearest`` to ``lamb-master`` have weights in bf16, and are named for the way in which these are rounded.
+"""
 
 CONTESTANTS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS} | VARIANTS
 

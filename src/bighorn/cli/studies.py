@@ -33,4 +33,15 @@ STUDIES = {
         "CAME, its momentum in fewer bits, its start corrected, and the usual: which learns best?",
         dict.fromkeys(("came", "came-bf16", "came-int8", "came-corrected", "adamw", "adafactor"), (1,)),
     ),
+    # What few bits cost: weights in bf16, stored in each way, and moments in each form, beside fp32.
+    "precision": Study(
+        "LAMB with weights and moments in fewer bits: what is lost?",
+        dict.fromkeys(
+            (
+                *("lamb", "lamb-bf16", "lamb-fp16", "lamb-int8"),
+                *("lamb-nearest", "lamb-stochastic", "lamb-kahan", "lamb-master"),
+            ),
+            (1,),
+        ),
+    ),
 }

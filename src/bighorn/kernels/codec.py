@@ -137,7 +137,7 @@ def encode(values: Tensor, form: Form = LINEAR, chance: Chance = 0.5) -> tuple[T
         >>> encode(torch.tensor([[1.0, -0.5, 0.0]]))
         (tensor([[127, -64,   0]], dtype=torch.int8), tensor([[1.]]))
         >>> encode(torch.tensor([[1.0, 0.0625, 1e-30]]), UNSIGNED)
-        (tensor([[255, 128,   1]], dtype=torch.uint8), tensor([[1.]]))
+        (tensor([[255, 127,   1]], dtype=torch.uint8), tensor([[1.]]))
     """
     blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
     scales = blocks.abs().amax(dim=-1)

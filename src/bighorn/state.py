@@ -243,8 +243,8 @@ def _check_blocks(param: Tensor, spec: Spec, what: str) -> None:
     scales = next((kept for kept in spec.values() if kept.scales), None)
     if layout is not None and scales is not None and not layout.shard(param.shape).split <= set(scales.dims):
         raise ValueError(
-            f"{what} is distributed as {layout}, which cuts through the blocks of few bits that its rows consist "
-            "of: give it state_dtype=None in its group, or cut it up along dim 0"
+            f"{what} is distributed as {layout}, which cuts through the blocks that its rows are kept in: "
+            'give it another state_dtype than "int8" or "float16" in its group, or cut it up along dim 0'
         )
 
 

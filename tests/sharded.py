@@ -182,9 +182,6 @@ RUNS: Mapping[str, Run] = {
     ),
     # Its second moment takes random bits, which must be those of the element in the whole tensor.
     "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, not_on=("columns", "both-dims", "fsdp-and-tp")),
-    "lamb-int8-stacked": Run(
-        ExactLamb, {"state_dtype": "int8"}, {"stacked": True}, not_on=("columns", "both-dims", "fsdp-and-tp")
-    ),
     "lamb-cpu": Run(
         Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),

@@ -2,8 +2,8 @@
 
     python benchmarks/state_codecs.py [--steps N]
 
-A model is trained in float32, on `digits` and on `text`. Beside it the moments of each matrix of 4,096 elements
-or more are kept in every form too, advanced by the same gradients and rounded at each step. Every 25 steps: the error of
+A model is trained in float32, on `digits` and on `text`. Beside it the moments of each matrix of 4,096 elements or more
+are kept in every form too, advanced by the same gradients and rounded at each step. Every 25 steps: the error of
 r = m / (sqrt(v) + eps) relative to its norm, and that of the trust ratio.
 Writes benchmarks/results/state-codecs.json.
 """

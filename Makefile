@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow integrations gpu check format clean
+.PHONY: help train test slow integrations gpu check docs format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -13,6 +13,7 @@ help:
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: the tests that need it, then its benchmarks into benchmarks/results"
 	@echo "make check   formatter, linter and type checker alone"
+	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
 
@@ -35,7 +36,10 @@ format: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-test: check
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+
+test: check docs
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto -m "not slow"
 

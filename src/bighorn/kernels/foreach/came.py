@@ -139,7 +139,7 @@ class Batch:
             v = self.arrays["exp_avg_sq"]
             for at in self.pieces:
                 q = self.square(self.gradient(at)).add_(o.eps[0])
-                write(v[at], q.mul_(each(1 - b2, q)).addcmul_(v[at], each(b2, q)), self.commit)
+                write(v[at], q.mul_(each(1 - b2, q)).addcmul_(v[at], each(b2, q)), self.commit)  # CAME-v
             return lambda at: torch.rsqrt(v[at], out=self.scratch.like("u", v[at])).mul_(self.gradient(at))  # CAME-u
         r, c = self.factors("exp_avg_sq", self.gradient, b2, o.eps[0])  # CAME-row, CAME-col
         return lambda at: self.times(self.gradient(at), r, at).mul_(part(c, at))  # CAME-u

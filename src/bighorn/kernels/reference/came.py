@@ -42,7 +42,7 @@ def came(
     b2 = beta2 if o.decay_rate is None else 1 - t**-o.decay_rate
 
     if o.factor is None:
-        v = b2 * state["exp_avg_sq"] + (1 - b2) * (g * g + eps1)
+        v = b2 * state["exp_avg_sq"] + (1 - b2) * (g * g + eps1)  # CAME-v
         new_state = {"exp_avg_sq": v}
         u = g * v.rsqrt()  # CAME-u
         u_sum, x_sum = yield [square_sum(u), square_sum(x)]

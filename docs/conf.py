@@ -1,0 +1,55 @@
+"""The site: `make docs` builds it; every warning fails the build."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE / "_ext")]
+
+import bighorn  # noqa: E402 - the sources beside this file, and not what is installed
+
+project, author, copyright = "Bighorn", "the authors of Bighorn", "the authors of Bighorn"  # noqa: A001 - Sphinx's
+version = release = bighorn.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "algorithm",
+    "commands",
+    "complete",
+    "mathml",
+    "pages",
+]
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+html_math_renderer = "mathml"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say it, and the signatures keep to a page
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+default_role = "py:obj"  # `name` is a link where there is such a name, and code elsewhere
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"Bighorn {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_show_copyright = False
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#a8500c", "color-brand-content": "#a8500c"},
+    "dark_css_variables": {"color-brand-primary": "#f0a35e", "color-brand-content": "#f0a35e"},
+}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+smartquotes = False  # quotes are code here

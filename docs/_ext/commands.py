@@ -16,6 +16,7 @@ class CommandHelp(SphinxDirective):
         sections = []
         for name in bighorn.list_commands(group):
             command = bighorn.get_command(group, name)
+            assert command is not None
             text = command.get_help(click.Context(command, info_name=name, parent=group, terminal_width=88))
             section = nodes.section("", nodes.title("", f"bighorn {name}"), ids=[f"bighorn-{name}"])
             section += nodes.literal_block(text, text, language="text")

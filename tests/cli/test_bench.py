@@ -18,7 +18,7 @@ from bighorn import Lamb, kernels
 from bighorn.cli import bench, environment, measure, peers
 from bighorn.cli.plain import compiled_loop
 from bighorn.cli.shapes import SHAPES
-from cli.helpers import Invoke
+from cli.helpers import Invoke, assert_self_contained
 
 CPU = torch.device("cpu")
 SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}
@@ -373,3 +373,25 @@ def test_came_beside_its_peers(invoke: Invoke) -> None:
         # Adafactor clamps at a threshold that depends on the dtype.
         assert row["error"] < 1e-5, name
     assert "Came, int8" in output
+
+
+@pytest.mark.usefixtures("small_shapes", "only_ours")
+def test_the_report_has_peers_side_by_side(invoke: Invoke) -> None:
+    content, output = bench_json(invoke, "--shapes", "small,vector", "--report", "bench.html")
+    page = assert_self_contained(Path("bench.html"))
+    assert "Report: bench.html" in output
+    assert page.tags.count("svg") == page.tags.count("thead") == 2
+    for found in content["results"]:
+        for row in found["optimizers"]:
+            assert row["label"] in page.text
+            assert f"{row['ms']['median']:.2f}" in page.text
+    for word in (
+        "temporaries",
+        "state",
+        "compile",
+        "small",
+        "vector",
+        "Not installed here",
+        "timm's, pytorch_optimizer's",
+    ):
+        assert word in page.text

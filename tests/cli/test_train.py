@@ -19,6 +19,7 @@ from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
 from bighorn.cli.config import Division, RunConfig
+from bighorn.cli.lr_find import SearchConfig
 from bighorn.cli.memory import MemoryConfig
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.schedule import DECAYS
@@ -249,11 +250,18 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("train", RunConfig), ("train", Division), ("compare", CompareConfig), ("memory", MemoryConfig)],
+    [
+        ("train", RunConfig),
+        ("train", Division),
+        ("compare", CompareConfig),
+        ("memory", MemoryConfig),
+        ("lr-find", SearchConfig),
+    ],
 )
 def test_options_agree_with_the_configuration(invoke: Invoke, name: str, config: type[Any]) -> None:
     """Every field is an option with the field's default, and the help shows that default."""
     command = group.get_command(click.Context(group), name)
+    assert command is not None
     options = {option.name: option for option in command.params}
     text = " ".join(invoke(name, "--help").output.split())
     for field in dataclasses.fields(config):

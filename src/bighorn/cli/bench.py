@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from bighorn import Came, Lamb
 from bighorn.cli import cuda, files
 from bighorn.cli.config import PRECISIONS
-from bighorn.cli.display import quantity
+from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
@@ -87,11 +87,12 @@ class BenchConfig:
         at_least("--seconds", self.seconds, 0)
 
 
-@click.command
+@click.command(epilog="Example: bighorn bench --shapes vit_small,bert_base --report bench.html")
 @config_options(BenchConfig)
+@click.option("--report", type=FILE, help="Write an HTML report: all figures, optimizers beside each other.")
 @click.option("--json", "json_file", type=FILE, help="Write the figures, and what they depend on, as JSON.")
 @click.pass_context
-def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None:
+def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
     """Time optimizer steps: this package's, torch's, and those of other packages that are installed.
 
     Each optimizer takes turns with the table's first row on parameters of real models' shapes, with random gradients
@@ -107,8 +108,9 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
     sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
     builds, absent = _load(config)
     instrument.check()
-    if json_file is not None:
-        files.check_writable(json_file, "--json")
+    for flag, path in (("--report", report), ("--json", json_file)):
+        if path is not None:
+            files.check_writable(path, flag)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
@@ -143,6 +145,11 @@ def bench(ctx: click.Context, /, json_file: Path | None, **options: Any) -> None
             console.print("The baseline against itself varies this much: close other programs for steadier figures.")
     for name, reason in absent.items():
         console.print(f"Absent: {PEERS[name].label} ({reason})")
+    if report is not None:
+        from bighorn.cli.report import bench_report
+
+        files.write_text(report, bench_report(content, {name: COLUMNS[name] for name in layout.columns}, [PEERS[name].label for name in absent]))
+        console.print(f"Report: {report}")
     if json_file is not None:
         files.write_json(json_file, content)
         console.print(f"JSON: {json_file}")
@@ -173,8 +180,10 @@ def _measure(
     first, *_ = builds.values()
     baseline, _ = prepared(first, weights, grads, config.clip)
     rows = []
-    for name, build in builds.items():
-        with console.status(PEERS[name].label):
+    with counting(console) as bar:
+        task = bar.add_task("", total=len(builds))
+        for name, build in builds.items():
+            bar.update(task, description=PEERS[name].label)
             measured = _beside(baseline, *prepared(build, weights, grads, config.clip), config.seconds, instrument)
             compiling = measured["first_step_s"] - 1e-3 * measured["ms"]["median"] if PEERS[name].compiles else None
             if copy_speed is not None:
@@ -182,7 +191,8 @@ def _measure(
                 measured["of_copy"] = passing / (1e-3 * measured["ms"]["median"]) / copy_speed
             # After the first step, since what is compiled for one optimizer serves the next.
             off = error(build, weights, grads)
-        rows.append({"name": name, "label": PEERS[name].label, **measured, "compile_s": compiling, "error": off})
+            bar.advance(task)
+            rows.append({"name": name, "label": PEERS[name].label, **measured, "compile_s": compiling, "error": off})
     return rows
 
 

@@ -1,5 +1,6 @@
 """The command group: one line per command, imported only when it is called for."""
 
+import signal
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,6 +13,7 @@ from bighorn.cli.values import suggestion
 COMMANDS = {
     "train": "bighorn.cli.train",
     "compare": "bighorn.cli.compare",
+    "lr-find": "bighorn.cli.lr_find",
     "bench": "bighorn.cli.bench",
     "memory": "bighorn.cli.memory",
     "doctor": "bighorn.cli.doctor",
@@ -25,11 +27,13 @@ class LazyGroup(click.Group):
         """Name the commands in the order of the table."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command, or suggest the nearest name."""
+        if cmd_name not in COMMANDS and ctx.resilient_parsing:
+            return None  # a shell asks what may follow
         if cmd_name not in COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}; {suggestion(cmd_name, COMMANDS)}")
-        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -38,6 +42,9 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except (InputError, OSError) as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
 
 def _version() -> str:
@@ -50,4 +57,4 @@ def _version() -> str:
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(_version(), prog_name="bighorn")
 def bighorn() -> None:
-    """LAMB for PyTorch: train with it, and see what it is worth on your own machine."""
+    """LAMB and CAME for PyTorch: train with them, and see what they are worth on your own machine."""

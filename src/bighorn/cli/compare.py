@@ -9,11 +9,11 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bighorn.cli import files, sweep
 from bighorn.cli.config import PRECISIONS, RunConfig
+from bighorn.cli.display import counting
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
@@ -76,7 +76,7 @@ class CompareConfig:
         return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), sizes)
 
 
-@click.command
+@click.command(epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --report compare.html")
 @config_options(CompareConfig)
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
@@ -125,7 +125,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     console.print(f"{config.task}: {dataset.description}; {epochs:g} epochs, {runs} runs, {processes} at a time")
     for name in grids:
         console.print(f"{name}: learning rates {_rates(grids[name])}")
-    with _bar(console) as bar:
+    with counting(console) as bar:
         task_id = bar.add_task("runs", total=runs)
         cells = sweep.compare(
             bases,
@@ -184,11 +184,6 @@ def _sizes(batch_sizes: Mapping[str, Sequence[int]]) -> str:
     texts = {name: ", ".join(map(str, sizes)) for name, sizes in batch_sizes.items()}
     different = set(texts.values())
     return different.pop() if len(different) == 1 else "; ".join(f"{name} {text}" for name, text in texts.items())
-
-
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def as_json(cell: sweep.Cell) -> dict[str, Any]:

@@ -84,6 +84,12 @@ class Display:
         return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))
 
 
+def counting(console: Console) -> Progress:
+    """A bar for work that is counted, where there is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def quantity(value: float) -> str:
     """A large number in five characters at most: 950, 12.3k, 4.5M, 27.0G."""
     for divisor, unit in ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):

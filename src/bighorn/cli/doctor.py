@@ -21,7 +21,7 @@ from bighorn.kernels.cpu import library
 VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 
-@click.command
+@click.command(epilog="Example: bighorn doctor --require cpu --json doctor.json")
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
 @click.option("--presets", is_flag=True, help="List the LAMBs of other packages that Lamb.like() gives, instead.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the findings as JSON.")

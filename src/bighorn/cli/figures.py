@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -79,6 +79,25 @@ def curves(
         axes.set_xlim(0, max(steps[-1], 1))
         axes.legend()
         return to_svg(figure, f"{label} by step")
+
+
+def search(lrs: Sequence[float], losses: Sequence[float], smooth: Sequence[float], chosen: int | None) -> str:
+    """Draw the loss over a growing learning rate, faint per step and smoothed, with the suggestion marked."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.6))
+        axes = figure.add_subplot()
+        axes.plot(lrs, losses, color=SERIES[0], alpha=0.3, linewidth=0.8, label="each step")
+        axes.plot(lrs, smooth, color=SERIES[0], label="smoothed")
+        if chosen is not None:
+            at, height = lrs[chosen], smooth[chosen]
+            axes.axvline(at, color=SERIES[1], linewidth=1.2, linestyle="--")
+            axes.plot([at], [height], "o", color=SERIES[1], markersize=7, label=f"suggestion: {at:.2g}")
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1.15 * min(max(losses), 4 * min(smooth)))
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel("training loss")
+        axes.legend()
+        return to_svg(figure, "training loss by learning rate")
 
 
 def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
@@ -181,6 +200,28 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], lab
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(label)
         figure.legend(loc="outside upper left", ncols=2, fontsize=9)
+        return to_svg(figure, label)
+
+
+def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
+    """Draw medians as dots with lines from the 10th to the 90th percentile, one row each; 1 is marked."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
+        axes = figure.add_subplot()
+        for place, (_, spread) in enumerate(rows):
+            colour = SERIES[0] if place else SERIES[5]
+            axes.plot([spread["p10"], spread["p90"]], [place, place], color=colour, linewidth=3, alpha=0.4)
+            axes.plot([spread["median"]], [place], "o", color=colour, markersize=7)
+        axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
         return to_svg(figure, label)
 
 

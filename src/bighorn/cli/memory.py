@@ -72,7 +72,7 @@ class MemoryConfig:
         return task, models.of_task(task, self.data, dtype)
 
 
-@click.command
+@click.command(epilog="Example: bighorn memory --shapes llama_7b --report memory.html")
 @config_options(MemoryConfig)
 @click.option("--report", type=FILE, help="Write an HTML report with a bar chart.")
 @click.option("--json", "json_file", type=FILE, help="Write the bytes of every parameter as JSON.")
@@ -81,8 +81,6 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     """Predict, to the byte, what optimizers keep for a model: per layer, in total and per parameter.
 
     From shapes alone: neither weights nor state are allocated, so that a small machine can ask about a large model.
-
-    bighorn memory --shapes llama_7b
     """
     config = MemoryConfig(**options)
     wanted = tuple(FOOTPRINTS) if config.optimizers is None else names("--optimizers", config.optimizers, FOOTPRINTS)

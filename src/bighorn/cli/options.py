@@ -25,12 +25,14 @@ def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[
     return dataclasses.field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
 
 
-def config_options(config: type[Any]) -> Callable[[Command], Command]:
-    """Give a command one option per field of the dataclass ``config``."""
+def config_options(config: type[Any], only: Container[str] | None = None) -> Callable[[Command], Command]:
+    """Give a command one option per field of the dataclass ``config``, or per field that is in ``only``."""
     hints = typing.get_type_hints(config)
 
     def decorate(command: Command) -> Command:
         for field in reversed(dataclasses.fields(config)):
+            if only is not None and field.name not in only:
+                continue
             choices, shown = field.metadata["choices"], field.metadata["shown"]
             flag = hints[field.name] is bool
             command = click.option(
@@ -49,7 +51,7 @@ def config_options(config: type[Any]) -> Callable[[Command], Command]:
 
 def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
     """The options of ``config`` that stand on the command line, by field name."""
-    names = [field.name for field in dataclasses.fields(config)]
+    names = [field.name for field in dataclasses.fields(config) if field.name in ctx.params]
     return {name: ctx.params[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 

@@ -1,7 +1,8 @@
 """Reports: one self-contained HTML file that says what came out and how to get it again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -9,9 +10,11 @@ from markupsafe import Markup
 
 from bighorn import Came, Lamb
 from bighorn.cli import figures
+from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.footprint import Kind
 from bighorn.cli.gauges import Gauge
+from bighorn.cli.lr_find import Curve
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.sweep import Cell
 from bighorn.cli.training import Run
@@ -225,6 +228,71 @@ def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
     assert trial.config.epochs is not None
     epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]
     return epochs, [1 - accuracy for _, accuracy in cell.curve]
+
+
+def lr_report(
+    config: RunConfig,
+    data: str,
+    curve: Curve,
+    chosen: int | None,
+    words: Sequence[str],
+    command: str,
+    settings: Mapping[str, object],
+) -> str:
+    """The report of ``bighorn lr-find``."""
+    best = int(np.argmin(curve.smooth))
+    return render(
+        f"A learning rate for {config.optimizer}",
+        f"{config.optimizer} on {data}, batch {config.batch_size}.",
+        {
+            "suggested learning rate": "none" if chosen is None else f"{curve.lrs[chosen]:.2g}",
+            "best smoothed loss": f"{curve.smooth[best]:.4f}",
+            "steps": f"{len(curve.lrs)}",
+        },
+        [
+            Section(
+                "Loss by learning rate",
+                "One run whose learning rate grows by the same factor at each step.\n" + "\n".join(words),
+                figures.search(curve.lrs, curve.losses, curve.smooth, chosen),
+            )
+        ],
+        [command],
+        settings,
+    )
+
+
+def bench_report(
+    content: Mapping[str, Any], columns: Mapping[str, Callable[[dict[str, Any]], str]], absent: Sequence[str]
+) -> str:
+    """The report of ``bighorn bench``, from what it writes as JSON: a figure and a table for each set of shapes."""
+    config, sets = content["config"], content["results"]
+    baseline = sets[0]["optimizers"][0]["label"]
+    sections = []
+    for found in sets:
+        peers = [(row["label"], row["ratio"]) for row in found["optimizers"]]
+        sections.append(
+            Section(
+                found["shapes"],
+                f"{found['parameters']:,} parameters in {found['tensors']} tensors.",
+                figures.spreads(peers, f"step time on {found['shapes']}, relative to {baseline}"),
+                ("optimizer", *columns),
+                [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]],
+            )
+        )
+    if absent:
+        sections.append(Section("Not installed here", ", ".join(absent)))
+    return render(
+        "What a step costs",
+        f"Each optimizer takes turns with {baseline}. Ratios are of each round: median and 10th to 90th percentile. "
+        "The first row is the baseline against itself, which shows the noise.",
+        {
+            f"{row['label']}, {sets[-1]['shapes']}": f"{row['ratio']['median']:.2f}"
+            for row in sets[-1]["optimizers"][1:4]
+        },
+        sections,
+        [content["command"]],
+        config | content["machine"],
+    )
 
 
 PARTS = 5

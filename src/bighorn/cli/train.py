@@ -27,7 +27,7 @@ PICTURES = (".png", ".svg")
 RESULTS = ("--save", "--report", "--json")
 
 
-@click.command
+@click.command(epilog="Example: bighorn train --task text --steps 200 --report run.html")
 @config_options(RunConfig)
 @config_options(Division)
 @click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")

@@ -1,0 +1,160 @@
+"""``bighorn lr-find``: which learning rate to start from.
+
+The range test of Smith, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186v6, section 3.3: one
+run, whose learning rate grows by the same factor at every step, until the loss says that it is too large.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+
+from bighorn.cli import files
+from bighorn.cli.config import RunConfig
+from bighorn.cli.display import counting
+from bighorn.cli.environment import provenance
+from bighorn.cli.errors import InputError
+from bighorn.cli.options import command_line, config_options, given, option
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import DivergedError, Run
+from bighorn.cli.values import at_least, positive
+from bighorn.schedules import Exponential
+
+FILE = click.Path(path_type=Path)
+
+SHARED = (
+    *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
+    *("state_dtype", "optimizer_option", "backend", "threads"),
+)
+"""The options of a run that a search has too."""
+
+MEMORY = 0.95
+"""The smoothed loss is an average with this weight on what was before, corrected for its start."""
+
+TOO_LARGE = 4.0
+"""The search ends where the smoothed loss is this many times the best."""
+
+SETTLING = 10
+"""Steps whose slopes do not count: the average is young, and the loss falls for any learning rate."""
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The options of a search besides those of the run."""
+
+    lr_min: float = option(1e-5, "The first step's learning rate.")
+    lr_max: float = option(10.0, "The last step's, unless the loss ends the search before.")
+    steps: int = option(200, "Steps from one to the other.")
+
+    def __post_init__(self) -> None:
+        positive("--lr-min", self.lr_min)
+        positive("--lr-max", self.lr_max)
+        at_least("--steps", self.steps, 2 * SETTLING)
+        if self.lr_max <= self.lr_min:
+            raise InputError(f"--lr-max {self.lr_max:g} must be above --lr-min {self.lr_min:g}.")
+
+
+@dataclass
+class Curve:
+    """What was seen: a learning rate, a loss and a smoothed loss for each step."""
+
+    lrs: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    smooth: list[float] = field(default_factory=list)
+
+    def add(self, lr: float, loss: float) -> None:
+        """Take in a step."""
+        t = len(self.losses)
+        average = self.smooth[-1] * (1 - MEMORY**t) if t else 0.0
+        self.lrs.append(lr)
+        self.losses.append(loss)
+        self.smooth.append((MEMORY * average + (1 - MEMORY) * loss) / (1 - MEMORY ** (t + 1)))
+
+    @property
+    def over(self) -> bool:
+        """Whether the loss says that the learning rate is too large."""
+        return bool(self.smooth) and self.smooth[-1] > TOO_LARGE * min(self.smooth)
+
+    def suggestion(self) -> int | None:
+        """The step at which the smoothed loss falls most steeply over log(lr), before it is at its best; or None."""
+        best = int(np.argmin(self.smooth))
+        if best <= SETTLING:
+            return None
+        slopes = np.gradient(self.smooth[: best + 1], np.log(self.lrs[: best + 1]))
+        return SETTLING + int(np.argmin(slopes[SETTLING:]))
+
+
+@click.command("lr-find", epilog="Example: bighorn lr-find --optimizer came --task text --report lr.html")
+@config_options(SearchConfig)
+@config_options(RunConfig, only=SHARED)
+@click.option("--report", type=FILE, help="Write an HTML report with the curve.")
+@click.option("--json", "json_file", type=FILE, help="Write the curve and what it depends on as JSON.")
+@click.pass_context
+def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
+    """Find a learning rate: train while it grows, and look where the loss falls fastest.
+
+    One run whose learning rate grows by the same factor at each step. It ends early when the smoothed loss is 4 times
+    the best. The suggestion is where that falls most steeply: a place to start from; bighorn compare tunes in earnest.
+    """
+    search = SearchConfig(**given(ctx, SearchConfig))
+    config = RunConfig(**{**given(ctx, RunConfig), "steps": search.steps, "warmup": "0"}).resolved()
+    for flag, path in (("--report", report), ("--json", json_file)):
+        if path is not None:
+            files.check_writable(path, flag)
+    dataset = TASKS[config.task].load(config.data)
+    run = Run(config, dataset)
+    about = provenance(ctx)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{config.task}: {dataset.description}; {config.optimizer}, batch {config.batch_size}")
+    curve, ended = sweep(run, search, console)
+    chosen, best = curve.suggestion(), int(np.argmin(curve.smooth))
+    words = [ended, f"Smoothed loss at its best: {curve.smooth[best]:.4f} at lr {curve.lrs[best]:.2g}."]
+    if chosen is None:
+        words.append("No suggestion: the loss rises from the start. Take a lower --lr-min.")
+    else:
+        words.append(f"Suggestion: lr {curve.lrs[chosen]:.2g}, where the loss falls most steeply.")
+    for line in words:
+        console.print(line)
+    if report is not None:
+        from bighorn.cli.report import lr_report
+
+        settings = asdict(search) | {name: getattr(config, name) for name in SHARED}
+        page = lr_report(config, dataset.description, curve, chosen, words, command_line(ctx), settings)
+        files.write_text(report, page)
+        console.print(f"Report: {report}")
+    if json_file is not None:
+        content = {
+            **about,
+            "config": asdict(search) | {name: getattr(config, name) for name in SHARED},
+            "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+            "suggestion": None if chosen is None else curve.lrs[chosen],
+            "best": {"lr": curve.lrs[best], "smoothed_loss": curve.smooth[best]},
+            "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": curve.smooth},
+            "words": words,
+        }
+        files.write_json(json_file, content)
+        console.print(f"JSON: {json_file}")
+
+
+def sweep(run: Run, search: SearchConfig, console: Console) -> tuple[Curve, str]:
+    """Train until the loss says stop or the steps are over; the curve, and why it ends where it does."""
+    run.schedule = Exponential(search.lr_min, search.lr_max / search.lr_min, search.steps - 1)
+    curve = Curve()
+    with counting(console) as bar:
+        task = bar.add_task("steps", total=search.steps)
+        while not run.done:
+            lr = run.schedule(run.step)
+            try:
+                run.train_step()
+            except DivergedError as error:
+                if not curve.losses:
+                    raise InputError(f"{error}, at the lowest learning rate. Take a lower --lr-min.") from error
+                return curve, f"Stopped at lr {lr:.2g}: {error}."
+            curve.add(lr, run.history.loss[-1])
+            if curve.over:
+                return curve, f"Stopped at lr {lr:.2g}, step {run.step}: the smoothed loss is {TOO_LARGE:g} x its best."
+            bar.advance(task)
+    return curve, f"All {search.steps} steps, up to lr {search.lr_max:g}."

@@ -1,0 +1,85 @@
+"""What holds for every command: an example that parses, JSON, exit codes, completion."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import BashComplete
+
+from bighorn.cli import doctor
+from bighorn.cli.commands import COMMANDS
+from bighorn.cli.commands import bighorn as group
+from cli.helpers import Invoke
+
+QUICK = {
+    "train": ["--steps", "1"],
+    "compare": [
+        *("--epochs", "0.5", "--seeds", "1", "--batch-sizes", "256", "--processes", "1"),
+        *("--optimizers", "adamw", "--lrs", "adamw=0.01"),
+    ],
+    "lr-find": ["--steps", "20"],
+    "bench": ["--shapes", "tiny", "--optimizers", "lamb", "--seconds", "0"],
+    "memory": [],
+    "doctor": [],
+}
+
+
+def command(name: str) -> click.Command:
+    found = group.get_command(click.Context(group), name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_an_example_that_parses(invoke: Invoke, name: str) -> None:
+    example = command(name).epilog or ""
+    said = " ".join(invoke(name, "--help").output.split())
+    assert said.endswith(" ".join(example.split()))
+    words = shlex.split(example)
+    assert words[:3] == ["Example:", "bighorn", name]
+    command(name).make_context(name, words[3:])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_writes_json_and_exits_with_0(invoke: Invoke, name: str) -> None:
+    invoke(name, *QUICK[name], "--json", "out/found.json")
+    assert json.loads(Path("out/found.json").read_text())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_place_that_cannot_be_written_is_1_and_a_wrong_option_2(invoke: Invoke, name: str) -> None:
+    Path("file").touch()
+    output = invoke(name, *QUICK[name], "--json", "file/found.json", code=1).output
+    assert (
+        "--json file/found.json cannot be written" in output or "File exists" in output or "Not a directory" in output
+    )
+    assert "No such option" in invoke(name, "--no-such-option", code=2).output
+
+
+def test_an_unknown_command_is_2(invoke: Invoke) -> None:
+    assert "did you mean train?" in invoke("tran", code=2).output
+
+
+def test_an_interrupt_is_130(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "findings", interrupted)
+    assert "Interrupted." in invoke("doctor", code=130).output
+
+
+def completions(*words: str) -> list[str]:
+    shell = BashComplete(group, {}, "bighorn", "_BIGHORN_COMPLETE")
+    return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_the_shell_completes_commands_options_and_values() -> None:
+    assert completions("") == list(COMMANDS)
+    assert completions("l") == ["lr-find"]
+    assert "--optimizer" in completions("train", "--opt")
+    assert completions("train", "--task", "t") == ["text"]
+    assert completions("no-such-command", "--") == ["--version", "--help"]

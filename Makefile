@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow integrations gpu check docs format clean
+.PHONY: help train test slow integrations gpu check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -14,6 +14,8 @@ help:
 	@echo "make gpu     on a machine with one: the tests that need it, then its benchmarks into benchmarks/results"
 	@echo "make check   formatter, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
+	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
+	@echo "make aarch64 compile the C library for 64-bit ARM with a cross-compiler"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
 
@@ -42,6 +44,20 @@ docs: $(STAMP)
 test: check docs
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto -m "not slow"
+
+# auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
+dist: $(STAMP)
+	rm -rf build/dist dist
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python -m build --outdir build/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist
+	$(BIN)/python tests/fresh_install.py dist
+
+aarch64:
+	cmake -S . -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DCMAKE_C_FLAGS=-Werror
+	cmake --build build/aarch64
 
 slow: $(STAMP)
 	$(BIN)/pytest -n auto -m slow

@@ -53,3 +53,8 @@ def test_every_backend_in_python_carries_tags_of_the_reference(name: str) -> Non
     theirs = set(algorithm.tagged((kernels / "foreach" / f"{name}.py").read_text(), name.upper()))
     assert known
     assert theirs <= known
+
+
+def test_the_citation_has_the_version() -> None:
+    lines = (Path(__file__).parents[1] / "CITATION.cff").read_text().splitlines()
+    assert f"version: {bighorn.__version__}" in lines

@@ -106,7 +106,9 @@ class Averages:
         """The average over some dims, kept as 1; this shard's part of it where these are split."""
         new = q.sum(dim=over, keepdim=True) / math.prod(self.shard.shape[dim] for dim in over)
         old = self.old[f"{self.name}_{which}"].view(new.shape)
-        return beta * old + (1 - beta) * new if self.shard.leads(over) else (1 - beta) * new
+        if not self.shard.leads(over):
+            return (1 - beta) * new
+        return beta * old + (1 - beta) * new  # CAME-row, CAME-col, CAME-res
 
     def state(self) -> dict[str, Tensor]:
         """The averages as they are stored."""

@@ -57,7 +57,7 @@ class ShardKernel(Kernel, Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """Where an algorithm runs. A new algorithm is a new field."""
+    """Where an algorithm runs. A new algorithm is a new field, None by default: where there are no kernels of it."""
 
     why_not: Callable[[Tensor, Any], str | None]
     """Why it cannot serve such a tensor, or None."""
@@ -132,5 +132,7 @@ def pick(
 
 
 def _why_not(backend: Backend, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None) -> str | None:
+    if getattr(backend, options.algorithm) is None:
+        return f"it has no kernels for {options.algorithm}"
     reason = backend.why_not(param, options)
     return reason if reason or shard is None else backend.why_not_shard(shard, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ Factor = Literal["matrix", "last_two"]
 @dataclass(frozen=True)
 class LambOptions:
     """The options of one bucket, resolved: no names, no group keys, nothing left to decide but the trust ratio."""
+
+    algorithm: ClassVar[str] = "lamb"
+    """The field of `kernels.Backend`."""
 
     lr: float | Tensor
     betas: tuple[float, float]
@@ -46,6 +49,8 @@ class LambOptions:
 @dataclass(frozen=True)
 class CameOptions:
     """The options of one bucket, resolved, as `LambOptions`; all of its rows are factored by one rule, or none is."""
+
+    algorithm: ClassVar[str] = "came"
 
     lr: float | Tensor
     betas: tuple[float, float, float]

@@ -56,9 +56,6 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay")
 class KernelOptimizer(Optimizer, Generic[Options]):
     """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
 
-    ALGORITHM: ClassVar[str]
-    """The name of its kernels in `kernels.Backend`."""
-
     OPTIONS: ClassVar[dict[str, Check]]
     """Every option that a group can have, and what it may be."""
 
@@ -402,7 +399,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         places = {id(param): (index, position) for index, position, param in self._parameters()}
         parts = [self._part(*places[id(param)], param) for param in ready.params]
         options = self._options_of({part.variant for part in parts})
-        plan, states = build(parts, ready.grads, options, self._complete, self._settings.backend, self.ALGORITHM)
+        plan, states = build(parts, ready.grads, options, self._complete, self._settings.backend)
         return plan, {part.param: state for part, state in zip(parts, states, strict=True)}
 
     def _parameters(self) -> Iterator[tuple[int, int, Tensor]]:

@@ -115,7 +115,6 @@ class Lamb(KernelOptimizer[LambOptions]):
         ('weight', 'bias')
     """
 
-    ALGORITHM = "lamb"
     OPTIONS: ClassVar[dict[str, Check]] = {
         "lr": checks.learning_rate,
         "betas": checks.betas(2),

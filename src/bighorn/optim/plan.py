@@ -208,7 +208,6 @@ def build(
     options: dict[Variant, Any],
     complete: Callable[[Part, Tensor], tuple[State, list[str]]],
     backend: str,
-    algorithm: str,
 ) -> tuple[Plan, list[State]]:
     """A plan for the parts, and each part's state, complete but not yet the optimizer's: nothing has changed so far.
 
@@ -219,7 +218,6 @@ def build(
         complete: Gives the state of a part whose parameter kernels will see as the tensor that is handed over, and
             the names of the tensors in it that kernels work on.
         backend: The one that is asked for, or "auto".
-        algorithm: The name of its kernels in `kernels.Backend`.
 
     Raises:
         ValueError: A gradient does not fit its parameter, parameters share memory, or the backend that is asked for
@@ -261,7 +259,7 @@ def build(
     plan.feed(grads, options)
     cuts = [cut for _, _, cut in backends if cut is not None]
     for (name, device, cut), buckets in backends.items():
-        kernel = getattr(kernels.BACKENDS[name], algorithm)(buckets)
+        kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
         if cut is None:
             plan.kernels.append((device, kernel))
         else:

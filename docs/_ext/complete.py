@@ -34,7 +34,7 @@ def check(app: Sphinx, env: BuildEnvironment) -> None:
     for name, thing in public():
         if name not in documented:
             logger.warning("the public name %s is missing in the API reference", name, location="api")
-        if callable(thing) and not (inspect.getdoc(thing) or "").strip():
+        if (inspect.isclass(thing) or inspect.isfunction(thing)) and not (inspect.getdoc(thing) or "").strip():
             logger.warning("the public name %s has no docstring", name, location="api")
 
 

@@ -56,6 +56,9 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay")
 class KernelOptimizer(Optimizer, Generic[Options]):
     """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
 
+    ALGORITHM: ClassVar[str]
+    """Its name, as in its options and in checkpoints of others."""
+
     OPTIONS: ClassVar[dict[str, Check]]
     """Every option that a group can have, and what it may be."""
 

@@ -127,6 +127,7 @@ class Came(KernelOptimizer[CameOptions]):
          'exp_avg_res_col': (64,)}
     """
 
+    ALGORITHM = "came"
     OPTIONS: ClassVar[dict[str, Check]] = {
         "lr": checks.learning_rate,
         "betas": checks.came_betas,

@@ -115,6 +115,7 @@ class Lamb(KernelOptimizer[LambOptions]):
         ('weight', 'bias')
     """
 
+    ALGORITHM = "lamb"
     OPTIONS: ClassVar[dict[str, Check]] = {
         "lr": checks.learning_rate,
         "betas": checks.betas(2),

@@ -112,7 +112,7 @@ def pick(
         backend: "auto", or the one that is asked for.
         param: The tensor as the backend would see it.
         options: Its bucket's options.
-        shard: Where it lies in the tensor that is stepped. Default: None, it is all of it.
+        shard: Where it lies in the tensor that is stepped. Default: None, which means all of it.
 
     Raises:
         ValueError: The backend that is asked for cannot serve it.

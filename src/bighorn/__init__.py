@@ -5,7 +5,7 @@ from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.foreign import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
-from bighorn.parallel import TailOverlap, shard_update
+from bighorn.parallel import TailOverlap, release_gradients, shard_update
 from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "WindowScale",
     "__version__",
     "groups",
+    "release_gradients",
     "schedules",
     "shard_update",
     "telemetry",

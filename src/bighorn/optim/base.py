@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -53,6 +53,31 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
 
 
+Places = dict[int, tuple[int, int]]
+"""By a parameter's id: its group and its position there."""
+
+
+@dataclass
+class Ahead:
+    """A step that some parameters have taken before the others."""
+
+    drive: Drive
+    places: Places
+    plans: dict[Tensor, Plan] = field(default_factory=dict)
+    """Those of the parameters that have taken it."""
+
+    def check(self, param: Tensor, name: Callable[[tuple[int, int]], str]) -> None:
+        """Refuse what cannot take this step."""
+        if id(param) not in self.places:
+            raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
+        if param in self.plans:
+            raise RuntimeError(
+                f"{name(self.places[id(param)])} has taken this step already, and now has another gradient: call "
+                "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
+                "that share the parameter, cannot be added up where each is stepped as soon as it is there"
+            )
+
+
 class KernelOptimizer(Optimizer, Generic[Options]):
     """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
 
@@ -78,6 +103,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     _last: tuple[Plan, ...] = ()
     """The plans of the last step, one for each part of it."""
     _plans: dict[tuple[int, ...], Plan]
+    _ahead: Ahead | None = None
+    """The step that `step_ahead` has begun and `step` has not ended."""
     _skipped: Tensor | None = None
     _resolved: dict[int, tuple[object, ...]]
     _drivers: list[Drivers]
@@ -308,13 +335,69 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         """
         self._step_in_parts(parts, wait)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def step_ahead(self, param: Tensor) -> None:
+        """Step one parameter now and drop its gradient; a later `step()` takes the others and ends the step.
+
+        Options are those at the first call in a step. `bighorn.parallel.release_gradients` calls this inside backward.
+
+        Args:
+            param: One of this optimizer's, with a gradient.
+
+        Raises:
+            RuntimeError: As `step`; or the parameter has taken this step already.
+            ValueError: As `step`; or an option needs every gradient before the first parameter is written.
+        """
+        if (reason := self.why_whole()) is not None:
+            raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
+        ahead = self._ahead or Ahead(self._begin(), self._places())
+        try:
+            ahead.check(param, lambda place: self._part(*place, param).label)
+            [plan] = self._plans_of([Ready.of([param])], False, ahead)
+        except BaseException:
+            if self._ahead is None:
+                ahead.drive.undo()
+            raise
+        self._ahead = ahead
+        plan.step(1.0, None)
+        plan.finish()
+        ahead.plans[param] = plan
+        param.grad = None
+        # What autograd has saved of the parameter is not what it was; compiled kernels do not say so by themselves.
+        torch.autograd.graph.increment_version(param)
+
+    def why_whole(self) -> str | None:
+        """Why every gradient must be there before the first parameter is written, or None."""
+        for name in ("max_grad_norm", "skip_nonfinite"):
+            if getattr(self._settings, name):
+                return f"{name}={getattr(self._settings, name)!r} looks at all gradients first; leave it out"
+        return None
+
+    def _places(self) -> Places:
+        return {id(param): (index, position) for index, position, param in self._parameters()}
+
+    def _begin(self) -> Drive:
+        """Settle the options of a step."""
+        self._take_over_schedules()
+        drive = Drive(self.param_groups, self._drivers)
+        try:
+            self._refresh_options()
+        except BaseException:
+            drive.undo()
+            raise
+        return drive
+
     def _step_in_parts(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
         """One step; of all parameters together where there are no parts."""
-        drive = None
+        ahead = self._ahead
+        if ahead is not None and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
+                "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
+            )
+        drive = ahead.drive if ahead is not None else self._begin()
         try:
-            self._take_over_schedules()
-            drive = Drive(self.param_groups, self._drivers)
-            self._refresh_options()
             fresh = not self.state
             plans = self._current_plans(parts)
             scale, commit = self._scale_and_commit(plans, wait)
@@ -326,12 +409,15 @@ class KernelOptimizer(Optimizer, Generic[Options]):
                 if not initialises:
                     plan.step(scale, commit)
                 plan.finish()
-            if not initialises:
-                drive.finish()
         except BaseException:
-            if drive is not None:
+            if ahead is None:
                 drive.undo()
             raise
+        if not initialises:
+            drive.finish()
+        earlier = list(ahead.plans.values()) if ahead is not None else []
+        self._last = tuple([plan for plan in earlier + plans if plan.slots]) or self._last
+        self._ahead = None
 
     def _only_initialises(self, plans: list[Plan]) -> bool:
         """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
@@ -350,24 +436,22 @@ class KernelOptimizer(Optimizer, Generic[Options]):
     def _current_plans(self, parts: list[list[Tensor]] | None) -> list[Plan]:
         """A plan for each part, fed with this step's gradients: cached ones where nothing has moved."""
         params = [param for _, _, param in self._parameters()] if self._order else self._all_params()
-        grads = [param.grad for param in params]
-        ready = Ready(params, [grad for grad in grads if grad is not None])
-        if len(ready.grads) < len(grads):
-            ready = ready._replace(params=[param for param in params if param.grad is not None])
-        if sharding.any_distributed(params):
-            ready = ready._replace(grads=list(map(sharding.aligned, ready.grads, ready.params)))
-        divided = [ready] if parts is None else _divided(ready, parts)
-        found = [self._find_plan(part, parts is None) for part in divided]
+        ready = Ready.of(params)
+        return self._plans_of([ready] if parts is None else _divided(ready, parts), parts is None)
+
+    def _plans_of(self, divided: list[Ready], all_of_them: bool, ahead: Ahead | None = None) -> list[Plan]:
+        """A plan for each of these sets of parameters; what a step ahead knows spares looking it up."""
+        places = ahead.places if ahead is not None else {}
+        found = [self._find_plan(part, all_of_them, places) for part in divided]
         # Nothing changes before every plan is made.
         for part, (plan, states) in zip(divided, found, strict=True):
             self.state.update(states)
             if states:
-                plan.fingerprint = Fingerprint.of(*self._looks(part, parts is None))
-                if len(self._plans) >= MOST_PLANS * len(divided):
+                plan.fingerprint = Fingerprint.of(*self._looks(part, all_of_them))
+                if len(self._plans) >= MOST_PLANS * max(len(divided), len(places)):
                     self._plans.clear()
                 self._plans[part.which()] = plan
         plans = [plan for plan, _ in found]
-        self._last = tuple([plan for plan in plans if plan.slots]) or self._last
         for plan in plans:
             plan.prepare()
         return plans
@@ -386,7 +470,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             params, grads = list(map(sharding.local, params)), list(map(sharding.local, grads))
         return [[len(group["params"]) for group in self.param_groups], layouts], params, grads, list(states)
 
-    def _find_plan(self, ready: Ready, all_of_them: bool) -> tuple[Plan, dict[Tensor, Any]]:
+    def _find_plan(self, ready: Ready, all_of_them: bool, places: Places) -> tuple[Plan, dict[Tensor, Any]]:
         """The cached plan of these, and nothing; or a new one, and the states that belong to it."""
         plan = self._plans.get(ready.which())
         if (
@@ -399,7 +483,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         for grad in ready.grads:
             if grad.layout is not torch.strided:
                 _refuse_layout(grad)
-        places = {id(param): (index, position) for index, position, param in self._parameters()}
+        places = places or self._places()
         parts = [self._part(*places[id(param)], param) for param in ready.params]
         options = self._options_of({part.variant for part in parts})
         plan, states = build(parts, ready.grads, options, self._complete, self._settings.backend)
@@ -615,7 +699,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             for name, driven in drivers.items():
                 driven.written = driven.left = group[name]
         self._forget_plans()
-        self._resolved = {}
+        self._resolved, self._ahead = {}, None
 
     def _loaded_group(self, index: int, loaded: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -640,6 +724,17 @@ class Ready(NamedTuple):
 
     params: list[Tensor]
     grads: list[Tensor]
+
+    @classmethod
+    def of(cls, params: list[Tensor]) -> Ready:
+        """Those of the parameters that have one."""
+        grads = [param.grad for param in params]
+        ready = cls(params, [grad for grad in grads if grad is not None])
+        if len(ready.grads) < len(grads):
+            ready = ready._replace(params=[param for param in params if param.grad is not None])
+        if sharding.any_distributed(params):
+            ready = ready._replace(grads=list(map(sharding.aligned, ready.grads, ready.params)))
+        return ready
 
     def which(self) -> tuple[int, ...]:
         """By what their plan is remembered."""

@@ -1,11 +1,12 @@
-"""Data-parallel training whose optimizer starts before the last gradients have come over the wire.
+"""What wraps a training loop: steps beside the wire, state divided among ranks, gradients that do not stay.
 
 DistributedDataParallel sends gradients in buckets, but its `backward()` returns only when the last one has arrived, and
-then the optimizer starts. Here `backward()` returns at once, and the step takes the buckets as they arrive. The idea is
-the tailing optimisation of Ascend's NPUOptimizer.
+then the optimizer starts. With TailOverlap `backward()` returns at once, and the step takes the buckets as they arrive.
+The idea is the tailing optimisation of Ascend's NPUOptimizer.
 """
 
 from bighorn.parallel.overlap import TailOverlap
+from bighorn.parallel.release import Release, release_gradients
 from bighorn.parallel.shard_update import shard_update
 
-__all__ = ["TailOverlap", "shard_update"]
+__all__ = ["Release", "TailOverlap", "release_gradients", "shard_update"]

@@ -1,4 +1,7 @@
-"""Checkpoints: everything that makes a resumed run bitwise the run that was never interrupted."""
+"""Checkpoints: everything that makes a resumed run bitwise the run that was never interrupted.
+
+One is a file that the first process writes, or, where tensors are sharded, a folder to which all of them write.
+"""
 
 import zipfile
 from dataclasses import asdict
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bighorn.cli import files
+from bighorn.cli import files, folder
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
@@ -18,37 +21,42 @@ FORMAT = "bighorn checkpoint 2"
 
 def save(run: Run, path: Path) -> None:
     """Write the run to ``path``, atomically; call it in all processes."""
-    checkpoint = {
+    about = {
         "format": FORMAT,
         "config": asdict(run.config),
         "environment": environment(),
         "data": run.dataset.fingerprint(),
         "processes": run.ranks.size,
-        "run": run.state_dict(),
     }
+    if run.is_sharded or run.ranks.from_first(path.is_dir):
+        folder.save(run, path, about)
+        return
+    checkpoint = {**about, "run": run.state_dict()}
     if run.ranks.first:
         files.write(path, lambda file: torch.save(checkpoint, file))
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; it runs no code from the file.
+    """Read a checkpoint; it runs no code from the file. Of a folder's tensors only the place.
 
     Raises:
         InputError: For a file that is missing, damaged or of another kind.
     """
-    if not path.is_file():
+    place = folder.find(path) if path.is_dir() else None
+    file = path if place is None else place / folder.COMPLETE
+    if not file.is_file():
         raise InputError(f"--resume {path}: there is no such file.")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             broken = archive.testzip()  # torch.load does not look at checksums
         if broken is not None:
             raise zipfile.BadZipFile(broken)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its zip, pickle and storage readers raise
-        raise InputError(f"--resume {path} is damaged or not a checkpoint of bighorn train.") from error
+        raise InputError(f"--resume {file} is damaged or not a checkpoint of bighorn train.") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise InputError(f"--resume {path} was not written by this version of `bighorn train --save`.")
-    return checkpoint
+        raise InputError(f"--resume {file} was not written by this version of `bighorn train --save`.")
+    return checkpoint | {"folder": None if place is None else str(place)}
 
 
 def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
@@ -60,7 +68,12 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     if checkpoint["data"] != run.dataset.fingerprint():
         raise InputError(f"the training data ({run.dataset.description}) are not those of the checkpoint: see --data.")
     try:
-        run.load_state_dict(checkpoint["run"])
+        if checkpoint["folder"] is not None:
+            folder.restore(run, Path(checkpoint["folder"]), checkpoint["run"])
+        elif run.is_sharded:
+            folder.restore_from_whole(run, checkpoint["run"])
+        else:
+            run.load_state_dict(checkpoint["run"])
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"the checkpoint does not fit the model: {error}") from error
     then, now = checkpoint["environment"], environment()

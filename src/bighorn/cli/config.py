@@ -152,6 +152,13 @@ class RunConfig:
 class Division:
     """How the work of a step is divided. It changes results by rounding alone, and no checkpoint holds it."""
 
+    parallel: str = option(
+        "ddp",
+        "With several processes: all of them have the whole model (ddp), or a shard of every tensor (fsdp), among half "
+        "of them or those of one machine (hsdp), or parts of every layer, for the same samples (tp). The last three "
+        "are for --task text, and save folders.",
+        choices=("ddp", "fsdp", "hsdp", "tp"),
+    )
     accumulate: int = option(1, "Parts in which each process computes its share of a batch, one after the other.")
     tail_overlap: bool = option(
         False, "Step parameters while the last gradients are still on the wire; with several processes.", shown="off"
@@ -162,14 +169,29 @@ class Division:
 
     def __post_init__(self) -> None:
         at_least("--accumulate", self.accumulate, 1)
+        for flag, given in (("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update)):
+            if given and self.parallel != "ddp":
+                raise InputError(
+                    f"{flag} is for --parallel ddp, where every process has all gradients; {self.parallel} shards the "
+                    f"model itself: leave {flag} out."
+                )
         if self.tail_overlap and self.shard_update:
             raise InputError(
                 "--tail-overlap and --shard-update exclude each other: with shards, a step ends with an exchange of "
                 "parameters, not of gradients. Leave one of them out."
             )
 
+    def shards(self, processes: int) -> bool:
+        """Whether tensors of the model are divided among so many processes."""
+        return self.parallel != "ddp" and processes > 1
+
+    def shares(self, processes: int) -> int:
+        """Among how many a batch is divided."""
+        return 1 if self.parallel == "tp" else processes
+
     def check(self, batch_size: int, processes: int) -> None:
         """Refuse a batch that cannot be split evenly."""
+        processes = self.shares(processes)
         if batch_size % (processes * self.accumulate):
             into = [f"{processes} processes"] * (processes > 1) + [f"--accumulate {self.accumulate}"] * (
                 self.accumulate > 1
@@ -180,7 +202,8 @@ class Division:
 
     def idle(self, processes: int) -> list[str]:
         """The options that have no effect with so few processes."""
-        flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update)]
+        sharding = f"--parallel {self.parallel}", self.parallel != "ddp"
+        flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update), sharding]
         return [flag for flag, given in flags if given and processes == 1]
 
 

@@ -23,6 +23,13 @@ def check_writable(path: Path, option: str) -> None:
         raise InputError(f"{option} {path} is a folder. Give the name of a file.")
 
 
+def check_folder(path: Path, option: str) -> None:
+    """Make the folder ``path``, and refuse one that cannot be written to."""
+    if path.is_file():
+        raise InputError(f"{option} {path} is a file, and sharded runs are saved in folders. Give another name.")
+    check_writable(path / "checkpoint", option)
+
+
 def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
     """Replace ``path`` atomically by what ``content`` writes: whoever reads it sees the old file or the new one."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from bighorn.cli.errors import InputError
 
@@ -132,10 +131,6 @@ class Ranks:
                     f"process {differing[0]} of {self.size} has other {name.replace('_', ' ')} than process 0: give "
                     "every machine the same."
                 )
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with its gradients averaged over the processes."""
-        return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.size > 1 else model
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a float tensor over the processes, in its place."""

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bighorn.cli import checkpoint, files
+from bighorn.cli import checkpoint, files, folder
 from bighorn.cli.config import Division, RunConfig
 from bighorn.cli.display import Display, quantity
 from bighorn.cli.environment import environment
@@ -54,7 +54,7 @@ def train(
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
     if plot_schedule is None:
-        save = save or resume
+        save = save or (folder.root(resume) if resume is not None else None)
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
     with Ranks.join() as ranks:
         saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
@@ -84,7 +84,7 @@ def train(
                 _write(run, report, json_file)
             raise InputError(f"{error}. Try a lower --lr than {config.lr:g} or a longer --warmup.") from error
         if not run.done and save is None:
-            save = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}.pt")
+            save = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded))
             checkpoint.save(run, save)
         console.print(_summary(run))
         if ranks.first:
@@ -114,7 +114,8 @@ def _prepare(
     if ranks.first:
         for option, path in outputs.items():
             if path is not None:
-                files.check_writable(path, option)
+                as_folder = option == "--save" and (division.shards(ranks.size) or path.is_dir())
+                (files.check_folder if as_folder else files.check_writable)(path, option)
     return config, division, TASKS[config.task].load(config.data)
 
 

@@ -13,6 +13,7 @@ from bighorn.cli import randomness
 from bighorn.cli.config import PRECISIONS, Division, RunConfig
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.placement import place
 from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.schedule import batch_indices, learning_rate, warmup_steps
 from bighorn.cli.tasks import TASKS, Dataset
@@ -98,7 +99,10 @@ class Run:
         self.schedule = learning_rate(config.schedule, self.total, self.warmup, self.peak_lr)
         randomness.seed(config.seed)
         self.model = TASKS[config.task].model(dataset).to(PRECISIONS.get(config.precision, torch.float32))
-        self._updater = Updater(self.model, config, self.peak_lr, division, ranks)
+        self._forward = place(self.model, division.parallel, ranks)
+        self._updater = Updater(self.model, self._forward, config, self.peak_lr, division, ranks)
+        self._shares = division.shares(ranks.size)
+        self._share = slice(ranks.rank % self._shares, None, self._shares)
         self.gauges = OPTIMIZERS[config.optimizer].gauges
         self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         self.step = 0
@@ -111,6 +115,17 @@ class Run:
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; with ``--shard-update`` that of this process's part of the parameters."""
         return self._updater.optimizer
+
+    @property
+    def whole_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of all parameters, which is sharded as they are."""
+        whole: torch.optim.Optimizer = self._updater.whole
+        return whole
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether tensors of the model are divided among processes, so that no checkpoint is one file."""
+        return self.division.shards(self.ranks.size)
 
     @property
     def done(self) -> bool:
@@ -139,13 +154,13 @@ class Run:
         if updater.scaler.is_enabled():
             history.scale.append(updater.scaler.get_scale())
         indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))
-        parts = indices[self.ranks.rank :: self.ranks.size].chunk(self.division.accumulate)
+        parts = indices[self._share].chunk(self.division.accumulate)
         self.model.train()
         means = torch.zeros(2)
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
             with updater.part(last):
-                loss, accuracy = self._score(updater.forward, self.dataset.inputs[part], self.dataset.targets[part])
+                loss, accuracy = self._score(self._forward, self.dataset.inputs[part], self.dataset.targets[part])
                 means += torch.stack((loss.detach(), accuracy)) / len(parts)
                 if last:
                     mean_loss, mean_accuracy = self.ranks.mean(means).tolist()
@@ -182,14 +197,19 @@ class Run:
     def evaluate(self) -> tuple[float, float]:
         """Loss and accuracy on the whole test data, kept in the history."""
         self.model.eval()
-        share = slice(self.ranks.rank, None, self.ranks.size)
-        inputs, targets = self.dataset.test_inputs[share], self.dataset.test_targets[share]
-        totals = torch.zeros(2, dtype=torch.float64)
-        for start in range(0, len(inputs), TEST_BATCH):
+        inputs, targets = self.dataset.test_inputs[self._share], self.dataset.test_targets[self._share]
+        totals, count = torch.zeros(2, dtype=torch.float64), len(self.dataset.test_inputs)
+        # As many batches in every process, since a sharded model goes forward in all of them together.
+        for start in range(0, math.ceil(count / self._shares), TEST_BATCH):
             batch = slice(start, start + TEST_BATCH)
-            scores = self._score(self.model, inputs[batch], targets[batch])
-            totals += len(inputs[batch]) * torch.stack(scores).double()
-        loss, accuracy = (self.ranks.sum(totals) / len(self.dataset.test_inputs)).tolist()
+            count_here = len(inputs[batch])
+            some, wanted = (
+                (inputs[batch], targets[batch])
+                if count_here
+                else (self.dataset.test_inputs[:1], self.dataset.test_targets[:1])
+            )
+            totals += count_here * torch.stack(self._score(self.model, some, wanted)).double()
+        loss, accuracy = (self.ranks.sum(totals) * self._shares / self.ranks.size / count).tolist()
         self.history.tests.append((self.step, loss, accuracy))
         return loss, accuracy
 
@@ -202,25 +222,34 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on beyond its configuration; call it in all processes."""
+        return {**self.progress(), "model": self.model.state_dict(), "optimizer": self._updater.state_dict()}
+
+    def progress(self) -> dict[str, Any]:
+        """What of :meth:`state_dict` is neither the model's nor the optimizer's; call it in all processes."""
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
-            **self._updater.state_dict(),
+            "scaler": self._updater.scaler.state_dict(),
             "history": vars(self.history),
-            "generators": self.ranks.gather(randomness.state()),
+            "generators": self.ranks.gather(randomness.state())[: self._shares],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; with another number of processes, dropout draws anew."""
+        """Continue from what :meth:`state_dict` returned; with another number of shares, dropout draws anew."""
         self.model.load_state_dict(state["model"])
-        self._updater.load_state_dict(state)
+        self._updater.load_state_dict(state["optimizer"])
+        self.load_progress(state)
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`progress` returned, with the model and the optimizer of then."""
+        self._updater.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self.history = History(**state["history"])
-        if len(state["generators"]) == self.ranks.size:
-            randomness.restore(state["generators"][self.ranks.rank])
+        if len(state["generators"]) == self._shares:
+            randomness.restore(state["generators"][self.ranks.rank % self._shares])
         else:
             self._seed_generators()
 
     def _seed_generators(self) -> None:
-        """Seed them by process and step, so that no two processes drop out the same."""
-        randomness.seed(self.config.seed + 1_000_003 * (self.ranks.rank + self.ranks.size * self.step))
+        """Seed them by share of the batch and step, so that no two samples drop out the same."""
+        share = self.ranks.rank % self._shares
+        randomness.seed(self.config.seed + 1_000_003 * (share + self._shares * self.step))

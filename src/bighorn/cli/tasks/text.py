@@ -51,6 +51,7 @@ class GPT(nn.Module):
 
     def __init__(self, classes: int, width: int = 128, heads: int = 4, blocks: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
+        self.heads = heads
         self.token = nn.Embedding(classes, width)
         self.position = nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))
@@ -75,7 +76,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
@@ -90,7 +91,8 @@ class Block(nn.Module):
         """Map ``[batch, context, width]`` to the same shape."""
         normed = self.norm1(x)
         query, key, value = (
-            layer(normed).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(normed).unflatten(2, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))

@@ -1,4 +1,4 @@
-"""A plan on paper for 1,024 GPUs, and what benchmarks/sharded.py has counted, as the tables of docs/scale.md.
+"""A plan on paper for 1,024 GPUs, and what benchmarks/sharded_step.py has counted, as the tables of docs/scale.md.
 
     python benchmarks/scale.py
 
@@ -172,10 +172,10 @@ def single_rank() -> tuple[Mapping[str, float], str]:
 
 
 def sent_table() -> str:
-    """What benchmarks/sharded.py has counted."""
-    path = HERE / "results" / "sharded.json"
+    """What benchmarks/sharded_step.py has counted."""
+    path = HERE / "results" / "sharded-step.json"
     if not path.is_file():
-        return "\nNot measured yet: `python benchmarks/sharded.py`.\n\n"
+        return "\nNot measured yet: `python benchmarks/sharded_step.py`.\n\n"
     found: dict[str, Any] = json.loads(path.read_text())
     counts = found["collectives_on_4_ranks"]
     places = list(next(iter(counts.values())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bighorn import Lamb, LossScaler, TailOverlap, groups, release_gradients, schedules
 from cases import Case, Kind, set_gradients
 from contract import BY_ID, assert_bitwise, assert_same_everything, copies, runs
+from test_process_group import run_ranks
 
 STEPS = 3
 TRIED = (
@@ -144,6 +146,71 @@ def test_a_torch_scheduler_and_a_closure(kind: Kind) -> None:
             assert optimizer.step(closure) > 0
             scheduler.step()
     assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+
+
+SHARDED = """
+    import sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    from bighorn import Came, Lamb, release_gradients
+
+    rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def network(sharded):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3)).double()
+        for layer in (net[0], net[2], net) if sharded else ():
+            fully_shard(layer)
+        return net
+
+    for kind, calls in ((Lamb, 1), (Came, 2)):
+        nets = network(False), network(True), network(True)
+        optimizers = [kind(net.named_parameters(), lr=0.1, weight_decay=0.1) for net in nets]
+        whole, released, back = zip(nets, optimizers)
+        release_gradients(*released)
+
+        def train(steps, net, optimizer):
+            for step in steps:
+                torch.manual_seed(step)
+                data = torch.randn(4, 9, dtype=torch.float64)
+                with CommDebugMode() as comms:
+                    net(data if net is whole[0] else data[2 * rank : 2 * rank + 2]).square().mean().backward()
+                    optimizer.step()
+                if net is not released[0]:
+                    optimizer.zero_grad()
+            counts = {str(op): count for op, count in comms.get_comm_counts().items()}
+            return sum(count for op, count in counts.items() if "reduce" in op and "scatter" not in op)
+
+        train(range(3), *whole)
+        assert train(range(3), *released) >= 4  # each parameter's own
+        assert all(p.grad is None for p in released[0].parameters())
+
+        # A save that goes on beside the next steps holds what was there when it was asked for.
+        model, state = get_state_dict(*released)
+        saving = async_save({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}")
+        train(range(3, 5), *released)
+        saving.result()
+        model, state = get_state_dict(*back)
+        load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}")
+        set_state_dict(*back, model_state_dict=model, optim_state_dict=state)
+        assert train(range(3, 5), *back) == calls
+        train(range(3, 5), *whole)
+        for net in (released[0], back[0]):
+            for ours, theirs in zip(net.parameters(), whole[0].parameters()):
+                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
+    dist.destroy_process_group()
+"""
+
+
+def test_reduced_gradients_of_fsdp2(tmp_path: Path) -> None:
+    """And a state that is saved asynchronously between two steps, loaded and continued without release."""
+    run_ranks(SHARDED, 2, str(tmp_path / "store"), str(tmp_path))
 
 
 def test_it_can_be_undone(kind: Kind) -> None:

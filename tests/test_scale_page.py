@@ -32,9 +32,9 @@ def test_every_tensor_is_in_a_group() -> None:
 
 @pytest.mark.parametrize(("label", "optimizer"), [("Lamb", "lamb"), ("Came", "came")])
 def test_the_plan_sends_what_was_counted(label: str, optimizer: str) -> None:
-    path = ROOT / "benchmarks" / "results" / "sharded.json"
+    path = ROOT / "benchmarks" / "results" / "sharded-step.json"
     if not path.is_file():
-        pytest.skip("benchmarks/sharded.py has not been run on this checkout")
+        pytest.skip("benchmarks/sharded_step.py has not been run on this checkout")
     found = json.loads(path.read_text())
     counted = found["collectives_on_4_ranks"][label]["FSDP2"]
     tensors = [torch.empty(shape, device="meta") for shape in SHAPES[found["shapes"]]()]

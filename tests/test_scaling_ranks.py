@@ -253,7 +253,7 @@ FSDP = """
 
 def test_fully_sharded(tmp_path: Path) -> None:
     """FSDP2: a rank that sees an overflow in its own shard alone stops all."""
-    check_on_two_ranks(FSDP, tmp_path, "AdamW", "fused")
+    check_on_two_ranks(FSDP, tmp_path, "AdamW", "fused", "Lamb")
 
 
 ZERO = """

@@ -17,6 +17,7 @@ SCRIPT = """
     import functools, sys, torch
     import torch.distributed as dist
     from torch import nn
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from bighorn import Came, Lamb, groups, schedules, shard_update
     from bighorn.compat.npu_bridge import LAMBOptimizer, NPUDistributedOptimizer
@@ -76,6 +77,12 @@ SCRIPT = """
     counts = torch.tensor([here])
     dist.all_reduce(counts)
     assert 0 < here < 6 and counts == 6, here  # each rank has state for its own tensors
+    try:
+        shard_update(Lamb(fully_shard(network()).parameters(), lr=0.1))
+    except ValueError as error:
+        assert "sharded already" in str(error), error
+    else:
+        raise AssertionError("no error")
     dist.destroy_process_group()
 """
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn import sharding
+
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -35,8 +37,8 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
 
     Raises:
         TypeError: Something else than an Optimizer.
-        ValueError: It has stepped already, or its parameters differ in dtype, which ZeroRedundancyOptimizer cannot
-            hold.
+        ValueError: It has stepped already, its parameters are sharded themselves (FSDP2, tensor parallelism), or they
+            differ in dtype, which ZeroRedundancyOptimizer cannot hold.
 
     Source: Ascend's NPUDistributedOptimizer with `is_weight_update_sharding`; torch's ZeroRedundancyOptimizer.
 
@@ -62,6 +64,11 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
         raise ValueError(
             f"optimizer holds parameters of {' and '.join(dtypes)}, but ZeroRedundancyOptimizer takes one dtype only: "
             "make an optimizer for each of them"
+        )
+    if any(sharding.is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer holds parameters that are sharded already, and so is their state: use it as it is, without "
+            "shard_update"
         )
     group = dist.group.WORLD if process_group is None else process_group
     names: dict[Tensor, str] = {

@@ -1,12 +1,12 @@
 """What a step of a sharded optimizer sends, and how long it takes: BERT-base's shapes on gloo ranks of one machine.
 
-    python benchmarks/sharded.py [--shapes bert_base] [--rounds 15]
+    python benchmarks/sharded_step.py [--shapes bert_base] [--rounds 15]
 
 Collectives and their bytes are counted in a third step on 4 ranks, as torch dispatches them: a coalesced call over
 fifty tensors counts as one, and its bytes as all of theirs. Times are of the first layout, which is `fully_shard`'s, on
 2 and 4 ranks that share the machine's cores; the optimizer and torch's fused AdamW take turns, all ranks starting
 together, and a ratio is that of one turn. timm's optimizer is loaded as `bighorn bench` loads it.
-Writes benchmarks/results/sharded.json. `python benchmarks/scale.py` makes docs/scale.md from it.
+Writes benchmarks/results/sharded-step.json. `python benchmarks/scale.py` makes docs/scale.md from it.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from bighorn.cli.environment import commit, environment, machine, package_versio
 from bighorn.cli.peers import PEERS, WEIGHT_DECAY
 from bighorn.cli.shapes import SHAPES
 
-RESULT = Path(__file__).parent / "results" / "sharded.json"
+RESULT = Path(__file__).parent / "results" / "sharded-step.json"
 RANKS = 4
 LR = 1e-4
 PATIENCE = datetime.timedelta(seconds=120)
@@ -200,7 +200,7 @@ def launch(ranks: int, task: str, shapes: str, rounds: int) -> Any:
         ]
         try:
             if any(rank.wait(timeout=1800) for rank in started):
-                sys.exit("sharded: a rank has failed")
+                sys.exit("sharded_step: a rank has failed")
         finally:
             for rank in started:
                 rank.kill()
@@ -231,7 +231,7 @@ def main() -> None:
     counts = launch(RANKS, "count", arguments.shapes, 1)
     times = {str(ranks): launch(ranks, "time", arguments.shapes, arguments.rounds) for ranks in (2, 4)}
     result = {
-        "command": f"python benchmarks/sharded.py --shapes {arguments.shapes} --rounds {arguments.rounds}",
+        "command": f"python benchmarks/sharded_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **sources,
         "environment": environment(),

@@ -162,6 +162,8 @@ SHARDED = """
     rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
+    beside = dist.new_group(backend="gloo")
+
     def network(sharded):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3)).double()
@@ -193,7 +195,10 @@ SHARDED = """
 
         # A save that goes on beside the next steps holds what was there when it was asked for.
         model, state = get_state_dict(*released)
-        saving = async_save({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}")
+        # With a group of its own: its messages would mix with the training's.
+        saving = async_save(
+            {"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}", process_group=beside
+        )
         train(range(3, 5), *released)
         saving.result()
         model, state = get_state_dict(*back)

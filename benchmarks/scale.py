@@ -90,7 +90,7 @@ class Plan:
     """The share of all elements that the busiest GPU steps."""
 
     def seconds(self, link: Link, which: list[tuple[str, float]]) -> float:
-        return sum(getattr(link, kind)(size) for kind, size in which)
+        return sum(link.all_reduce(size) if kind == "all_reduce" else link.one_way(size) for kind, size in which)
 
 
 def plans(model: Model, optimizer: str) -> Iterator[Plan]:

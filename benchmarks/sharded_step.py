@@ -109,11 +109,11 @@ def parameters(shapes: str, layout: Layout) -> list[Parameter]:
     return params
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts collectives and the bytes that a rank puts into them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,9 +217,17 @@ def main() -> None:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        store = dist.FileStore(str(arguments.folder / "store"), arguments.world)
-        dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.world, timeout=PATIENCE)
-        tasks = {"count": count_all, "time": partial(timed, rounds=arguments.rounds)}
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{arguments.folder}/store",
+            rank=arguments.rank,
+            world_size=arguments.world,
+            timeout=PATIENCE,
+        )
+        tasks: dict[str, Callable[[str], dict[str, Any]]] = {
+            "count": count_all,
+            "time": partial(timed, rounds=arguments.rounds),
+        }
         found = tasks[arguments.task](arguments.shapes)
         if arguments.rank == 0:
             (arguments.folder / "found.json").write_text(json.dumps(found))

@@ -148,7 +148,8 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     if report is not None:
         from bighorn.cli.report import bench_report
 
-        files.write_text(report, bench_report(content, {name: COLUMNS[name] for name in layout.columns}, [PEERS[name].label for name in absent]))
+        columns = {name: COLUMNS[name] for name in layout.columns}
+        files.write_text(report, bench_report(content, columns, [PEERS[name].label for name in absent]))
         console.print(f"Report: {report}")
     if json_file is not None:
         files.write_json(json_file, content)

@@ -307,6 +307,23 @@ def process_group() -> None:
         assert_close(p, q, run.tolerance, name)
 
 
+def replaced_state() -> None:
+    """Steps go on with state that somebody put in place of theirs, as who moves it away and back does."""
+    run, bags = Run(Lamb, {}), (Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64))
+    for bag, replaces in zip(bags, (False, True), strict=True):
+        fully_shard(bag)
+        optimizer = run.optimizer(bag)
+        advance(bag, optimizer, range(1), run.dtype)
+        for state in optimizer.state.values() if replaces else ():
+            for name in ("exp_avg", "exp_avg_sq"):
+                old = state[name]
+                state[name] = old.clone()
+                old.zero_()
+        advance(bag, optimizer, range(1, 2), run.dtype)
+    for (name, p), q in zip(bags[0].named_parameters(), bags[1].parameters(), strict=True):
+        assert full(p).equal(full(q)), name
+
+
 CHECKPOINTED = {
     "lamb": Run(Lamb, {"second_moment": "amsgrad", "max_grad_norm": 1.0}),
     "came": Run(ExactCame, {"state_dtype": "int8", "eps": (1e-3, 1e-3)}),
@@ -368,6 +385,7 @@ def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
         todo[f"{on}-collectives"] = check_cost
     if world == 2:
         todo["process-group"] = process_group
+        todo["replaced-state"] = replaced_state
         todo["async-saves"] = partial(
             saves, LAYOUTS[2]["fsdp"], CHECKPOINTED["lamb"], folder / "async", in_background=True
         )

@@ -463,12 +463,13 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         self, ready: Ready, all_of_them: bool
     ) -> tuple[list[object], list[Tensor], list[Tensor], list[dict[str, Any]]]:
         """What a fingerprint is taken of. All states are there without looking any up, since each takes its time."""
-        states = self.state.values() if all_of_them else [self.state[p] for p in ready.params if p in self.state]
+        states = list(self.state.values() if all_of_them else [self.state[p] for p in ready.params if p in self.state])
         (params, grads), layouts = ready, None
         if sharding.any_distributed(params) or sharding.any_distributed(grads):
             layouts = list(map(sharding.layout_of, grads))
             params, grads = list(map(sharding.local, params)), list(map(sharding.local, grads))
-        return [[len(group["params"]) for group in self.param_groups], layouts], params, grads, list(states)
+            states = [{name: sharding.local(value) for name, value in state.items()} for state in states]
+        return [[len(group["params"]) for group in self.param_groups], layouts], params, grads, states
 
     def _find_plan(self, ready: Ready, all_of_them: bool, places: Places) -> tuple[Plan, dict[Tensor, Any]]:
         """The cached plan of these, and nothing; or a new one, and the states that belong to it."""

@@ -48,10 +48,7 @@ class Fingerprint:
 
 
 def _addresses(params: list[Tensor], states: list[State]) -> list[int]:
-    """Where parameters and state lie. A plan keeps its tensors alive, so that others cannot lie there instead.
-
-    Distributed state has the address 0: what it stands for is the optimizer's own, and stays where it is.
-    """
+    """Where parameters and state lie. A plan keeps its tensors alive, so that others cannot lie there instead."""
     tensors = [*params, *itertools.chain.from_iterable(map(dict.values, states))]
     try:
         return list(map(Tensor.data_ptr, tensors))

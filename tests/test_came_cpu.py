@@ -130,10 +130,10 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
     kernel.step(0.5)
     follow = iter([i for i in rows if twin.params[i].numel()])
 
-    def rounded(m: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def rounded(name: str, m: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
         i = next(follow)
-        if dtype == torch.float64:
-            return {"exp_avg": m}
+        if like[name].dtype == torch.float64:
+            return {name: m}
         assert_stored(state[i], m, averages[i], leaves[i].name)
         return {name: state[i][name] for name in ("exp_avg", "exp_avg_scale") if name in state[i]}
 

@@ -148,8 +148,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     if report is not None:
         from bighorn.cli.report import bench_report
 
-        columns = {name: COLUMNS[name] for name in layout.columns}
-        files.write_text(report, bench_report(content, columns, [PEERS[name].label for name in absent]))
+        files.write_text(report, bench_report(content, COLUMNS, [PEERS[name].label for name in absent]))
         console.print(f"Report: {report}")
     if json_file is not None:
         files.write_json(json_file, content)
@@ -226,7 +225,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ratio": lambda row: f"{row['ratio']['median']:.2f}",
     "p10-p90": lambda row: f"{row['ratio']['p10']:.2f}-{row['ratio']['p90']:.2f}",
     "host": lambda row: "-" if row["host_ms"] is None else f"{row['host_ms']:.2f} ms",
-    "of copy": lambda row: f"{row['of_copy']:.0%}",
+    "of copy": lambda row: f"{row['of_copy']:.0%}" if "of_copy" in row else "-",
     "compile": lambda row: "-" if row["compile_s"] is None else f"{row['compile_s']:.1f} s",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
     "state": lambda row: _megabytes(row["state_bytes"]),

@@ -110,7 +110,7 @@ def test_a_second_moment_in_8_bits_is_its_mean() -> None:
     assert ((nearest - values).abs()[0] > 5 * spread).float().mean() > 0.9, "the test could not fail"
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "int8"])
 def test_a_second_moment_that_shrinks(state_dtype: str, backend: str) -> None:
     """Gradients fall to a tenth. In bfloat16, a step takes less than half an ulp off, which is lost each time."""
     torch.manual_seed(4)
@@ -199,7 +199,7 @@ def test_random_bits_are_what_was_asked_for() -> None:
 WAYS_THAT_KEEP: tuple[Rounding, ...] = ("stochastic", "kahan", "master")
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
     """Against an accumulation in float64: to the nearest they are all lost, the other ways keep them.
 

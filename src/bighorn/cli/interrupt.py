@@ -4,7 +4,7 @@ import signal
 import time
 from types import FrameType, TracebackType
 
-ECHO = 1.0
+ECHO = 5.0
 """Seconds after a Ctrl-C in which torchrun passes it on to processes that have it from the terminal already."""
 
 
@@ -31,6 +31,8 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.requested and self._echo:
+            return  # the echo may still come, while what is left is to save and to say how to go on
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

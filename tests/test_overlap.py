@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 import overlapping
 from bighorn import Came, Lamb, TailOverlap
+from together import outcomes
 
 LIMIT = 200
 
@@ -30,16 +30,7 @@ def run_ranks(world: int, folder: Path, *scenarios: str) -> tuple[list[int], lis
         [sys.executable, program, str(rank), str(world), str(folder / "store"), str(folder), *scenarios]
         for rank in range(world)
     ]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
-    except subprocess.TimeoutExpired:
-        pytest.fail("a rank waits for another")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [rank.returncode for rank in ranks], errors
+    return outcomes(commands, LIMIT)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb
 from cases import Kind
+from together import outcomes
 
 SCRIPT = """
     import sys, torch
@@ -70,18 +70,8 @@ SCRIPT = """
 
 def run_ranks(script: str, world: int, *arguments: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, text=True) for rank in range(world)
-    ]
-    try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    except subprocess.TimeoutExpired:
-        pytest.fail("a rank waits for the other's part of the norm")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
+    codes, errors = outcomes([[*command, str(rank), *arguments] for rank in range(world)], 60)
+    assert codes == [0] * world, errors
 
 
 @pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle", "empty"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import sharded
 import stepping
 from bighorn import kernels
 from contract import BY_ID, advance, assert_bitwise
+from together import outcomes
 
 LIMIT = 300
 
@@ -31,16 +31,8 @@ def said(world: int, folder: Path) -> list[dict[str, str]]:
     """What each scenario said on each of so many ranks: nothing, or a traceback."""
     program = sharded.__file__
     commands = [[sys.executable, program, str(rank), str(world), str(folder)] for rank in range(world)]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
-    except subprocess.TimeoutExpired:
-        pytest.fail("a rank waits for another")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
+    codes, errors = outcomes(commands, LIMIT)
+    assert codes == [0] * world, errors
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 

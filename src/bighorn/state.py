@@ -173,6 +173,16 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def whole_view(param: Tensor) -> Tensor:
+    """The shape, strides and dtype of all of a parameter, as a real one."""
+    return real_view(sharding.whole(param))
+
+
+def local_view(param: Tensor) -> Tensor:
+    """What lies here of a parameter, as a real one, in the same memory."""
+    return real_view(sharding.local(param))
+
+
 def overlaps(tensor: Tensor) -> bool:
     """Whether elements may share memory, as those of an expanded tensor do, so that writing one writes others."""
     reach = 0
@@ -214,7 +224,7 @@ def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any],
     _check_blocks(param, spec, what)
     fresh = not any(name in state for name in (*spec, "step"))
     likes = {name: kept.like(dense) for name, kept in spec.items()}
-    wholes = {name: kept.like(real_view(sharding.whole(param))) for name, kept in spec.items()}
+    wholes = {name: kept.like(whole_view(param)) for name, kept in spec.items()}
     out = recoded(_local(state, param, spec, wholes, what), likes, what)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad from now on

@@ -29,7 +29,7 @@ from bighorn.optim.plan import Part, Plan, Variant, build, row_shard
 from bighorn.optim.scheduling import COUNT, SCHEDULED, Drive, Drivers, take_over, value_at
 from bighorn.optim.settings import Settings
 from bighorn.schedules import check_count
-from bighorn.state import STEP_BYTES, Spec, complete, hold, real_view, release, weight_spec, why_unfit
+from bighorn.state import STEP_BYTES, Spec, complete, hold, local_view, release, weight_spec, whole_view, why_unfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,8 +130,9 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         """The state tensors of the algorithm for a parameter (a real one), besides `step`."""
 
     def _state_spec(self, group: dict[str, Any], param: Tensor) -> Spec:
-        """The state tensors of a parameter (a real one), besides `step`."""
-        return {**self._moments(group, param), **weight_spec(param, group["weight_rounding"])}
+        """The state tensors of a parameter, besides `step`."""
+        whole = whole_view(param)
+        return {**self._moments(group, whole), **weight_spec(whole, group["weight_rounding"])}
 
     def _why_unfit(self, group: dict[str, Any], param: Tensor) -> str | None:
         """Why a parameter cannot be optimized with a group's options, with the remedy, or None."""
@@ -243,7 +244,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
 
     def _check_backend(self, group: dict[str, Any], params: Iterable[Tensor]) -> None:
         for param in params:
-            whole = real_view(sharding.whole(param))
+            whole = whole_view(param)
             variant = Variant(
                 len(self.param_groups),
                 decays=True,
@@ -252,7 +253,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
                 factored=self._shape_of(group, whole)[0],
                 blocks=self._in_blocks(group, whole),
             )
-            view, options = real_view(sharding.local(param)), self._kernel_options(group, variant)
+            view, options = local_view(param), self._kernel_options(group, variant)
             kernels.pick(self._settings.backend, view, options, row_shard(param, group["stacked"]))
 
     def _in_blocks(self, group: dict[str, Any], view: Tensor) -> bool:
@@ -511,7 +512,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         name = group["param_names"][position] if "param_names" in group else None
         centre_from = {False: math.inf, True: 2, "conv": 3}[group["grad_centralization"]]
         centres = param.dim() - group["stacked"] >= centre_from
-        whole, label = real_view(sharding.whole(param)), name or _label(index, position)
+        whole, label = whole_view(param), name or _label(index, position)
         self._refuse_unfit(group, param, label)
         factored, leading = self._shape_of(group, whole)
         variant = Variant(
@@ -531,7 +532,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         return {variant: self._kernel_options(self.param_groups[variant.group], variant) for variant in variants}
 
     def _complete(self, part: Part, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        spec = self._state_spec(self.param_groups[part.variant.group], real_view(sharding.whole(part.param)))
+        spec = self._state_spec(self.param_groups[part.variant.group], part.param)
         return complete(part.param, dense, spec, self.state.get(part.param, {}), part.label), list(spec)
 
     def _scale_and_commit(self, plans: list[Plan], wait: Callable[[int], None]) -> tuple[Tensor | float, Tensor | None]:
@@ -613,8 +614,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         optimizer = cls(params, **options)
         sizes = {}
         for index, position, param in optimizer._parameters():
-            spec = optimizer._state_spec(optimizer.param_groups[index], real_view(sharding.whole(param)))
-            here = real_view(sharding.local(param))
+            spec = optimizer._state_spec(optimizer.param_groups[index], param)
+            here = local_view(param)
             sizes[optimizer._part(index, position, param).label] = STEP_BYTES + sum(
                 kept.like(here).nbytes for kept in spec.values()
             )
@@ -631,7 +632,7 @@ class KernelOptimizer(Optimizer, Generic[Options]):
         kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
         for index, position, param in self._parameters():
             part = self._part(index, position, param)
-            view = real_view(sharding.local(param))
+            view = local_view(param)
             options = self._kernel_options(self.param_groups[index], part.variant)
             name, why = kernels.pick(self._settings.backend, view, options, row_shard(param, part.stacked))
             kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
@@ -685,11 +686,8 @@ class KernelOptimizer(Optimizer, Generic[Options]):
             for position, param in enumerate(group["params"]):
                 self._refuse_unfit(group, param, _label(index, position))
                 if isinstance(loaded.get(param), dict) and loaded[param]:
-                    spec, dense = (
-                        self._state_spec(group, real_view(sharding.whole(param))),
-                        real_view(sharding.local(param)),
-                    )
-                    state_of = complete(param, dense, spec, loaded[param], _label(index, position))
+                    spec = self._state_spec(group, param)
+                    state_of = complete(param, local_view(param), spec, loaded[param], _label(index, position))
                     loaded[param], steps = state_of, max(steps, float(state_of["step"]))
             group.setdefault(COUNT, int(steps))  # other optimizers' checkpoints count for each parameter only
         fresh: defaultdict[Any, Any] = defaultdict(dict)

@@ -17,7 +17,7 @@ from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.fingerprint import Fingerprint
 from bighorn.sharding import Cut, Layout, Ranks
-from bighorn.state import overlaps, real_view
+from bighorn.state import local_view, overlaps, real_view
 
 State = dict[str, Any]
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -230,7 +230,7 @@ def build(
     rows: list[tuple[Slot, int]] = []
     for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         _check_grad(part, grad)
-        view, grad = real_view(sharding.local(part.param)), sharding.local(grad)
+        view, grad = local_view(part.param), sharding.local(grad)
         if overlaps(view):
             raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
         dense = view if is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)

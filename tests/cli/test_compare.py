@@ -92,7 +92,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sweep, "make", fake)
     bases = [(name, RunConfig(optimizer=name).resolved()) for name in ("lamb", "sgd")]
     grids = {"lamb": (0.1, 0.2), "sgd": (0.1, 0.2)}
-    counted = [sweep.count(bases, grids, 2), 0]
+    counted = [sweep.count(bases, grids, 2, 1), 0]
 
     def made() -> None:
         counted[1] += 1
@@ -100,7 +100,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
     def added(more: int) -> None:
         counted[0] += more
 
-    lamb, sgd = sweep.compare(bases, grids, 2, 0.9, 1, made=made, added=added)
+    lamb, sgd = sweep.compare(bases, grids, 2, 1, 0.9, 1, made=made, added=added)
     assert [lr for lr, _ in lamb.tuned] == [0.1, 0.2, 0.4, 0.8]
     assert (lamb.lr, lamb.on_edge) == (0.4, False)
     assert [lr for lr, _ in sgd.tuned] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
@@ -195,6 +195,7 @@ def test_the_words_say_what_the_figures_say() -> None:
         (["--target", "95"], "--target is 95.0, but an accuracy"),
         (["--epochs", "-1"], "--epochs is -1.0"),
         (["--task", "mnist"], "--task mnist needs --data DIR"),
+        (["--task", "mnist-rows"], "--task mnist-rows needs --data DIR"),
     ],
 )
 def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:

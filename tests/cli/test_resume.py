@@ -88,7 +88,7 @@ def test_fp16_resumes_bitwise_scaler_included(invoke: Invoke, interrupt_after: C
     assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
 
 
-@pytest.mark.parametrize("task", ["text", "mnist"])
+@pytest.mark.parametrize("task", ["text", "mnist", "mnist-rows"])
 def test_other_tasks_resume_bitwise(
     invoke: Invoke, interrupt_after: Callable[[int], None], task: str, text_file: Path, idx_folder: Path
 ) -> None:

@@ -49,6 +49,7 @@ class CompareConfig:
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
     seeds: int = option(3, "Seeds of each cell: 0, 1, ...")
+    tuning_seeds: int | None = option(None, "Seeds that learning rates are chosen by, if fewer.", shown="as --seeds")
     target: float | None = option(
         None,
         "Test accuracy to count the steps to.",
@@ -63,6 +64,7 @@ class CompareConfig:
                 if value is not None:
                     raise InputError(f"{flag} {value}: --study {self.study} has its own. Leave one of the two out.")
         at_least("--seeds", self.seeds, 1)
+        at_least("--tuning-seeds", self.tuning_seeds, 1)
         at_least("--processes", self.processes, 1)
         if self.target is not None and not 0 < self.target <= 1:
             raise InputError(f"--target is {self.target}, but an accuracy lies above 0 and is at most 1.")
@@ -84,10 +86,10 @@ class CompareConfig:
 def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
     """Compare optimizers over batch sizes at a fixed number of epochs.
 
-    Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried on every seed
-    with a fifth of the training data held out, and the one with the highest mean accuracy on that fifth is taken; a
-    grid whose end is the best is continued. Then each seed trains on all training data, and the test data are looked
-    at for the first time.
+    Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried, on every seed or
+    on --tuning-seeds of them, with a fifth of the training data held out, and the one with the highest mean accuracy on
+    that fifth is taken; a grid whose end is the best is continued. Then each seed trains on all training data, and the
+    test data are looked at for the first time.
     """
     config = CompareConfig(**options)
     batch_sizes = config.cells()
@@ -95,6 +97,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     task = TASKS[config.task]
     target = config.target or task.target
     processes = config.processes or sweep.available_processors()
+    tuning_seeds = config.tuning_seeds or config.seeds
     for flag, path in (("--report", report), ("--json", json_file)):
         if path is not None:
             files.check_writable(path, flag)
@@ -115,11 +118,12 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         "batch_sizes": _sizes(batch_sizes),
         "lrs": "; ".join(f"{name} {_rates(grids[name])}" for name in grids),
         "epochs": epochs,
+        "tuning_seeds": tuning_seeds,
         "target": target,
         "processes": processes,
     }
     about = provenance(ctx)  # before the runs: what is committed meanwhile is not what ran
-    runs = sweep.count(bases, grids, config.seeds)
+    runs = sweep.count(bases, grids, config.seeds, tuning_seeds)
     if config.study is not None:
         console.print(STUDIES[config.study].asks)
     console.print(f"{config.task}: {dataset.description}; {epochs:g} epochs, {runs} runs, {processes} at a time")
@@ -131,6 +135,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
             bases,
             grids,
             config.seeds,
+            tuning_seeds,
             target,
             processes,
             made=lambda: bar.advance(task_id),

@@ -35,7 +35,7 @@ class RunConfig:
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
     data: str | None = option(
         None,
-        "Data for the task: a text FILE for text, a DIR with the idx files for mnist.",
+        "Data for the task: a text FILE for text, a DIR with the idx files for mnist and mnist-rows.",
         shown="built in, but mnist",
     )
     optimizer: str = option(

@@ -64,6 +64,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "came-bf16": {"optimizer": "came", "state_dtype": "bf16"},
     "came-int8": {"optimizer": "came", "state_dtype": "int8"},
     "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
+    "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
+    "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
+    "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},
+    "lamb-free": {"optimizer": "lamb", "optimizer_option": ("exclude_from_layer_adaptation=['weight_hh']",)},
     "lamb-bf16": {"optimizer": "lamb", "state_dtype": "bf16"},
     "lamb-fp16": {"optimizer": "lamb", "state_dtype": "fp16"},
     "lamb-int8": {"optimizer": "lamb", "state_dtype": "int8"},
@@ -74,7 +78,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """What ``bighorn compare`` can name besides: an optimizer with other options of a run than its defaults.
 
-``lamb-nearest`` to ``lamb-master`` have weights in bf16, and are named for the way in which these are rounded.
+``lamb-free`` has no trust ratio on an LSTM's recurrent weights. ``lamb-nearest`` to ``lamb-master`` have weights in
+bf16, and are named for the way in which these are rounded.
 """
 
 CONTESTANTS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS} | VARIANTS

@@ -16,11 +16,13 @@ class Study:
     """
 
     asks: str
-    batches: Mapping[str, tuple[int, ...]]
+    batches: Mapping[str, tuple[float, ...]]
 
     def batch_sizes(self, task: Task) -> dict[str, tuple[int, ...]]:
         """The batch sizes of each optimizer on a task."""
-        return {name: tuple(factor * task.batch_size for factor in factors) for name, factors in self.batches.items()}
+        return {
+            name: tuple(round(factor * task.batch_size) for factor in factors) for name, factors in self.batches.items()
+        }
 
 
 STUDIES = {
@@ -32,6 +34,21 @@ STUDIES = {
     "came": Study(
         "CAME, its momentum in fewer bits, its start corrected, and the usual: which learns best?",
         dict.fromkeys(("came", "came-bf16", "came-int8", "came-corrected", "adamw", "adafactor"), (1,)),
+    ),
+    # 64 to 16384 on mnist.
+    "large-batch": Study(
+        "Batches of 64 times the size after as many epochs: who keeps its accuracy?",
+        dict.fromkeys(("sgd", "adam", "adamw", "lamb", "lambc"), (0.25, 1, 4, 16, 64)),
+    ),
+    # 16 to 256 on text, with what keeps less state than Adam does.
+    "batch-and-state": Study(
+        "Larger batches and less state: who still learns?",
+        dict.fromkeys(("sgd", "adam", "adamw", "lamb", "lambc", "came", "adafactor"), (0.25, 1, 4)),
+    ),
+    # 16384 on mnist-rows.
+    "recurrent": Study(
+        "LAMB is said to fail on recurrent networks at a batch of 16384: does it, and what helps?",
+        dict.fromkeys(("adam", "lamb", "lambc", "lamb-clipped", "lamb-warm", "lamb-free"), (64,)),
     ),
     # What few bits cost: weights in bf16, stored in each way, and moments in each form, beside fp32.
     "precision": Study(

@@ -26,7 +26,7 @@ Named = tuple[str, RunConfig]
 HELD_OUT = 0.2
 """Share of the training data that learning rates are chosen by."""
 
-EVALUATIONS = 40
+EVALUATIONS = 20
 """Evaluations of each final run, which is how finely steps to the target are known."""
 
 BEYOND = 4
@@ -171,15 +171,16 @@ def _leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def count(bases: Sequence[Named], grids: Grids, seeds: int) -> int:
+def count(bases: Sequence[Named], grids: Grids, seeds: int, tuning_seeds: int) -> int:
     """How many runs :func:`compare` makes if no grid has to be continued."""
-    return seeds * sum(len(grids[name]) + 1 for name, _ in bases)
+    return sum(tuning_seeds * len(grids[name]) + seeds for name, _ in bases)
 
 
 def compare(
     bases: Sequence[Named],
     grids: Grids,
     seeds: int,
+    tuning_seeds: int,
     target: float,
     processes: int,
     *,
@@ -191,7 +192,8 @@ def compare(
     Args:
         bases: A name and a resolved configuration per cell; its learning rate and seed do not matter.
         grids: The learning rates to try, by name. One of two or more whose end is best is continued.
-        seeds: Seeds per cell.
+        seeds: Seeds of each final run.
+        tuning_seeds: Seeds of each learning rate tried.
         target: The test accuracy to count steps to.
         processes: Runs at a time.
         made: Called after each run.
@@ -208,7 +210,7 @@ def compare(
                 [
                     Job(dataclasses.replace(base, lr=lr, seed=seed), target, tuning)
                     for lr in mine
-                    for seed in range(seeds)
+                    for seed in range(tuning_seeds if tuning else seeds)
                 ]
                 for (_, base), mine in zip(bases, rates, strict=True)
             ]
@@ -225,7 +227,7 @@ def compare(
             more = trials(rates, tuning=True)
             tuning = [before + new for before, new in zip(tuning, more, strict=True)]
             rates = [beyond(*choose(cell), len(grids[name])) for (name, _), cell in zip(bases, tuning, strict=True)]
-            added(seeds * sum(map(len, rates)))
+            added(tuning_seeds * sum(map(len, rates)))
         chosen = [choose(cell) for cell in tuning]
         final = trials([(lr,) for lr, _ in chosen], tuning=False)
     return [

@@ -10,6 +10,7 @@ from torch import nn
 from bighorn.cli.tasks.dataset import Dataset
 from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.tasks.mnist import Mnist
+from bighorn.cli.tasks.mnist_rows import MnistRows
 from bighorn.cli.tasks.text import Text
 
 __all__ = ["TASKS", "Dataset", "Task"]
@@ -34,4 +35,4 @@ class Task(Protocol):
         """Build a freshly initialised float32 model that maps inputs as stored to logits over ``dataset.classes``."""
 
 
-TASKS: dict[str, Task] = {"digits": Digits(), "text": Text(), "mnist": Mnist()}
+TASKS: dict[str, Task] = {"digits": Digits(), "text": Text(), "mnist": Mnist(), "mnist-rows": MnistRows()}

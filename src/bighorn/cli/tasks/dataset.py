@@ -38,10 +38,14 @@ class Dataset:
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
-    def held_out(self, share: float) -> "Dataset":
-        """The training data alone, a fixed random ``share`` of them as the test: to choose a learning rate by."""
+    def held_out(self, share: float, most: int = 2**17) -> "Dataset":
+        """The training data alone, a fixed random ``share`` of them as the test: to choose a learning rate by.
+
+        Of the share, as many are looked at as have ``most`` targets, since more would say no more.
+        """
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
         held, kept = order[: int(share * len(self))], order[int(share * len(self)) :]
+        held = held[: max(1, most // self.targets[0].numel())]
         return Dataset(
             f"{self.description}, {share:.0%} of the training data held out",
             self.inputs[kept],

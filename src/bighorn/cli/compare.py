@@ -33,13 +33,14 @@ class CompareConfig:
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
     data: str | None = option(None, "Data for the task, as in bighorn train.", shown="built in, but mnist")
     study: str | None = option(
-        None, "A comparison that has a name, instead of --optimizers and --batch-sizes.", choices=tuple(STUDIES)
+        None, "A comparison that has a name, with its own optimizers and batch sizes.", choices=tuple(STUDIES)
     )
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(CONTESTANTS)}.", shown="lamb,adamw")
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
-        shown="; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
+        shown="the study's, or by task "
+        + "; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
     )
     lrs: tuple[str, ...] = option(
         (),
@@ -59,10 +60,10 @@ class CompareConfig:
     processes: int | None = option(None, "Runs at a time, each on one thread.", shown="one per processor")
 
     def __post_init__(self) -> None:
-        if self.study is not None:
-            for flag, value in (("--optimizers", self.optimizers), ("--batch-sizes", self.batch_sizes)):
-                if value is not None:
-                    raise InputError(f"{flag} {value}: --study {self.study} has its own. Leave one of the two out.")
+        if self.study is not None and self.optimizers is not None:
+            raise InputError(
+                f"--optimizers {self.optimizers}: --study {self.study} has its own. Leave one of the two out."
+            )
         at_least("--seeds", self.seeds, 1)
         at_least("--tuning-seeds", self.tuning_seeds, 1)
         at_least("--processes", self.processes, 1)
@@ -73,9 +74,12 @@ class CompareConfig:
         """The batch sizes of each optimizer."""
         task = TASKS[self.task]
         if self.study is not None:
-            return STUDIES[self.study].batch_sizes(task)
-        sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
-        return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), sizes)
+            cells = STUDIES[self.study].batch_sizes(task)
+        else:
+            cells = dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), task.batch_sizes)
+        if self.batch_sizes is None:
+            return cells
+        return dict.fromkeys(cells, numbers("--batch-sizes", self.batch_sizes, int))
 
 
 @click.command(epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --report compare.html")

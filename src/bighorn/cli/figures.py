@@ -225,6 +225,22 @@ def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
         return to_svg(figure, label)
 
 
+def losses(rows: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
+    """Draw median losses as dots with lines from the lowest to the highest, one row each."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
+        axes = figure.add_subplot()
+        for place, (_, (low, middle, high)) in enumerate(rows):
+            axes.plot([low, high], [place, place], color=SERIES[0], linewidth=3, alpha=0.4)
+            axes.plot([middle], [place], "o", color=SERIES[0], markersize=7)
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.invert_yaxis()
+        axes.set_xlabel("test loss")
+        return to_svg(figure, "test loss")
+
+
 Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]
 """A name per panel, and in it lines: a batch size, its x and its accuracies or errors."""
 

@@ -212,7 +212,7 @@ def compare_report(
             ),
             Section(
                 "Learning rates",
-                "Each rate was tried on every seed with a fifth of the training data held out; the highest mean "
+                "Each rate was tried with a fifth of the training data held out; the highest mean "
                 "accuracy on that fifth was taken, the lower loss deciding ties.",
                 rates,
             ),

@@ -21,6 +21,7 @@ from bighorn.cli.optimizers import CONTESTANTS, state_bytes
 from bighorn.cli.shapes import SHAPES, llama
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
+from bighorn.kernels.rounding import LOW, WAYS
 from cli.helpers import Invoke, assert_self_contained
 
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
@@ -29,9 +30,11 @@ ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64,
 BUILD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "came": partial(Came, lr=1e-3),
     "came-bf16": partial(Came, lr=1e-3, state_dtype=torch.bfloat16),
+    "came-fp16": partial(Came, lr=1e-3, state_dtype=torch.float16),
     "came-int8": partial(Came, lr=1e-3, state_dtype="int8"),
     "lamb": Lamb,
     "lamb-bf16": partial(Lamb, state_dtype=torch.bfloat16),
+    "lamb-fp16": partial(Lamb, state_dtype=torch.float16),
     "lamb-int8": partial(Lamb, state_dtype="int8"),
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -66,6 +69,28 @@ def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
     params = parameters(shapes, PRECISIONS[precision])
     predicted = FOOTPRINTS[name](on_meta(params))
     assert predicted == allocated(BUILD[name](params), params)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb"))])
+def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: torch.dtype) -> None:
+    params = parameters(ODD, dtype)
+    predicted = FOOTPRINTS[name](on_meta(params), weight_rounding=way)
+    assert predicted == allocated(BUILD[name](params, weight_rounding=way), params)
+
+
+def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
+    """It is for Bighorn's own: AdamW weighs the same."""
+    totals = []
+    for way in WAYS:
+        invoke("memory", "--shapes", "tiny", "--precision", "bf16", "--weight-rounding", way, "--json", "m.json")
+        totals.append(json.loads(Path("m.json").read_text())["total"])
+    elements = 200 * 64
+    for name in ("lamb", "lamb-fp16", "came"):
+        more = [total[name] - totals[0][name] for total in totals]
+        assert more == [0, 0, 2 * elements, 4 * elements]  # nearest, stochastic, kahan, master
+    assert len({total["adamw"] for total in totals}) == 1
 
 
 @pytest.mark.parametrize("name", FOOTPRINTS)

@@ -42,9 +42,11 @@ def _averages(shape: Sequence[int]) -> int:
 FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "came": Came.state_bytes,
     "came-bf16": partial(Came.state_bytes, state_dtype="bfloat16"),
+    "came-fp16": partial(Came.state_bytes, state_dtype="float16"),
     "came-int8": partial(Came.state_bytes, state_dtype="int8"),
     "lamb": Lamb.state_bytes,
     "lamb-bf16": partial(Lamb.state_bytes, state_dtype="bfloat16"),
+    "lamb-fp16": partial(Lamb.state_bytes, state_dtype="float16"),
     "lamb-int8": partial(Lamb.state_bytes, state_dtype="int8"),
     "adamw": adam,
     "sgd": sgd,

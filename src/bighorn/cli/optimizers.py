@@ -62,6 +62,7 @@ OPTIMIZERS = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "came-bf16": {"optimizer": "came", "state_dtype": "bf16"},
+    "came-fp16": {"optimizer": "came", "state_dtype": "fp16"},
     "came-int8": {"optimizer": "came", "state_dtype": "int8"},
     "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
     "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},

@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = (Lamb, Came)
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("cautious", "weight_rounding"),
+    "cpu": ("cautious",),
     "triton": ("cautious", "weight_rounding", "grad_centralization"),
 }
 """The options that a compiled backend leaves to others; LAMB's moments in blocks it does too."""
@@ -119,6 +119,7 @@ class Case:
         groups = (self.options, *self.groups)
         left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
         left_out |= self.kind is Lamb and any(map(in_blocks, groups))
+        left_out |= self.kind is Came and backend == "cpu" and "weight_rounding" in self.options
         return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
 
     def in_double(self) -> Case:

@@ -185,6 +185,18 @@ RUNS: Mapping[str, Run] = {
     "lamb-cpu": Run(
         Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
+    # Without trust ratios no sums are exchanged, so every bit is that of the unsharded run.
+    "lamb-cpu-stochastic": Run(
+        Lamb, {"adam": True, "weight_rounding": "stochastic"}, dtype=torch.bfloat16, backend="cpu", tolerance=0
+    ),
+    "lamb-cpu-stochastic-stacked": Run(
+        Lamb,
+        {"adam": True, "weight_rounding": "stochastic"},
+        {"stacked": True},
+        dtype=torch.bfloat16,
+        backend="cpu",
+        tolerance=0,
+    ),
     "lamb-auto": Run(
         Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="auto", tolerance=1e-5
     ),

@@ -42,6 +42,8 @@ class Row(ctypes.Structure):
 
 def why_not(param: Tensor, options: CameOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
+    if options.weight_rounding != "nearest":
+        return f'weight_rounding="{options.weight_rounding}" is not in the C library'
     return unsupported(param, options)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, LambOptions, Shard
 from bighorn.kernels.cpu.library import address, loaded, run, scratch
 from bighorn.kernels.cpu.stepper import Stepper
-from bighorn.kernels.cpu.tensors import TYPES, unsupported
+from bighorn.kernels.cpu.tensors import TYPES, Weights, unsupported, weights
 
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
@@ -29,6 +29,7 @@ class Options(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
         ("weight_norm_bounds", ctypes.c_double * 2),
         ("trust_ratio_bounds", ctypes.c_double * 2),
+        ("rounding_seed", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("adapt", "bias_correction", "grad_averaging")),
         *((name, ctypes.c_int32) for name in ("decay_mode", "second_moment", "maximize")),
     ]
@@ -38,9 +39,10 @@ class Row(ctypes.Structure):
     """`Row` of csrc/lamb.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        ("weights", Weights),
+        *((name, ctypes.c_void_p) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
         *((name, ctypes.c_void_p) for name in ("step", "norms")),
-        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "options")),
+        *((name, ctypes.c_int32) for name in ("state_type", "options")),
     ]
 
 
@@ -66,7 +68,8 @@ class Lamb(Stepper[LambOptions]):
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
-        rows = [make_row(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
+        each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
+        rows = [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
         self.rows = (Row * len(rows))(*rows)
         # Sums of squares of x and u for each block of a large row, twice.
         self.partial = torch.empty(4 * max(self.blocks, default=0), dtype=torch.float64, device="cpu")
@@ -110,17 +113,16 @@ class Lamb(Stepper[LambOptions]):
         )
 
 
-def make_row(bucket: Bucket[LambOptions], i: int, index: int) -> Row:
+def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> Row:
     """Row `i` of a bucket, which is the `index`-th."""
-    x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
+    state = {name: tensors[i] for name, tensors in bucket.state.items()}
     return Row(
-        param=x.data_ptr(),
+        weights=weights(bucket, i, places),
         exp_avg=state["exp_avg"].data_ptr(),
         exp_avg_sq=state["exp_avg_sq"].data_ptr(),
         max_exp_avg_sq=state["max_exp_avg_sq"].data_ptr() if "max_exp_avg_sq" in state else None,
         step=bucket.steps[i].data_ptr(),
         norms=bucket.norms[i].data_ptr(),
-        param_type=TYPES[x.dtype],
         state_type=TYPES[state["exp_avg"].dtype],
         options=index,
     )
@@ -136,6 +138,7 @@ def _options(o: LambOptions) -> Options:
         weight_decay=o.weight_decay,
         weight_norm_bounds=o.weight_norm_bounds or unbounded,
         trust_ratio_bounds=o.trust_ratio_bounds or unbounded,
+        rounding_seed=o.rounding_seed,
         adapt=o.adapt,
         bias_correction=BIAS_CORRECTIONS[o.bias_correction],
         grad_averaging=o.grad_averaging,

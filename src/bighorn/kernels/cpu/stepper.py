@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Options
 from bighorn.kernels.cpu.library import address, loaded, run
-from bighorn.kernels.cpu.tensors import BLOCK, Gradient, grad_layout, gradient
+from bighorn.kernels.cpu.tensors import BLOCK, Gradient, grad_layout, gradient, place_layout
 
 
 class Stepper(Generic[Options]):
@@ -23,7 +23,8 @@ class Stepper(Generic[Options]):
             for x, grad in zip(bucket.params, bucket.grads, strict=True)
         ]
         self.buckets: list[Bucket[Options]] = buckets
-        self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the table below holds only their addresses
+        self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the tables hold only their addresses
+        self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
         self.gradients = (Gradient * len(rows))(
             *(gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True))
         )

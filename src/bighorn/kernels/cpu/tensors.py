@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import operator
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import CameOptions, LambOptions
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options
 from bighorn.kernels.cpu import library
+from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.rounding import kept_for
 
 BLOCK = 8192  # of csrc/run.h
 LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRAD_TYPES = {**TYPES, torch.float64: 3}
+WAYS = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
 
 def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None:
@@ -26,8 +32,6 @@ def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None
         return f"it lies on {param.device}"
     if param.dtype not in TYPES:
         return f"its dtype is {param.dtype}"
-    if options.weight_rounding != "nearest":
-        return f'weight_rounding="{options.weight_rounding}" is not in the C library'
     if options.centre and param.numel() > LONGEST_FAN * param.shape[0]:
         return f"gradient centralisation over more than {LONGEST_FAN} elements is not in the C library"
     return None
@@ -53,10 +57,60 @@ def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> G
     )
 
 
+class Weights(ctypes.Structure):
+    """`Weights` of csrc/rounding.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "kept", "places")),
+        ("first", ctypes.c_int64),
+        ("number", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("type", "way")),
+    ]
+
+
+def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weights:
+    """How the weights of row `i` of a bucket are stored, and where in their parameter they lie: `place_layout`."""
+    x, way = bucket.params[i], bucket.options.weight_rounding
+    return Weights(
+        data=x.data_ptr(),
+        kept=next((bucket.state[name][i].data_ptr() for name in kept_for(way)), None),
+        places=places.buffer_info()[0] if places else None,
+        first=first_place(bucket, i) if draws(bucket) else 0,
+        number=bucket.numbers[i] if draws(bucket) else 0,
+        type=TYPES[x.dtype],
+        way=WAYS[way],
+    )
+
+
+def first_place(bucket: Bucket[Options], i: int) -> int:
+    """Where in its parameter the first element of row `i` lies."""
+    if not bucket.shards:
+        return bucket.firsts[i]
+    shard = bucket.shards[i]
+    return bucket.firsts[i] + sum(map(operator.mul, shard.offset, contiguous_strides(shard.shape)))
+
+
+def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
+    """How row `i` lies in its parameter; None where its elements follow one another there."""
+    if not bucket.shards:
+        return None
+    shard = bucket.shards[i]
+    return layout(shard.size, contiguous_strides(shard.size), contiguous_strides(shard.shape))
+
+
 def grad_layout(x: Tensor, g: Tensor) -> array[int] | None:
     """Where a gradient's elements lie, in the order of the parameter's; None where they lie in that order."""
-    order, strides = x.stride(), g.stride()
-    dims = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -order[d])
+    return layout(x.shape, x.stride(), g.stride())
+
+
+def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:
+    """A layout (csrc/numbers.h) of elements counted by the strides `order`; None where `strides` are these."""
+    dims = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: -order[d])
     if all(order[d] == strides[d] for d in dims):
         return None
-    return array("q", [len(dims), *(x.shape[d] for d in dims), *(strides[d] for d in dims)])
+    return array("q", [len(dims), *(sizes[d] for d in dims), *(strides[d] for d in dims)])
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """The strides of a row-major tensor."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -6,8 +6,7 @@
 
 /* How the gradient of one row lies in memory; its address is new at each step. */
 typedef struct {
-    const int64_t *layout; /* NULL: in the parameter's order. Else: dims, sizes, strides; in the parameter's order, */
-                           /* outermost dimension first */
+    const int64_t *layout; /* NULL: in the parameter's order. Else where the elements in that order lie (numbers.h) */
     int64_t size;
     int64_t fan; /* consecutive elements that are centred on their mean; 0: none are */
     int32_t type;
@@ -28,13 +27,10 @@ static inline const float *read_grad(const Gradient *gradient, const void *data,
     const int64_t *layout = gradient->layout;
     const int type = gradient->type;
     if (!layout) return widen(data, type, start, n, buffer);
-    const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
+    const int64_t stride = last_stride(layout);
     for (int i = 0; i < n;) {
-        int64_t inner = (start + i) % sizes[last], rest = (start + i) / sizes[last];
-        int64_t offset = inner * strides[last];
-        for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) offset += rest % sizes[d] * strides[d];
-        for (; i < n && inner < sizes[last]; i++, inner++, offset += strides[last])
-            buffer[i] = element(data, type, offset);
+        int64_t count, offset = place_in(layout, start + i, &count);
+        for (; i < n && count > 0; i++, count--, offset += stride) buffer[i] = element(data, type, offset);
     }
     return buffer;
 }

@@ -4,6 +4,7 @@
 #define BIGHORN_LAMB_H
 
 #include "gradient.h"
+#include "rounding.h"
 #include "run.h"
 
 enum SecondMoment { ADAM = 0, AMSGRAD = 1, ADAGRAD = 2 };
@@ -17,15 +18,17 @@ enum Phase { BOTH = 0, FIRST = 1, SECOND = 2 };
 typedef struct {
     double lr, beta1, beta2, eps, weight_decay;
     double weight_norm_bounds[2], trust_ratio_bounds[2];
+    uint64_t rounding_seed;
     int32_t adapt, bias_correction, grad_averaging, decay_mode, second_moment, maximize;
 } Options;
 
 /* One tensor (or one slice of a stacked one), dense in memory, its state in the same order. */
 typedef struct {
-    void *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+    Weights weights;
+    void *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
     const float *step; /* steps taken so far */
     float *norms;      /* out: weight norm, update norm, trust ratio */
-    int32_t param_type, state_type, options;
+    int32_t state_type, options;
 } Row;
 
 /* One tensor's step as plain float32 factors. */
@@ -34,6 +37,7 @@ typedef struct {
     float beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
     float correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
     float decay;                         /* x <- decay * x - step * u */
+    uint32_t draw;                       /* what random bits start from */
 } Factors;
 
 typedef struct {

@@ -14,7 +14,7 @@ static inline float moved(const Factors f, float step, float x, float u) {
 
 enum After { FORGET, KEEP, APPLY }; /* what becomes of u */
 
-/* A piece of a row: float32 and bfloat16 where they lie, any other dtype widened into a buffer. */
+/* A piece of a row: where it lies, but for weights that are float16 or not rounded to the nearest. */
 typedef struct {
     void *x, *m, *v, *v_max;
     int x_type, state_type;
@@ -23,38 +23,40 @@ typedef struct {
 
 static void *at(void *data, int type, int64_t start) { return (char *)data + start * (type == FLOAT32 ? 4 : 2); }
 
+static int lies_ready(const Weights *w) { return w->type == FLOAT32 || (w->type == BFLOAT16 && w->way == NEAREST); }
+
 static void take(Piece *p, const Row *row, int64_t start, int n) {
+    const Weights *w = &row->weights;
     const int type = row->state_type;
-    p->x_type = row->param_type == FLOAT16 ? FLOAT32 : row->param_type;
-    p->x = row->param_type == FLOAT16 ? widen(row->param, FLOAT16, start, n, p->buffer)
-                                      : at(row->param, row->param_type, start);
+    p->x_type = lies_ready(w) ? w->type : FLOAT32;
+    p->x = lies_ready(w) ? at(w->data, w->type, start) : read_weights(w, start, n, p->buffer);
     p->state_type = type;
     p->m = at(row->exp_avg, type, start);
     p->v = at(row->exp_avg_sq, type, start);
     p->v_max = row->max_exp_avg_sq ? at(row->max_exp_avg_sq, type, start) : NULL;
 }
 
-static void give_back(const Piece *p, const Row *row, int64_t start, int n) {
-    if (row->param_type == FLOAT16) narrow_float16(p->buffer, n, (uint16_t *)row->param + start);
+static void give_back(const Piece *p, const Row *row, uint32_t draw, int64_t start, int n) {
+    if (!lies_ready(&row->weights)) write_weights(&row->weights, draw, start, n, p->buffer);
 }
 
-static inline __attribute__((always_inline)) float get(int type, const void *data, int i) {
+ALWAYS float get(int type, const void *data, int i) {
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
 /* A value computed from data of type `from`, as one of this type keeps it. */
-static inline __attribute__((always_inline)) float rounded(int type, int from, float value) {
+ALWAYS float rounded(int type, int from, float value) {
     return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
 }
 
 /* Stores a rounded value. */
-static inline __attribute__((always_inline)) void put(int type, void *data, int i, float value) {
+ALWAYS void put(int type, void *data, int i, float value) {
     if (type == FLOAT32) ((float *)data)[i] = value;
     else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
 }
 
 /* The moments of one element, and u. */
-static inline __attribute__((always_inline)) float step_one(const Factors f, const int second_moment, const int g_type,
+ALWAYS float step_one(const Factors f, const int second_moment, const int g_type,
                                                             const int state_type, float g, float x, float *m, float *v,
                                                             float *v_max) {
     float grad = FMA(f.l2, x, f.grad_scale * g);
@@ -66,7 +68,7 @@ static inline __attribute__((always_inline)) float step_one(const Factors f, con
 }
 
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
-static inline __attribute__((always_inline)) Sums step_loop(const Factors f, const int second_moment,
+ALWAYS Sums step_loop(const Factors f, const int second_moment,
                                                             const enum After after, const int x_type, const int g_type,
                                                             const int state_type, float step, int n,
                                                             const void *restrict g, void *restrict m, void *restrict v,
@@ -89,7 +91,7 @@ static inline __attribute__((always_inline)) Sums step_loop(const Factors f, con
 }
 
 /* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
-static inline __attribute__((always_inline)) Sums step_pairs(const Factors f, const int second_moment,
+ALWAYS Sums step_pairs(const Factors f, const int second_moment,
                                                              const enum After after, const int g_type, float step,
                                                              int n, const void *restrict g, Pair *restrict m,
                                                              Pair *restrict v, Pair *restrict v_max, Pair *restrict x,
@@ -143,7 +145,7 @@ static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
     (second_moment == AMSGRAD ? step_pairs(*f, AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u)        \
                               : step_pairs(*f, ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
 
-static inline __attribute__((always_inline)) Sums step_piece(const Block *b, const Factors *f, int second_moment,
+ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment,
                                                              const enum After after, float step, int64_t start, int n,
                                                              float *u, Mean *last) {
     Piece p;
@@ -162,13 +164,13 @@ static inline __attribute__((always_inline)) Sums step_piece(const Block *b, con
         default: sums = STEP_PAIRS(BFLOAT16); break;
     }
     if (after == APPLY)
-        give_back(&p, b->row, start, n);
+        give_back(&p, b->row, f->draw, start, n);
     else if (!in_range(sums.weight) || !in_range(sums.update))
         sums = careful_sums(*f, &p, n);
     return sums;
 }
 
-static inline __attribute__((always_inline)) Sums step_block(const Block *b, const Factors *f, int second_moment,
+ALWAYS Sums step_block(const Block *b, const Factors *f, int second_moment,
                                                              const enum After after, float step, float *u) {
     Sums sums = {0, 0};
     Mean last = {-1, 0};
@@ -190,7 +192,7 @@ static Sums moments_and_apply(const Block *b, const Factors *f, int second_momen
     return step_block(b, f, second_moment, APPLY, step, NULL);
 }
 
-static inline __attribute__((always_inline)) void apply_loop(const Factors f, const int x_type, const int state_type,
+ALWAYS void apply_loop(const Factors f, const int x_type, const int state_type,
                                                              float step, int n, const float *restrict u,
                                                              const void *restrict m, const void *restrict v,
                                                              void *restrict x) {
@@ -203,7 +205,7 @@ static inline __attribute__((always_inline)) void apply_loop(const Factors f, co
 }
 
 /* The same for pairs of bfloat16, as `step_pairs` leaves u. */
-static inline __attribute__((always_inline)) void apply_pairs(const Factors f, float step, int n,
+ALWAYS void apply_pairs(const Factors f, float step, int n,
                                                               const float *restrict u, const Pair *restrict m,
                                                               const Pair *restrict v, Pair *restrict x) {
     const int half = n / 2;
@@ -236,7 +238,7 @@ static void apply(const Block *b, const Factors *f, float step, const float *upd
             case BFLOAT16 << 1 | FLOAT32: APPLY_LOOP(BFLOAT16, FLOAT32); break;
             default: APPLY_PAIRS(); break;
         }
-        give_back(&p, b->row, b->start + done, n);
+        give_back(&p, b->row, f->draw, b->start + done, n);
     }
 }
 

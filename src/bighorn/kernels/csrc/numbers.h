@@ -23,6 +23,9 @@ enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 }; /* 
 #define CONCATENATE_(a, b) a##b
 #define CONCATENATE(a, b) CONCATENATE_(a, b)
 
+/* A function whose constant arguments make a loop of its own where it is called. */
+#define ALWAYS static inline __attribute__((always_inline))
+
 enum { PIECE = 1024 };
 
 /* ---- dtypes ---------------------------------------------------------------------------------------------- */
@@ -116,6 +119,20 @@ static inline void narrow(const float *restrict values, int n, void *data, int t
         for (int i = 0; i < n; i++) half[i] = to_bfloat16(values[i], 1);
     }
 }
+
+/* ---- layouts --------------------------------------------------------------------------------------------- */
+
+/* A layout is dims, sizes, strides, of elements that are counted outermost dimension first. Where an element lies in it,
+ * and how many there are from there to the end of the last dimension, `last_stride` apart. */
+static inline int64_t place_in(const int64_t *layout, int64_t index, int64_t *count) {
+    const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
+    int64_t inner = index % sizes[last], rest = index / sizes[last], place = inner * strides[last];
+    for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) place += rest % sizes[d] * strides[d];
+    *count = sizes[last] - inner;
+    return place;
+}
+
+static inline int64_t last_stride(const int64_t *layout) { return layout[2 * layout[0]]; }
 
 /* base^exponent by squaring: bias corrections without a mathematics library. */
 static inline double power(double base, int64_t exponent) {

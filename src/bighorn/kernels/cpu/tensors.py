@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
 from array import array
 from collections.abc import Sequence
 
@@ -87,7 +86,8 @@ def first_place(bucket: Bucket[Options], i: int) -> int:
     if not bucket.shards:
         return bucket.firsts[i]
     shard = bucket.shards[i]
-    return bucket.firsts[i] + sum(map(operator.mul, shard.offset, contiguous_strides(shard.shape)))
+    along = zip(shard.offset, contiguous_strides(shard.shape), strict=True)
+    return bucket.firsts[i] + sum(offset * stride for offset, stride in along)
 
 
 def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:

@@ -27,7 +27,7 @@ from cli.helpers import Invoke, assert_self_contained
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
        (70, 64, 1, 1), (2, 3, 4, 5, 6), (5000,)]  # fmt: skip
 
-BUILD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+BUILD: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "came": partial(Came, lr=1e-3),
     "came-bf16": partial(Came, lr=1e-3, state_dtype=torch.bfloat16),
     "came-fp16": partial(Came, lr=1e-3, state_dtype=torch.float16),

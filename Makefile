@@ -65,6 +65,7 @@ slow: $(STAMP)
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
 		--editable '.[dev,test-integrations]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps timm
 	$(BIN)/pytest -m "not slow" tests/integrations tests/test_docs.py
 
 gpu: $(STAMP)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,14 @@ def _same_start() -> None:
     """Every test starts with the same seed, and with one thread: several workers share the cores."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerators() -> Iterator[None]:
+    """Accelerators of one process share their settings, those that transformers makes too."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(params=cases.KINDS, ids=lambda kind: kind.ALGORITHM)

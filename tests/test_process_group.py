@@ -19,6 +19,9 @@ from bighorn import Lamb
 from cases import Kind
 from together import outcomes
 
+LIMIT = 200
+"""Seconds; a busy machine takes a minute to import torch in every rank."""
+
 SCRIPT = """
     import sys, torch
     import torch.distributed as dist
@@ -70,7 +73,7 @@ SCRIPT = """
 
 def run_ranks(script: str, world: int, *arguments: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    codes, errors = outcomes([[*command, str(rank), *arguments] for rank in range(world)], 60)
+    codes, errors = outcomes([[*command, str(rank), *arguments] for rank in range(world)], LIMIT)
     assert codes == [0] * world, errors
 
 

@@ -17,13 +17,6 @@ accelerate = pytest.importorskip("accelerate", reason=INSTALL)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(autouse=True)
-def _a_fresh_state() -> Any:
-    """Accelerators of one process share their settings."""
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def lamb(net: Net) -> Lamb:
     return Lamb(net.named_parameters(), lr=0.05, **OPTIONS)
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, kernels
+from bighorn.optim.came import CameAlgorithm
+from bighorn.optim.lamb import LambAlgorithm
 
 Optimizer: TypeAlias = Lamb | Came
 Kind: TypeAlias = type[Lamb] | type[Came]
@@ -47,15 +49,21 @@ INTERPRETED = {
 class ExactLamb(Lamb):
     """Steps float64 parameters too with state in 8 bits, which users are refused: it is what others must compute."""
 
-    def _why_unfit(self, *_: object) -> None:
-        return None
+    class Unrestricted(LambAlgorithm):
+        def why_unfit(self, *_: object) -> None:
+            return None
+
+    algorithm = Unrestricted()
 
 
 class ExactCame(Came):
     """As `ExactLamb`."""
 
-    def _why_unfit(self, *_: object) -> None:
-        return None
+    class Unrestricted(CameAlgorithm):
+        def why_unfit(self, *_: object) -> None:
+            return None
+
+    algorithm = Unrestricted()
 
 
 Fill = Literal["normal", "big", "small", "zero"]

@@ -32,7 +32,7 @@ def _fresh_accelerators() -> Iterator[None]:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.fixture(params=cases.KINDS, ids=lambda kind: kind.ALGORITHM)
+@pytest.fixture(params=cases.KINDS, ids=lambda kind: kind.algorithm.name)
 def kind(request: pytest.FixtureRequest) -> Kind:
     """Each optimizer in turn: for tests of what they share."""
     optimizer: Kind = request.param

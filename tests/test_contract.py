@@ -228,7 +228,7 @@ for changes in CHANGES.values():
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [pytest.param(kind, name, id=f"{kind.ALGORITHM}-{name}") for kind in KINDS for name in CHANGES[kind]],
+    [pytest.param(kind, name, id=f"{kind.algorithm.name}-{name}") for kind in KINDS for name in CHANGES[kind]],
     indirect=["kind"],
 )
 def test_a_value_written_into_a_group_counts_from_the_next_step(name: str, kind: Kind, backend: str) -> None:

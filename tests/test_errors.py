@@ -227,7 +227,7 @@ def for_each(values: dict[Kind, list[Value]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("kind", "name", "value", "error"),
         [
-            pytest.param(kind, *row, id=f"{kind.ALGORITHM}-{row[0]}={str(row[1]).replace(' ', '')[:30]}")
+            pytest.param(kind, *row, id=f"{kind.algorithm.name}-{row[0]}={str(row[1]).replace(' ', '')[:30]}")
             for kind, rows in values.items()
             for row in rows
         ],
@@ -236,7 +236,8 @@ def for_each(values: dict[Kind, list[Value]]) -> pytest.MarkDecorator:
 
 
 CONSTRUCTOR = {
-    kind: [row for row in OWN_VALUES[kind] if row[0] not in kind.GROUP_ONLY] + OWN_WHOLE[kind] for kind in KINDS
+    kind: [row for row in OWN_VALUES[kind] if row[0] not in kind.algorithm.group_only] + OWN_WHOLE[kind]
+    for kind in KINDS
 }
 
 

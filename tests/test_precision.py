@@ -306,7 +306,7 @@ def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> N
     spec = kind(others, lr=0.01, **PRECISIONS[after])
     for ours, theirs in zip(parameters, others, strict=True):
         old, now = optimizer.state[ours], other.state[theirs]
-        kept: Mapping[str, Kept] = spec._state_spec(spec.param_groups[0], theirs)
+        kept: Mapping[str, Kept] = spec.algorithm.state_spec(spec.param_groups[0], theirs)
         declared = {"step": torch.zeros(()), **{name: each.like(theirs) for name, each in kept.items()}}
         assert {name: (value.dtype, value.shape) for name, value in now.items()} == {
             name: (value.dtype, value.shape) for name, value in declared.items()

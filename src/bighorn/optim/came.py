@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,9 +16,9 @@ from bighorn.kernels.bucket import Factor
 from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.names import Exclusion, Names
 from bighorn.optim import checks
+from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
-from bighorn.optim.plan import Variant
 from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Kept, Spec, all_dims, moments_dtype, moments_spec
 
 
@@ -55,7 +55,76 @@ class RelativeStep:
         return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))
 
 
-class Came(KernelOptimizer[CameOptions]):
+class CameAlgorithm(Algorithm[CameOptions]):
+    """What `Came` tells its kernels, and what it keeps."""
+
+    name = "came"
+    options: ClassVar[Mapping[str, Check]] = {
+        "lr": checks.learning_rate,
+        "betas": checks.came_betas,
+        "eps": checks.came_eps,
+        "weight_decay": checks.weight_decay,
+        "clip_threshold": checks.positive,
+        "factor": checks.choice("matrix", "last_two"),
+        "decay_rate": checks.optional(checks.number(0)),
+        "scale_parameter": checks.flag,
+        "scale_eps": checks.positive,
+        "bias_correction": checks.flag,
+        "maximize": checks.flag,
+        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": checks.count,
+        "weight_rounding": checks.choice(*WAYS),
+        "rounding_seed": checks.count,
+        "stacked": checks.flag,
+        "grad_centralization": checks.choice(True, False, "conv"),
+    }
+    group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
+    passed_on: ClassVar[tuple[str, ...]] = (
+        "betas",
+        "eps",
+        "clip_threshold",
+        "decay_rate",
+        "scale_parameter",
+        "scale_eps",
+        "bias_correction",
+        "maximize",
+        "weight_rounding",
+        "rounding_seed",
+    )
+
+    def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
+        """A matrix for `factor="last_two"` whatever its size; else only one whose factors are smaller than it."""
+        stacked = int(group["stacked"])
+        shape = param.shape[stacked:]
+        if group["factor"] == "last_two":
+            factored, leading = len(shape) >= 2 and param.numel() > 0, param.dim()
+        else:
+            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
+            factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
+        return factored, leading if factored else stacked
+
+    def moments(self, group: Group, param: Tensor) -> Spec:
+        """The momentum, and averages of rows and columns, or the whole second moment where it is not factored."""
+        stacked, wide = int(group["stacked"]), moments_dtype(param, None)
+        dims = all_dims(param)
+        dtypes, in_8_bits = {"exp_avg": moments_dtype(param, group["state_dtype"])}, group["state_dtype"] == "int8"
+        spec = moments_spec(param, dtypes, in_8_bits, stacked, group["min_8bit_size"])
+        if not self.shape_of(group, param)[0]:
+            return {**spec, "exp_avg_sq": Kept(wide, dims)}
+        if group["factor"] == "last_two":
+            row, col = dims[:-1], (*dims[:-2], dims[-1])
+        else:
+            row, col = dims[: stacked + 1], (*dims[:stacked], *dims[stacked + 1 :])
+        averages = {"row": Kept(wide, row), "col": Kept(wide, col)}
+        return {**spec, **{f"exp_avg_{of}_{name}": kept for of in ("sq", "res") for name, kept in averages.items()}}
+
+    def kernel_options(self, group: Group, variant: Variant) -> CameOptions:
+        """Those of the group, with how the bucket is factored."""
+        factor = group["factor"] if variant.factored else None
+        return CameOptions(factor=factor, **self.shared_options(group, variant))
+
+
+class Came(KernelOptimizer):
     r"""CAME, Adafactor's memory with a momentum that trusts what it predicts.
 
     The second moment of a matrix is kept as one average per row and one per column. The step is the momentum, divided
@@ -127,39 +196,7 @@ class Came(KernelOptimizer[CameOptions]):
          'exp_avg_res_col': (64,)}
     """
 
-    ALGORITHM = "came"
-    OPTIONS: ClassVar[dict[str, Check]] = {
-        "lr": checks.learning_rate,
-        "betas": checks.came_betas,
-        "eps": checks.came_eps,
-        "weight_decay": checks.weight_decay,
-        "clip_threshold": checks.positive,
-        "factor": checks.choice("matrix", "last_two"),
-        "decay_rate": checks.optional(checks.number(0)),
-        "scale_parameter": checks.flag,
-        "scale_eps": checks.positive,
-        "bias_correction": checks.flag,
-        "maximize": checks.flag,
-        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
-        "min_8bit_size": checks.count,
-        "weight_rounding": checks.choice(*WAYS),
-        "rounding_seed": checks.count,
-        "stacked": checks.flag,
-        "grad_centralization": checks.choice(True, False, "conv"),
-    }
-    GROUP_ONLY: ClassVar[dict[str, Any]] = {"stacked": False, "grad_centralization": False}
-    PASSED_ON: ClassVar[tuple[str, ...]] = (
-        "betas",
-        "eps",
-        "clip_threshold",
-        "decay_rate",
-        "scale_parameter",
-        "scale_eps",
-        "bias_correction",
-        "maximize",
-        "weight_rounding",
-        "rounding_seed",
-    )
+    algorithm = CameAlgorithm()
 
     def __init__(
         self,
@@ -215,34 +252,6 @@ class Came(KernelOptimizer[CameOptions]):
         Empty before the first step, and after parameters were added or a state was loaded.
         """
         return CameTelemetry(*self._figures())
-
-    def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
-        stacked = int(group["stacked"])
-        shape = param.shape[stacked:]
-        if group["factor"] == "last_two":
-            factored, leading = len(shape) >= 2 and param.numel() > 0, param.dim()
-        else:
-            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
-            factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
-        return factored, leading if factored else stacked
-
-    def _moments(self, group: dict[str, Any], param: Tensor) -> Spec:
-        stacked, wide = int(group["stacked"]), moments_dtype(param, None)
-        dims = all_dims(param)
-        dtypes, in_8_bits = {"exp_avg": moments_dtype(param, group["state_dtype"])}, group["state_dtype"] == "int8"
-        spec = moments_spec(param, dtypes, in_8_bits, stacked, group["min_8bit_size"])
-        if not self._shape_of(group, param)[0]:
-            return {**spec, "exp_avg_sq": Kept(wide, dims)}
-        if group["factor"] == "last_two":
-            row, col = dims[:-1], (*dims[:-2], dims[-1])
-        else:
-            row, col = dims[: stacked + 1], (*dims[:stacked], *dims[stacked + 1 :])
-        averages = {"row": Kept(wide, row), "col": Kept(wide, col)}
-        return {**spec, **{f"exp_avg_{of}_{name}": kept for of in ("sq", "res") for name, kept in averages.items()}}
-
-    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> CameOptions:
-        factor = group["factor"] if variant.factored else None
-        return CameOptions(factor=factor, **self._shared_options(group, variant))
 
 
 def _lr(lr: Any, relative_step: bool, warmup_init: bool) -> Any:

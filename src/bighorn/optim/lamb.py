@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +15,9 @@ from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMome
 from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.names import Exclusion, Names
 from bighorn.optim import checks, presets
+from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
-from bighorn.optim.plan import Variant
 from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Spec, moments_dtype, moments_spec
 
 IN_BLOCKS = ("float16", "int8")
@@ -45,7 +45,81 @@ class LambTelemetry:
     skipped: Tensor
 
 
-class Lamb(KernelOptimizer[LambOptions]):
+class LambAlgorithm(Algorithm[LambOptions]):
+    """What `Lamb` tells its kernels, and what it keeps."""
+
+    name = "lamb"
+    options: ClassVar[Mapping[str, Check]] = {
+        "lr": checks.learning_rate,
+        "betas": checks.betas(2),
+        "eps": checks.number(0),
+        "weight_decay": checks.weight_decay,
+        "adam": checks.flag,
+        "bias_correction": checks.choice(True, False, "lr"),
+        "grad_averaging": checks.flag,
+        "decay_mode": checks.choice("ratio", "decoupled", "l2"),
+        "always_adapt": checks.flag,
+        "weight_norm_bounds": checks.bounds,
+        "trust_ratio_bounds": checks.bounds,
+        "second_moment": checks.choice("adam", "amsgrad", "adagrad"),
+        "cautious": checks.flag,
+        "maximize": checks.flag,
+        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": checks.count,
+        "weight_rounding": checks.choice(*WAYS),
+        "rounding_seed": checks.count,
+        "adapt": checks.flag,
+        "stacked": checks.flag,
+        "grad_centralization": checks.choice(True, False, "conv"),
+    }
+
+    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, "stacked": False, "grad_centralization": False}
+    passed_on: ClassVar[tuple[str, ...]] = (
+        "betas",
+        "eps",
+        "bias_correction",
+        "grad_averaging",
+        "decay_mode",
+        "weight_norm_bounds",
+        "trust_ratio_bounds",
+        "second_moment",
+        "cautious",
+        "maximize",
+        "weight_rounding",
+        "rounding_seed",
+    )
+
+    def why_unfit(self, group: Group, param: Tensor) -> str | None:
+        """As for every algorithm; and a running maximum in blocks."""
+        if group["second_moment"] == "amsgrad" and group["state_dtype"] in IN_BLOCKS:
+            return (
+                f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
+                'second_moment="amsgrad" use state_dtype="float32"'
+            )
+        return super().why_unfit(group, param)
+
+    def moments(self, group: Group, param: Tensor) -> Spec:
+        """Both moments, in the one dtype or in blocks, and amsgrad's maximum."""
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
+        dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
+        if group["state_dtype"] == "int8":
+            dtypes["exp_avg_sq"] = torch.uint8
+        in_blocks = group["state_dtype"] in IN_BLOCKS
+        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
+
+    def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
+        """Never factored."""
+        del param
+        return False, int(group["stacked"])
+
+    def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
+        """Those of the group, with whether the bucket is adapted."""
+        shared = self.shared_options(group, variant)
+        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
+        return LambOptions(adapt=adapt and not group["adam"], blocks=variant.blocks, **shared)
+
+
+class Lamb(KernelOptimizer):
     r"""LAMB, layer-wise adaptive moments for large batches, in one fused pass.
 
     Adam's step r gets weight decay, u = r + weight_decay * x, and each layer moves by the learning rate times its own
@@ -115,46 +189,7 @@ class Lamb(KernelOptimizer[LambOptions]):
         ('weight', 'bias')
     """
 
-    ALGORITHM = "lamb"
-    OPTIONS: ClassVar[dict[str, Check]] = {
-        "lr": checks.learning_rate,
-        "betas": checks.betas(2),
-        "eps": checks.number(0),
-        "weight_decay": checks.weight_decay,
-        "adam": checks.flag,
-        "bias_correction": checks.choice(True, False, "lr"),
-        "grad_averaging": checks.flag,
-        "decay_mode": checks.choice("ratio", "decoupled", "l2"),
-        "always_adapt": checks.flag,
-        "weight_norm_bounds": checks.bounds,
-        "trust_ratio_bounds": checks.bounds,
-        "second_moment": checks.choice("adam", "amsgrad", "adagrad"),
-        "cautious": checks.flag,
-        "maximize": checks.flag,
-        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
-        "min_8bit_size": checks.count,
-        "weight_rounding": checks.choice(*WAYS),
-        "rounding_seed": checks.count,
-        "adapt": checks.flag,
-        "stacked": checks.flag,
-        "grad_centralization": checks.choice(True, False, "conv"),
-    }
-
-    GROUP_ONLY: ClassVar[dict[str, Any]] = {"adapt": True, "stacked": False, "grad_centralization": False}
-    PASSED_ON: ClassVar[tuple[str, ...]] = (
-        "betas",
-        "eps",
-        "bias_correction",
-        "grad_averaging",
-        "decay_mode",
-        "weight_norm_bounds",
-        "trust_ratio_bounds",
-        "second_moment",
-        "cautious",
-        "maximize",
-        "weight_rounding",
-        "rounding_seed",
-    )
+    algorithm = LambAlgorithm()
 
     def __init__(
         self,
@@ -218,28 +253,3 @@ class Lamb(KernelOptimizer[LambOptions]):
         """
         params = list(params) if isinstance(params, Iterator) else params  # some presets look at them too
         return cls(params, **presets.options(name, params, overrides))
-
-    def _why_unfit(self, group: dict[str, Any], param: Tensor) -> str | None:
-        if group["second_moment"] == "amsgrad" and group["state_dtype"] in IN_BLOCKS:
-            return (
-                f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
-                'second_moment="amsgrad" use state_dtype="float32"'
-            )
-        return super()._why_unfit(group, param)
-
-    def _moments(self, group: dict[str, Any], param: Tensor) -> Spec:
-        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
-        dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
-        if group["state_dtype"] == "int8":
-            dtypes["exp_avg_sq"] = torch.uint8
-        in_blocks = group["state_dtype"] in IN_BLOCKS
-        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
-
-    def _shape_of(self, group: dict[str, Any], param: Tensor) -> tuple[bool, int]:
-        del param
-        return False, int(group["stacked"])
-
-    def _kernel_options(self, group: dict[str, Any], variant: Variant) -> LambOptions:
-        shared = self._shared_options(group, variant)
-        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
-        return LambOptions(adapt=adapt and not group["adam"], blocks=variant.blocks, **shared)

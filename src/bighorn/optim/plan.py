@@ -15,43 +15,13 @@ from torch import Tensor
 from bighorn import kernels, sharding
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
-from bighorn.optim.fingerprint import Fingerprint
-from bighorn.sharding import Cut, Layout, Ranks
+from bighorn.optim.algorithm import Variant
+from bighorn.optim.parts import Part, row_shard
+from bighorn.sharding import Cut, Ranks
 from bighorn.state import local_view, overlaps, real_view
 
 State = dict[str, Any]
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Variant(NamedTuple):
-    """Which options hold for a bucket: its group's, less what exclusions and shapes take away."""
-
-    group: int
-    decays: bool
-    adapts: bool
-    centres: bool
-    factored: bool
-    blocks: bool
-    """Moments are kept in blocks."""
-
-
-@dataclass
-class Part:
-    """A parameter that takes part in a step."""
-
-    param: Tensor
-    label: str
-    variant: Variant
-    stacked: bool
-    leading: int
-    """How many leading dims must be the outermost in memory, since kernels take them apart."""
-    layout: Layout | None
-    """How it is distributed; None if it is not."""
-
-    @property
-    def cut(self) -> Cut | None:
-        """Along what it is cut up over ranks; None if all of it lies here."""
-        return self.layout.cut if self.layout else None
 
 
 @dataclass
@@ -129,7 +99,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Plan:
-    """Everything about a step that stays as it is until the fingerprint changes."""
+    """Everything about a step that stays as it is until something moves, which `plan_cache.py` sees."""
 
     slots: list[Slot]
     kernels: list[tuple[torch.device, Kernel]]
@@ -139,7 +109,6 @@ class Plan:
     labels: tuple[str, ...]
     rows: list[int]
     """Per label: its row, where those of all buckets are counted through."""
-    fingerprint: Fingerprint | None = None
     _rows: Tensor | None = None
 
     def feed(self, grads: list[Tensor], options: dict[Variant, Any]) -> None:
@@ -220,6 +189,7 @@ def build(
         backend: The one that is asked for, or "auto".
 
     Raises:
+        RuntimeError: A gradient is sparse.
         ValueError: A gradient does not fit its parameter, parameters share memory, or the backend that is asked for
             does not serve one.
     """
@@ -268,14 +238,13 @@ def build(
     return plan, states
 
 
-def row_shard(param: Tensor, stacked: bool) -> Shard | None:
-    """What of a parameter's row, which is a slice of a stacked one, lies here; None if all of it does."""
-    shard = sharding.shard_of(param)
-    return shard.of_slice(here=True) if shard and stacked else shard
-
-
 def _check_grad(part: Part, grad: Tensor) -> None:
     param = part.param
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {part.label} has layout {grad.layout}, but only dense gradients are supported: build the "
+            "embedding with sparse=False, or give its parameters to torch.optim.SparseAdam"
+        )
     layout, its = part.layout, sharding.layout_of(grad)
     if layout != its:
         raise ValueError(

@@ -1,0 +1,38 @@
+"""A step that some parameters take before the others, each as soon as its gradient is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from bighorn.optim.parts import Places
+from bighorn.optim.plan import Plan
+from bighorn.optim.scheduling import Drive
+
+
+@dataclass
+class Ahead:
+    """Such a step, begun and not ended."""
+
+    drive: Drive
+    places: Places
+    plans: dict[Tensor, Plan] = field(default_factory=dict)
+    """Those of the parameters that have taken it."""
+
+    def check(self, param: Tensor, name: Callable[[tuple[int, int]], str]) -> None:
+        """Refuse what cannot take this step.
+
+        Raises:
+            RuntimeError: The parameter has taken it already.
+            ValueError: It is not the optimizer's.
+        """
+        if id(param) not in self.places:
+            raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
+        if param in self.plans:
+            raise RuntimeError(
+                f"{name(self.places[id(param)])} has taken this step already, and now has another gradient: call "
+                "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
+                "that share the parameter, cannot be added up where each is stepped as soon as it is there"
+            )

@@ -1,0 +1,94 @@
+"""What an algorithm says of itself: its options, what kernels are told, what it keeps. Pure functions of a group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, NamedTuple
+
+from torch import Tensor
+
+from bighorn.kernels.bucket import Options
+from bighorn.optim.checks import Check
+from bighorn.state import Spec, weight_spec, whole_view, why_unfit
+
+Group = dict[str, Any]
+"""A parameter group, with every option that it can have."""
+
+
+class Variant(NamedTuple):
+    """Which options hold for a bucket: its group's, less what exclusions and shapes take away."""
+
+    group: int
+    decays: bool
+    adapts: bool
+    centres: bool
+    factored: bool
+    blocks: bool
+    """Moments are kept in blocks."""
+
+
+class Algorithm(ABC, Generic[Options]):
+    """What `KernelOptimizer` has to know of an algorithm."""
+
+    name: ClassVar[str]
+    """As kernels, checkpoints of others and messages call it."""
+
+    options: ClassVar[Mapping[str, Check]]
+    """Every option that a group can have, and what it may be."""
+
+    group_only: ClassVar[Mapping[str, Any]]
+    """Those of them that are no argument of the constructor, and what they are where a group does not say."""
+
+    passed_on: ClassVar[tuple[str, ...]]
+    """Those of them that kernels are told as they stand in the group."""
+
+    @abstractmethod
+    def kernel_options(self, group: Group, variant: Variant) -> Options:
+        """What the kernels are told, for one variant of a group."""
+
+    @abstractmethod
+    def moments(self, group: Group, param: Tensor) -> Spec:
+        """The state tensors of the algorithm for a parameter (a real one), besides `step`."""
+
+    @abstractmethod
+    def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
+        """Whether a parameter (a real one) is factored, and how many leading dims must be the outermost in memory."""
+
+    def why_unfit(self, group: Group, param: Tensor) -> str | None:
+        """Why a parameter cannot be optimized with a group's options, with the remedy, or None."""
+        return why_unfit(param, group["state_dtype"], group["weight_rounding"])
+
+    def shared_options(self, group: Group, variant: Variant) -> dict[str, Any]:
+        """What kernels of every algorithm are told."""
+        lr = group["lr"]
+        return {
+            # Where the host has the value anyway it is a number; elsewhere a tensor, so that nobody waits for it.
+            "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
+            "weight_decay": group["weight_decay"] if variant.decays else 0.0,
+            "centre": variant.centres,
+            **{name: group[name] for name in self.passed_on},
+        }
+
+    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the given things that are options, each in its canonical form.
+
+        Raises:
+            TypeError: One is of a wrong type.
+            ValueError: One is out of range.
+        """
+        return {name: self.options[name](name, value) for name, value in given.items() if name in self.options}
+
+    def state_spec(self, group: Group, param: Tensor) -> Spec:
+        """The state tensors of a parameter, besides `step`."""
+        whole = whole_view(param)
+        return {**self.moments(group, whole), **weight_spec(whole, group["weight_rounding"])}
+
+    def in_blocks(self, group: Group, param: Tensor) -> bool:
+        """Whether moments of a parameter (a real one) are kept in blocks."""
+        return "exp_avg_scale" in self.moments(group, param)
+
+    def refuse_unfit(self, group: Group, param: Tensor, what: str) -> None:
+        """Raise a ValueError for a parameter that cannot be optimized with a group's options."""
+        if (reason := self.why_unfit(group, param)) is not None:
+            raise ValueError(f"{what} cannot be optimized as asked for: {reason}")

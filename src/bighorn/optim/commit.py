@@ -1,0 +1,51 @@
+"""What a step multiplies gradients with, and whether it writes anything: on their devices, without a host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bighorn.optim.algorithm import Group
+from bighorn.optim.plan import Plan
+from bighorn.optim.settings import Settings
+
+
+def scale_and_commit(
+    settings: Settings, grad_scale: Tensor | None, found_inf: Tensor | None, square_sum: Callable[[], Tensor]
+) -> tuple[Tensor | float, Tensor | None]:
+    """The factor of all gradients, and whether the step is written (None: it is).
+
+    Args:
+        settings: Whether gradients are clipped, and whether a step whose gradients are not finite is skipped.
+        grad_scale: What a gradient scaler has multiplied them with.
+        found_inf: Not 0 if it found some that are not finite.
+        square_sum: The sum of all their squares, 0-dim; it is not called where nobody asks for it.
+    """
+    scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
+    commit = None if found_inf is None else (found_inf == 0).reshape(())
+    if settings.max_grad_norm is not None or settings.skip_nonfinite:
+        norm = square_sum().sqrt() * scale
+        if settings.skip_nonfinite:
+            commit = norm.isfinite() if commit is None else commit & norm.isfinite()
+        if settings.max_grad_norm is not None:
+            clip = settings.max_grad_norm / norm
+            scale = scale * torch.where(norm > settings.max_grad_norm, clip, torch.ones_like(clip))
+    return scale, commit
+
+
+def square_sum_of(plans: list[Plan], wait: Callable[[int], None], groups: list[Group], settings: Settings) -> Tensor:
+    """The sum of all gradients' squares; with a process group, over all its ranks, those without gradients too."""
+    sums: list[Tensor] = []
+    for part, plan in enumerate(plans):
+        wait(part)
+        sums += plan.square_sums()
+    if sums:
+        total = torch.stack([part_sum.to(sums[0].device) for part_sum in sums]).sum()
+    else:
+        devices = [param.device for group in groups for param in group["params"]]
+        total = torch.zeros((), dtype=torch.float64, device=devices[0] if devices else "cpu")
+    if settings.process_group is not None:
+        torch.distributed.all_reduce(total, group=settings.process_group)
+    return total

@@ -1,0 +1,132 @@
+"""What stands in a parameter group: checked when the group is added, at each step, and when a checkpoint is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from bighorn.names import named
+from bighorn.optim import checks, foreign
+from bighorn.optim.algorithm import Algorithm, Group
+from bighorn.optim.parts import place_of
+from bighorn.optim.scheduling import COUNT
+from bighorn.optim.settings import Settings
+from bighorn.schedules import check_count
+
+LABELS = ("params", "param_names", "name")
+"""Keys of a group that are no options: torch's own, and the one by which people label a group."""
+
+SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
+"""Keys that schedulers keep in a group: torch's, and timm's `lr_scale`."""
+
+OURS = (COUNT, foreign.VERSION)
+"""Keys that we keep in a group, since every way of saving keeps groups."""
+
+NUMBERS = ("lr", "betas", "eps", "weight_decay")
+"""Options that may change between steps without a new plan."""
+
+
+def joining(
+    given: Group, others: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings
+) -> tuple[Group, list[Tensor]]:
+    """A group that is to be added, checked and with every option, and its tensors. Schedules are still what they are.
+
+    Args:
+        given: The group.
+        others: Those that are there already.
+        defaults: What holds where it does not say.
+        algorithm: Which options there are.
+        settings: What holds for all groups.
+
+    Raises:
+        TypeError: An unknown key, or a value of a wrong type.
+        ValueError: A value out of range, or a parameter that cannot be optimized here.
+    """
+    if not isinstance(given, dict):
+        raise TypeError(f"a parameter group must be a dict, not {type(given).__name__}")
+    if "order_params" in given:
+        raise ValueError("order_params belongs among the groups that the constructor is given")
+    if "params" not in given:
+        raise ValueError("a parameter group must have the key 'params'")
+    group = settings.without_own(given)
+    checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *algorithm.options], "a parameter group")
+    group.update(algorithm.checked(group))
+    group["params"] = named(group["params"], settings.names)
+    if "param_names" not in group and not all(isinstance(param, tuple) for param in group["params"]):
+        settings.refuse_nameless()
+    stacked = (defaults | group)["stacked"]
+    tensors = []
+    for param in group["params"]:
+        name, tensor = param if isinstance(param, tuple) else (None, param)
+        checks.parameter(name, tensor, stacked=stacked)
+        settings.refuse_to_add_up_twice(tensor)
+        tensors.append(tensor)
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
+    if len(group.get("param_names", tensors)) != len(tensors):
+        raise ValueError(f"param_names has {len(group['param_names'])} names for {len(tensors)} parameters")
+    lr = group.get("lr", defaults["lr"])
+    if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
+        group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
+    count = max((other[COUNT] for other in others), default=0)
+    complete = {**defaults, COUNT: count, **group, foreign.VERSION: foreign.FORMAT}
+    for position, tensor in enumerate(tensors):
+        algorithm.refuse_unfit(complete, tensor, place_of(len(others), position))
+    return complete, tensors
+
+
+def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None) -> Group:
+    """A group of a checkpoint, checked; what it does not say is as in `current`.
+
+    Raises:
+        ValueError: It is of a newer format, or holds an option that cannot be used.
+    """
+    try:
+        group = settings.without_own(group) if settings else group
+        group = {foreign.VERSION: foreign.FORMAT, **{name: current[name] for name in algorithm.options}, **group}
+        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *algorithm.options], "it")
+        group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
+        if COUNT in group:
+            group[COUNT] = check_count(COUNT, group[COUNT])
+        return {**group, **algorithm.checked(group)}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+
+
+class Watch:
+    """What stood in the groups when they were looked at last, since anybody may write into them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[object, ...]] = {}
+
+    def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any]) -> bool:
+        """Check what was written into groups, and put it into its canonical form; whether plans still hold.
+
+        Raises:
+            TypeError: A value of a wrong type.
+            ValueError: A value out of range. No group has changed.
+        """
+        fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
+        for index, group in enumerate(groups):
+            values = tuple(group.get(name, defaults[name]) for name in algorithm.options)
+            if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
+                try:
+                    fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"param_groups[{index}]: {error}") from None
+        plans_hold = True
+        for index, (checked, values) in fresh.items():
+            old = dict(zip(algorithm.options, self._seen.get(index, ()), strict=False))
+            plans_hold &= all(old.get(name) == checked[name] for name in algorithm.options if name not in NUMBERS)
+            groups[index].update(checked)
+            self._seen[index] = values
+        return plans_hold
+
+
+def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
+    """Whether option values are what they were; arrays and the like, which do not compare, are not."""
+    try:
+        return values == old
+    except (ValueError, RuntimeError):
+        return False

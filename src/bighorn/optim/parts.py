@@ -1,0 +1,110 @@
+"""Parameters that take part in a step: where each stands in the groups, and which of their options hold for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bighorn import kernels, sharding
+from bighorn.kernels.bucket import Shard
+from bighorn.names import excludes
+from bighorn.optim.algorithm import Algorithm, Group, Variant
+from bighorn.optim.order import Order
+from bighorn.optim.settings import Settings
+from bighorn.sharding import Cut, Layout
+from bighorn.state import local_view, whole_view
+
+Places = dict[int, tuple[int, int]]
+"""By a parameter's id: its group and its position there."""
+
+CENTRED_FROM = {False: math.inf, True: 2, "conv": 3}
+"""The fewest dims of what `grad_centralization` centres."""
+
+
+@dataclass
+class Part:
+    """A parameter that takes part in a step."""
+
+    param: Tensor
+    label: str
+    variant: Variant
+    stacked: bool
+    leading: int
+    """How many leading dims must be the outermost in memory, since kernels take them apart."""
+    layout: Layout | None
+    """How it is distributed; None if it is not."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """Along what it is cut up over ranks; None if all of it lies here."""
+        return self.layout.cut if self.layout else None
+
+
+def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Tensor]]:
+    """Every parameter with its group and its position there, in the order in which they are visited."""
+    if order:
+        return ((index, position, groups[index]["params"][position]) for index, position in order)
+    return (
+        (index, position, param) for index, group in enumerate(groups) for position, param in enumerate(group["params"])
+    )
+
+
+def place_of(index: int, position: int) -> str:
+    """A parameter's place, which is what it is called where it has no name."""
+    return f"param_groups[{index}].params[{position}]"
+
+
+def part_of(param: Tensor, group: Group, place: tuple[int, int], algorithm: Algorithm[Any], settings: Settings) -> Part:
+    """A parameter as it takes part, with the group that it stands in and its place there.
+
+    Raises:
+        ValueError: It cannot be optimized with the group's options, or the group's parameters were replaced.
+    """
+    index, position = place
+    if "param_names" in group and len(group["param_names"]) != len(group["params"]):
+        raise ValueError(
+            f"param_groups[{index}] has {len(group['param_names'])} names for {len(group['params'])} parameters, "
+            "which were replaced: DeepSpeed's ZeRO does so with one flat tensor, whose norms are no layer's. Do "
+            "without ZeRO, or use bighorn.shard_update"
+        )
+    name = group["param_names"][position] if "param_names" in group else None
+    centres = param.dim() - group["stacked"] >= CENTRED_FROM[group["grad_centralization"]]
+    whole, label = whole_view(param), name or place_of(index, position)
+    algorithm.refuse_unfit(group, param, label)
+    factored, leading = algorithm.shape_of(group, whole)
+    variant = Variant(
+        group=index,
+        decays=not excludes(settings.exclude_from_weight_decay, name, param),
+        adapts=not excludes(settings.exclude_from_layer_adaptation, name, param),
+        centres=centres,
+        factored=factored,
+        blocks=algorithm.in_blocks(group, whole),
+    )
+    # Blocks and random bits run in logical order.
+    in_order = variant.blocks or group["weight_rounding"] == "stochastic"
+    leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
+    return Part(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
+
+
+def row_shard(param: Tensor, stacked: bool) -> Shard | None:
+    """What of a parameter's row, which is a slice of a stacked one, lies here; None if all of it does."""
+    shard = sharding.shard_of(param)
+    return shard.of_slice(here=True) if shard and stacked else shard
+
+
+def check_backend(group: Group, params: list[Tensor], algorithm: Algorithm[Any], backend: str) -> None:
+    """Refuse what the backend that is asked for does not serve.
+
+    Raises:
+        ValueError: It does not serve one of the parameters.
+    """
+    for param in params:
+        whole = whole_view(param)
+        factored, blocks = algorithm.shape_of(group, whole)[0], algorithm.in_blocks(group, whole)
+        variant = Variant(0, decays=True, adapts=True, centres=False, factored=factored, blocks=blocks)
+        options = algorithm.kernel_options(group, variant)
+        kernels.pick(backend, local_view(param), options, row_shard(param, group["stacked"]))

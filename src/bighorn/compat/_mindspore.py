@@ -21,12 +21,12 @@ class MindSporeOptimizer(Optimizer):
 
     if TYPE_CHECKING:  # ours has it
 
-        def _parameters(self) -> Iterator[tuple[int, int, Tensor]]: ...
+        def in_order(self) -> list[Tensor]: ...
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """All parameters, in the order in which a call wants their gradients: that of `order_params`, if given."""
-        return tuple(param for _, _, param in self._parameters())
+        return tuple(self.in_order())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.

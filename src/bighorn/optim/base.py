@@ -218,7 +218,7 @@ class KernelOptimizer(Optimizer):
         drive = ahead.drive if ahead is not None else self._begin()
         try:
             fresh = not self.state
-            ready = Ready.of(self._params())
+            ready = Ready.of(self.in_order())
             plans = self._plans_of([ready] if parts is None else ready.divided(parts), parts is None)
             scale, commit = scale_and_commit(
                 self._settings,
@@ -228,7 +228,7 @@ class KernelOptimizer(Optimizer):
             )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            initialises = fresh and bool(ready.params) and only_initialises(self.param_groups, self._params(), plans)
+            initialises = fresh and bool(ready.params) and only_initialises(self.param_groups, self.in_order(), plans)
             for part, plan in enumerate(plans):
                 wait(part)
                 if not initialises:
@@ -307,7 +307,8 @@ class KernelOptimizer(Optimizer):
         spec = self.algorithm.state_spec(self.param_groups[part.variant.group], part.param)
         return complete(part.param, dense, spec, self.state.get(part.param, {}), part.label), list(spec)
 
-    def _params(self) -> list[Tensor]:
+    def in_order(self) -> list[Tensor]:
+        """Every parameter, in the order in which a step visits them: that of `order_params`, if given."""
         if self._order:
             return [param for _, _, param in parameters(self.param_groups, self._order)]
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))

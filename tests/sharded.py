@@ -202,6 +202,30 @@ RUNS: Mapping[str, Run] = {
         Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="auto", tolerance=1e-5
     ),
     "lamb-foreach": Run(Lamb, dtype=torch.float32, backend="foreach", tolerance=1e-5),
+    "came-cpu": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "scale_parameter": True, "bias_correction": True, "max_grad_norm": 1.0},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+        compares_state=True,
+    ),
+    "came-cpu-last-two": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "factor": "last_two"},
+        {"stacked": True},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+    ),
+    "came-cpu-int8": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "state_dtype": "int8"},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+    ),
     "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, dtype=torch.float32, backend="foreach", tolerance=1e-5),
 }
 
@@ -298,12 +322,29 @@ def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int])
             assert cost(optimizer) == (count, 8 * numbers * copies + clip), (kind, options, copies, cost(optimizer))
 
 
+def same_collectives(layout: Layout) -> None:
+    """Whatever the backend."""
+    for kind in (Lamb, Came):
+        costs = []
+        for backend in ("reference", "cpu"):
+            run, bag = Run(kind, dtype=torch.float32, backend=backend), Bag(SHAPES, torch.float32)
+            layout(bag)
+            optimizer = run.optimizer(bag)
+            advance(bag, optimizer, range(1), run.dtype)
+            costs.append(cost(optimizer))
+        assert costs[0] == costs[1], (kind, costs)
+
+
 COLLECTIVES: Mapping[int, Mapping[str, Callable[[], None]]] = {
     # By rows: twice each column, the sum of the averages of rows, ||x||; then each column, and two sums over rows.
     2: {"fsdp": lambda: collectives(9, 6, LAYOUTS[2]["fsdp"], {"came": 2, "numbers": 2 * 6 + 2 + 6 + 2})},
     # Each row and column, then ||u|| and ||x||, then each row and column.
     4: {"both-dims": lambda: collectives(9, 6, LAYOUTS[4]["both-dims"], {"came": 3, "numbers": 15 + 2 + 15})},
 }
+
+
+ALIKE = {2: ("fsdp", "columns", "half-plain"), 4: ("hybrid", "both-dims", "fsdp-and-tp")}
+"""Layouts in which backends are compared by what they exchange."""
 
 
 def process_group() -> None:
@@ -417,6 +458,8 @@ def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
         for name, run in RUNS.items() if world > 1 else ():
             check = refuses_to_cut_blocks if on in run.not_on else equals_the_unsharded_run
             todo[f"{on}-{name}"] = partial(check, layout, run)
+    for on in ALIKE.get(world, ()):
+        todo[f"{on}-same-collectives"] = partial(same_collectives, LAYOUTS[world][on])
     for on, check_cost in COLLECTIVES.get(world, {}).items():
         todo[f"{on}-collectives"] = check_cost
     if world == 2:

@@ -290,7 +290,7 @@ def workspace(shape: tuple[int, int, int], threads: int) -> int:
     matrices, height, width = shape
     rows = (face.Row * 1)(face.Row(matrices=matrices, height=height, width=width))
     gradients = (Gradient * 1)(Gradient(size=matrices * height * width))
-    return 8 * int(loaded().bighorn_came_workspace(rows, gradients, 1, ctypes.c_int(threads)))
+    return 8 * int(loaded().bighorn_came_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))
 
 
 EDGE_SIZES = (1, 2, 3, 9, 31, 32, 63, 64, 65, 127, 129, 192, 200, 257, 1000, 1024, 1025, 30522, 3_000_000)

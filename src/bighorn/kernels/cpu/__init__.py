@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from bighorn.kernels.bucket import CameOptions, LambOptions, Shard
+from bighorn.kernels.bucket import CameOptions, LambOptions
 from bighorn.kernels.cpu import came, lamb
 from bighorn.kernels.cpu.came import Came
 from bighorn.kernels.cpu.lamb import Lamb
+from bighorn.kernels.cpu.tensors import unsupported_shard as why_not_shard
 
 __all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
 
@@ -13,10 +14,3 @@ __all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
 def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
     return came.why_not(param, options) if isinstance(options, CameOptions) else lamb.why_not(param, options)
-
-
-def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
-    """Why the library cannot serve a shard of a tensor that it would serve whole, or None."""
-    if isinstance(options, CameOptions):
-        return "CAME on shards is not in the C library"
-    return lamb.why_not_shard(shard, options)

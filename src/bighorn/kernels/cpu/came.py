@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
+from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
+from bighorn.kernels.cpu.came_shards import Shards, Whole
 from bighorn.kernels.cpu.library import Run, address, loaded, run
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import TYPES, unsupported
@@ -36,7 +39,7 @@ class Row(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("exp_avg_res_row", "exp_avg_res_col")),
         *((name, ctypes.c_void_p) for name in ("step", "norms")),
         *((name, ctypes.c_int64) for name in ("matrices", "height", "width", "inner")),
-        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "options")),
+        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "options", "factored")),
     ]
 
 
@@ -57,23 +60,49 @@ class Came(Stepper[CameOptions]):
         self.threads = 0  # that the workspace suffices for
         self.workspace = torch.empty(0, dtype=torch.float64, device="cpu")
 
+    @cached_property
+    def shards(self) -> Shards:
+        """Where the rows lie in whole tensors."""
+        return Shards(self.buckets)
+
     def prepare(self) -> None:
         """Whatever can fail, as `reference.Came.prepare`."""
         self._reserved()
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """One CAME step of all buckets, not counted."""
+        self._run(grads, grad_scale, None, 0)
+
+    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Came.rounds`: the same rounds of as many numbers."""
+        if commit is not None and not commit:
+            return
+        grads, scale, shards = self._grads(), float(grad_scale), self.shards
+        for sums in shards.sums:
+            sums.zero_()
+        for i, (sums, dtype) in enumerate(zip(shards.sums, shards.dtypes, strict=True)):
+            self._run(grads, scale, shards.table, i)
+            sent = sums.to(dtype)
+            yield sent
+            if sent is not sums:
+                sums.copy_(sent)
+        self._run(grads, scale, shards.table, len(shards.sums))
+        self.advance()
+
+    def _run(self, grads: array[int], grad_scale: float, shards: ctypes.Array[Whole] | None, index: int) -> None:
         beta2s = array("d", [_beta2(bucket, step) for bucket in self.buckets for step in bucket.steps])
         loaded().bighorn_came_step(
             self._reserved(),
             (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
             self.rows,
+            shards,
             self.gradients,
             address(grads),
             address(beta2s),
             address(self.order),
             len(grads),
             grad_scale,
+            index,
             self.workspace.data_ptr(),
         )
 
@@ -81,7 +110,8 @@ class Came(Stepper[CameOptions]):
         """How the next call is to run, with a workspace for that many threads."""
         how = run()
         if how.threads > self.threads:
-            size = loaded().bighorn_came_workspace(self.rows, self.gradients, len(self.rows), how.threads)
+            shards = self.shards.table if any(bucket.shards for bucket in self.buckets) else None
+            size = loaded().bighorn_came_workspace(self.rows, shards, self.gradients, len(self.rows), how.threads)
             self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
             self.threads = how.threads
         return how
@@ -103,6 +133,7 @@ def make_row(bucket: Bucket[CameOptions], i: int, index: int) -> Row:
         param_type=TYPES[x.dtype],
         state_type=STATE_TYPES[state["exp_avg"].dtype],
         options=index,
+        factored=bucket.options.factor is not None,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, LambOptions, Shard
+from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.cpu.library import address, loaded, run, scratch
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import TYPES, Weights, unsupported, weights
@@ -54,13 +54,6 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
     if reason is None and options.blocks:
         return "LAMB's moments in blocks (float16, int8) are not in the C library"
     return reason
-
-
-def why_not_shard(shard: Shard, options: LambOptions) -> str | None:
-    """Why the library cannot serve a shard of a tensor that it would serve whole, or None."""
-    if options.centre and shard.splits(range(1, len(shard.shape))):
-        return "gradients that are cut up along the dims over which they are centred are not in the C library"
-    return None
 
 
 class Lamb(Stepper[LambOptions]):

@@ -69,9 +69,9 @@ def declare(library: ctypes.CDLL) -> None:
         ctypes.c_int,
         address,
     ]
-    library.bighorn_came_workspace.argtypes = [address, address, count, ctypes.c_int]
+    library.bighorn_came_workspace.argtypes = [address, address, address, count, ctypes.c_int]
     library.bighorn_came_workspace.restype = count
-    library.bighorn_came_step.argtypes = [run, *[address] * 6, count, number, address]
+    library.bighorn_came_step.argtypes = [run, *[address] * 7, count, number, ctypes.c_int, address]
 
 
 def openmp() -> tuple[int, int, int] | None:

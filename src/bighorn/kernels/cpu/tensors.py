@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for
@@ -33,6 +33,13 @@ def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None
         return f"its dtype is {param.dtype}"
     if options.centre and param.numel() > LONGEST_FAN * param.shape[0]:
         return f"gradient centralisation over more than {LONGEST_FAN} elements is not in the C library"
+    return None
+
+
+def unsupported_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+    """Why no algorithm of the library can serve a shard of a tensor that it would serve whole, or None."""
+    if options.centre and shard.splits(range(1, len(shard.shape))):
+        return "gradients that are cut up along the dims over which they are centred are not in the C library"
     return None
 
 

@@ -17,7 +17,7 @@ enum { LEAST_ROWS = 128, LEAST_ELEMENTS = 8192 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static Grid grid_of(const CameRow *row) {
+static Grid grid_of(const CameRow *row, const CameShard *shard) {
     Grid g = {row->matrices, row->height, row->width, .per_tile = 1, .blocks = 1, .strips = 1};
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
@@ -30,24 +30,23 @@ static Grid grid_of(const CameRow *row) {
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;
     g.pieces = (g.width + COLUMNS - 1) / COLUMNS;
-    g.read_once = !g.whole && g.strips == 1 && g.width >= NARROW;
+    g.read_once = !g.whole && g.strips == 1 && g.width >= NARROW && !(shard && shard->split_across);
     return g;
 }
 
-/* In doubles: sums of tiles, twice of blocks, of rows and of columns, one after the other. */
+/* In doubles: sums of tiles, of rows and twice of columns, and what a shard needs more, one after the other. */
 typedef struct {
-    int64_t square_sums, residual_sums, row_sums, col_sums, ratio_sums, end;
+    int64_t row_sums, col_sums, ratio_sums, means, ratios, end;
 } Places;
 
-static Places places_in(const Grid *g) {
-    const int64_t blocks = g->whole ? 0 : g->matrices * g->blocks;
+static Places places_in(const Grid *g, const CameShard *shard) {
     const int64_t columns = g->blocks > 1 ? (g->blocks * g->matrices * g->width + 1) / 2 : 0;
-    Places p = {.square_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
-    p.residual_sums = p.square_sums + blocks;
-    p.row_sums = p.residual_sums + blocks;
+    Places p = {.row_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
     p.col_sums = p.row_sums + (g->strips > 1 ? (g->strips * g->matrices * g->height + 1) / 2 : 0);
     p.ratio_sums = p.col_sums + columns;
-    p.end = p.ratio_sums + (g->read_once ? columns : 0);
+    p.means = p.ratio_sums + (g->read_once ? columns : 0);
+    p.ratios = p.means + (is_split(shard) ? g->matrices : 0);
+    p.end = p.ratios + (is_split(shard) ? (g->matrices * larger(g->height, g->width) + 1) / 2 : 0);
     return p;
 }
 
@@ -56,11 +55,14 @@ typedef struct {
     int64_t shared, own;
 } Needs;
 
-static Needs needs_of(const CameRow *rows, const Gradient *gradients, int64_t count) {
+static const CameShard *shard_of(const CameShard *shards, int64_t index) { return shards ? &shards[index] : NULL; }
+
+static Needs needs_of(const CameRow *rows, const CameShard *shards, const Gradient *gradients, int64_t count) {
     Needs needs = {0, 0};
     for (int64_t i = 0; i < count; i++) {
-        Grid grid = grid_of(&rows[i]);
-        int64_t need = places_in(&grid).end;
+        const CameShard *shard = shard_of(shards, i);
+        Grid grid = grid_of(&rows[i], shard);
+        int64_t need = places_in(&grid, shard).end;
         needs.shared = larger(needs.shared, need);
         if (gradients[i].size <= LARGE) needs.own = larger(needs.own, need);
     }
@@ -68,8 +70,9 @@ static Needs needs_of(const CameRow *rows, const Gradient *gradients, int64_t co
 }
 
 /* How many doubles of workspace a step needs with so many threads. */
-EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const Gradient *gradients, int64_t count, int threads) {
-    Needs needs = needs_of(rows, gradients, count);
+EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
+                                      int64_t count, int threads) {
+    Needs needs = needs_of(rows, shards, gradients, count);
     return needs.shared + (threads > 1 ? threads * needs.own : 0);
 }
 
@@ -79,132 +82,285 @@ typedef struct {
     const CameLoops *loops;
     const CameOptions *options;
     const CameRow *rows;
+    const CameShard *shards; /* NULL: all rows are whole */
     const Gradient *gradients;
     void *const *grads;
     const double *beta2s;
     const int64_t *order; /* rows, largest first */
     int64_t rows_count;
     double grad_scale;
+    int round; /* of the shards' sums: what comes before it is done, or after the last */
     double *workspace;
     Needs needs;
     atomic_llong next; /* small rows are handed out in order */
     Barrier barrier;
 } Step;
 
-static Job make_job(const Step *s, int64_t index, double *workspace) {
+/* What falls to one thread of a tensor's step. */
+typedef struct {
+    const CameLoops *loops;
+    const CameOptions *options;
+    Job job;
+    int64_t first, last; /* tiles */
+    double size;         /* of the whole tensor */
+    Barrier *barrier;
+    int thread, team;
+    Columns columns; /* not cleared, which would take longer than a small tensor's step */
+} Work;
+
+/* The average of lines of `count` elements, of which `here` are in this shard. */
+static Lines lines_of(float *values, double beta, double eps, int leads, int64_t here, int64_t count) {
+    const double scale = (1 - beta) / (double)count;
+    return (Lines){values, leads ? beta : 0, scale, scale * (double)here * eps};
+}
+
+static Average average_of(const CameRow *row, const CameShard *h, float *rows, float *columns, double beta, double eps,
+                          const double *means) {
+    return (Average){
+        lines_of(rows, beta, eps, !h || h->leads_across, row->width, h ? h->width : row->width),
+        lines_of(columns, beta, eps, !h || h->leads_down, row->height, h ? h->height : row->height),
+        is_split(h) ? means : NULL,
+    };
+}
+
+static void begin_work(Work *w, Step *s, int64_t index, double *workspace, int thread, int team) {
     const CameRow *row = &s->rows[index];
+    const CameShard *shard = shard_of(s->shards, index);
     const CameOptions *o = &s->options[row->options];
-    Grid grid = grid_of(row);
-    Places p = places_in(&grid);
-    return (Job){
+    const Grid grid = grid_of(row, shard);
+    const Places p = places_in(&grid, shard);
+    const int down = shard && shard->split_down, across = shard && shard->split_across;
+    double *means = workspace + p.means;
+    float *ratios = (float *)(workspace + p.ratios);
+    w->loops = s->loops;
+    w->options = o;
+    w->job = (Job){
         .row = row,
+        .shard = shard,
         .gradient = &s->gradients[index],
         .grad = s->grads[index],
         .grid = grid,
         .grad_scale = (float)(o->maximize ? -s->grad_scale : s->grad_scale),
         .beta1 = (float)o->beta1,
         .beta1_rest = (float)(1 - o->beta1),
-        .square = {row->sq_row, row->sq_col, s->beta2s[index], o->eps1, workspace + p.square_sums},
-        .residual = {row->res_row, row->res_col, o->beta3, o->eps2, workspace + p.residual_sums},
+        .beta2 = s->beta2s[index],
+        .eps1 = o->eps1,
+        .square = average_of(row, shard, row->sq_row, row->sq_col, s->beta2s[index], o->eps1, means),
+        .residual = average_of(row, shard, row->res_row, row->res_col, o->beta3, o->eps2, means),
+        .known = {{.values = across ? NULL : row->sq_row}, {.values = down ? NULL : row->sq_col}, NULL},
+        .ratio = {{.values = across ? ratios : NULL, .scale = 1}, {.values = down ? ratios : NULL, .scale = 1}, NULL},
         .tile_sums = workspace,
+        .means = means,
         .row_sums = (float *)(workspace + p.row_sums),
         .col_sums = (float *)(workspace + p.col_sums),
         .ratio_sums = (float *)(workspace + p.ratio_sums),
     };
+    w->first = share(grid.tiles, thread, team);
+    w->last = share(grid.tiles, thread + 1, team);
+    w->size = shard ? (double)shard->matrices * (double)shard->height * (double)shard->width
+                    : (double)w->job.gradient->size;
+    w->barrier = &s->barrier;
+    w->thread = thread;
+    w->team = team;
+    w->columns.matrix = -1;
 }
 
-static double total(const double *sums, int64_t count) {
+static void wait(const Work *w) { wait_for_all(w->barrier, w->team); }
+
+/* The sum of what all threads have put, once they have. */
+static double total(const Work *w, int64_t count) {
     double sum = 0;
-    for (int64_t i = 0; i < count; i++) sum += sums[i];
+    wait(w);
+    for (int64_t i = 0; i < count; i++) sum += w->job.tile_sums[i];
     return sum;
 }
 
-static double rms(const Job *job, int64_t count) {
-    return sqrt(total(job->tile_sums, count) / (double)job->gradient->size);
-}
-
 /* Averages of the lines that no tile saw whole. */
-static void finish(const CameLoops *loops, const Job *job, const Average *average, int thread, int team) {
+static void finish(const Work *w, const Average *average) {
+    const Job *job = &w->job;
     const Grid *g = &job->grid;
     const int64_t blocks = g->matrices * g->blocks, pieces = g->matrices * g->pieces;
+    wait(w);
     if (g->strips > 1)
-        for (int64_t i = share(blocks, thread, team); i < share(blocks, thread + 1, team); i++)
-            loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
+        for (int64_t i = share(blocks, w->thread, w->team); i < share(blocks, w->thread + 1, w->team); i++)
+            w->loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
     if (g->blocks > 1)
-        for (int64_t i = share(pieces, thread, team); i < share(pieces, thread + 1, team); i++)
-            job->tile_sums[i] = loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
+        for (int64_t i = share(pieces, w->thread, w->team); i < share(pieces, w->thread + 1, w->team); i++)
+            job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
+}
+
+/* The sum of x^2, where it is asked for. */
+static double param_square_sum(Work *w) {
+    if (!w->options->scale_parameter) return 0;
+    for (int64_t tile = w->first; tile < w->last; tile++)
+        w->job.tile_sums[tile] = w->loops->param_square_sum(&w->job, tile);
+    double sum = total(w, w->job.grid.tiles);
+    wait(w);
+    return sum;
+}
+
+static double update_square_sum(Work *w) {
+    for (int64_t tile = w->last; tile-- > w->first;)
+        w->job.tile_sums[tile] = w->loops->update_square_sum(&w->job, tile, &w->columns);
+    return total(w, w->job.grid.tiles);
+}
+
+/* The second moment; returns the sum of u^2, which of a shard that is split is not known yet. */
+static double second_moment(Work *w) {
+    const CameLoops *loops = w->loops;
+    const Job *job = &w->job;
+    const Grid *g = &job->grid;
+    const int split = is_split(job->shard);
+    if (!job->row->factored) {
+        for (int64_t tile = w->first; tile < w->last; tile++) job->tile_sums[tile] = loops->second_moment(job, tile);
+        return total(w, g->tiles);
+    }
+    for (int64_t tile = w->first; tile < w->last; tile++) {
+        job->tile_sums[tile] = loops->squares(job, tile);
+        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(job, tile, &w->columns);
+    }
+    finish(w, &job->square);
+    if (!split && !g->whole && !g->read_once) {
+        wait(w);
+        return update_square_sum(w);
+    }
+    if (split && !is_split_both_ways(job->shard) && !g->read_once) {
+        wait(w);
+        for (int64_t tile = w->last; tile-- > w->first;) loops->ratios(job, tile, &w->columns);
+        finish(w, &job->ratio);
+    }
+    return total(w, g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles);
+}
+
+/* What u is multiplied with, from the sum of its squares. */
+static double clip_factor(const Work *w, double update_sum) { /* CAME-clip */
+    double rms = sqrt(update_sum / w->size), excess = rms / w->options->clip_threshold;
+    if (excess < 1) excess = 1;
+    if (w->thread == 0) w->job.row->norms[0] = (float)rms, w->job.row->norms[1] = (float)(1 / excess);
+    return 1 / excess;
+}
+
+static double learning_rate(const Work *w, double param_sum) {
+    const CameOptions *o = w->options;
+    if (!o->scale_parameter) return o->lr;
+    double rms = sqrt(param_sum / w->size);
+    return o->lr * (rms < o->scale_eps ? o->scale_eps : rms);
+}
+
+/* Of the residual's averages, for their start at 0. */
+static double correction(const Work *w) {
+    const CameOptions *o = w->options;
+    return o->bias_correction ? sqrt(1 - power(o->beta3, (int64_t)*w->job.row->step + 1)) : 1;
+}
+
+/* m and the residual's averages; where the second moment is not factored, m and x. */
+static void momentum(Work *w, SquareSums sums) {
+    const CameLoops *loops = w->loops;
+    const Job *job = &w->job;
+    const CameRow *row = job->row;
+    const float clip = (float)clip_factor(w, sums.update);
+    if (!row->factored) {
+        const double lr = learning_rate(w, sums.param);
+        for (int64_t tile = w->first; tile < w->last; tile++)
+            loops->momentum_and_apply(job, tile, clip, (float)lr, (float)(1 - lr * w->options->weight_decay));
+        if (w->thread == 0) row->norms[2] = 1;
+        return;
+    }
+    const int apart = row->state_type == INT8 && row->inner != row->width && job->gradient->size > 0;
+    if (apart) {
+        int64_t blocks = job->gradient->size / row->inner * blocks_in_row(row->inner);
+        loops->momentum_apart(job, clip, share(blocks, w->thread, w->team), share(blocks, w->thread + 1, w->team));
+        wait(w);
+    }
+    for (int64_t tile = w->last; tile-- > w->first;) loops->momentum(job, tile, clip, apart, &w->columns);
+    finish(w, &job->residual);
+    wait(w);
+    w->columns.matrix = -1;
+}
+
+/* The sum of the confidence, before it is corrected. */
+static double confidence(Work *w) {
+    for (int64_t tile = w->first; tile < w->last; tile++)
+        w->job.tile_sums[tile] = w->loops->confidence(&w->job, tile, &w->columns);
+    return total(w, w->job.grid.tiles);
+}
+
+/* x; returns the sum of the confidence. */
+static double apply(Work *w, double param_sum) {
+    const double lr = learning_rate(w, param_sum);
+    const float step = (float)(lr * correction(w)), decay = (float)(1 - lr * w->options->weight_decay);
+    for (int64_t tile = w->first; tile < w->last; tile++)
+        w->job.tile_sums[tile] = w->loops->apply(&w->job, tile, step, decay, &w->columns);
+    return total(w, w->job.grid.tiles);
+}
+
+static void put_confidence(const Work *w, double sum) {
+    if (w->thread == 0) w->job.row->norms[2] = (float)(correction(w) * sum / w->size);
+}
+
+static void step_whole(Work *w) {
+    SquareSums sums = {.param = param_square_sum(w)};
+    sums.update = second_moment(w);
+    momentum(w, sums);
+    if (w->job.row->factored) put_confidence(w, apply(w, sums.param));
+}
+
+static void take_together(const Work *w, const Average *average, const Sent *from) {
+    if (w->thread == 0 && is_split(w->job.shard)) take(&w->job, average, from);
+    wait(w);
+}
+
+/* What a shard's step does before a round of sums, or after the last. */
+static void step_shard(Work *w, int round) {
+    const Job *job = &w->job;
+    const int both_ways = is_split_both_ways(job->shard), factored = job->row->factored, gives = w->thread == 0;
+    const Sent squares = squares_sent(job), residuals = residuals_sent(job);
+    SquareSums sums;
+    switch (round > 0 && !both_ways ? round + 1 : round) {
+        case 0:
+            sums.update = second_moment(w);
+            sums.param = both_ways ? 0 : param_square_sum(w);
+            if (gives) give(job, &job->square, &job->ratio, &squares);
+            if (gives && !both_ways) give_square_sums(&squares, sums);
+            break;
+        case 1: /* split both ways, where no sums of lines tell the size of u */
+            take_together(w, &job->square, &squares);
+            sums.update = update_square_sum(w);
+            sums.param = param_square_sum(w);
+            if (gives) give_square_sums(&squares, sums);
+            break;
+        case 2: {
+            take_together(w, &job->square, &squares);
+            momentum(w, arrived_square_sums(job, &squares));
+            if (!factored) break;
+            double here = residuals.confidence ? confidence(w) : 0;
+            if (gives) give(job, &job->residual, NULL, &residuals);
+            if (gives && residuals.confidence) *residuals.confidence = here;
+            break;
+        }
+        case 3:
+            if (!factored) break;
+            take_together(w, &job->residual, &residuals);
+            apply(w, *squares.param);
+            put_confidence(w, arrived_confidence(job, &residuals));
+            break;
+        default: /* others are split both ways */
+            break;
+    }
 }
 
 /* All of a tensor by one thread, or a thread's share of it. */
 static void step_row(Step *s, int64_t index, double *workspace, int thread, int team) {
-    const CameLoops *loops = s->loops;
-    const Job job = make_job(s, index, workspace);
-    const CameOptions *o = &s->options[job.row->options];
-    float *norms = job.row->norms;
-    if (job.gradient->size == 0) {
+    Work w;
+    begin_work(&w, s, index, workspace, thread, team);
+    if (w.size == 0) {
+        float *norms = s->rows[index].norms;
         if (thread == 0) norms[0] = 0, norms[1] = norms[2] = 1;
         return;
     }
-    const int factored = !job.row->exp_avg_sq;
-    const Grid *g = &job.grid;
-    const int64_t first = share(g->tiles, thread, team), last = share(g->tiles, thread + 1, team);
-    const int64_t sums = g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles; /* of u^2 */
-    Columns columns; /* not cleared, which would take longer than a small tensor's step */
-    columns.matrix = -1;
-
-    double lr = o->lr;
-    if (o->scale_parameter) {
-        for (int64_t tile = first; tile < last; tile++) job.tile_sums[tile] = loops->param_square_sum(&job, tile);
-        wait_for_all(&s->barrier, team);
-        double size = rms(&job, job.grid.tiles);
-        lr *= size < o->scale_eps ? o->scale_eps : size;
-        wait_for_all(&s->barrier, team);
-    }
-
-    if (factored) {
-        for (int64_t tile = first; tile < last; tile++) {
-            job.tile_sums[tile] = loops->squares(&job, tile);
-            if (g->whole) job.tile_sums[tile] = loops->update_square_sum(&job, tile, &columns);
-        }
-        wait_for_all(&s->barrier, team);
-        finish(loops, &job, &job.square, thread, team);
-        if (!g->whole && !g->read_once) {
-            wait_for_all(&s->barrier, team);
-            for (int64_t tile = last; tile-- > first;)
-                job.tile_sums[tile] = loops->update_square_sum(&job, tile, &columns);
-        }
-    } else {
-        for (int64_t tile = first; tile < last; tile++) job.tile_sums[tile] = loops->second_moment(&job, tile);
-    }
-    wait_for_all(&s->barrier, team);
-    double rms_u = rms(&job, factored ? sums : g->tiles), excess = rms_u / o->clip_threshold;
-    if (excess < 1) excess = 1; /* CAME-clip */
-    float clip = (float)(1 / excess), decay = (float)(1 - lr * o->weight_decay);
-    double confidence = 1;
-
-    if (factored) {
-        const int apart = job.row->state_type == INT8 && job.row->inner != job.row->width;
-        if (apart) {
-            int64_t blocks = job.gradient->size / job.row->inner * blocks_in_row(job.row->inner);
-            loops->momentum_apart(&job, clip, share(blocks, thread, team), share(blocks, thread + 1, team));
-            wait_for_all(&s->barrier, team);
-        }
-        for (int64_t tile = last; tile-- > first;) loops->momentum(&job, tile, clip, apart, &columns);
-        wait_for_all(&s->barrier, team);
-        finish(loops, &job, &job.residual, thread, team);
-        wait_for_all(&s->barrier, team);
-        double correction = o->bias_correction ? sqrt(1 - power(o->beta3, (int64_t)*job.row->step + 1)) : 1;
-        columns.matrix = -1;
-        for (int64_t tile = first; tile < last; tile++)
-            job.tile_sums[tile] = loops->apply(&job, tile, (float)(lr * correction), decay, &columns);
-        wait_for_all(&s->barrier, team);
-        confidence = correction * total(job.tile_sums, g->tiles) / (double)job.gradient->size;
-    } else {
-        for (int64_t tile = first; tile < last; tile++)
-            loops->momentum_and_apply(&job, tile, clip, (float)lr, decay);
-    }
-    if (thread == 0) norms[0] = (float)rms_u, norms[1] = (float)(1 / excess), norms[2] = (float)confidence;
-    wait_for_all(&s->barrier, team); /* the workspace is free again */
+    if (s->shards) step_shard(&w, s->round);
+    else step_whole(&w);
+    wait(&w); /* the workspace is free again */
 }
 
 /* ---- all tensors ----------------------------------------------------------------------------------------- */
@@ -223,11 +379,13 @@ static void step_body(int thread, int team, void *data) {
 }
 
 /* One CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on its
- * count of steps. Nothing is allocated here, so nothing can fail. */
-EXPORT void bighorn_came_step(const Run *run, const CameOptions *options, const CameRow *rows,
+ * count of steps. Where `shards` is given: what comes before a round of their sums (0 is the first), or after the last.
+ * Nothing is allocated here, so nothing can fail. */
+EXPORT void bighorn_came_step(const Run *run, const CameOptions *options, const CameRow *rows, const CameShard *shards,
                               const Gradient *gradients, void *const *grads, const double *beta2s,
-                              const int64_t *order, int64_t rows_count, double grad_scale, double *workspace) {
-    Step s = {came_loops_for(run->isa), options, rows, gradients, grads, beta2s, order, rows_count, grad_scale,
-              workspace, needs_of(rows, gradients, rows_count), 0, {0, 0, 0}};
+                              const int64_t *order, int64_t rows_count, double grad_scale, int round,
+                              double *workspace) {
+    Step s = {came_loops_for(run->isa), options, rows, shards, gradients, grads, beta2s, order, rows_count, grad_scale,
+              round, workspace, needs_of(rows, shards, gradients, rows_count), 0, {0, 0, 0}};
     run_parallel(run, step_body, &s);
 }

@@ -1,6 +1,6 @@
-/* The seam between came.c (schedule, clipping, what is known of whole tensors) and came_loops.c (arithmetic, once per
- * instruction set), and the C ABI that kernels/cpu mirrors with ctypes. Symbols are those of arXiv:2307.02047v2,
- * Algorithm 2. */
+/* The seam between came.c (schedule, clipping, what is known of whole tensors), came_shards.c (what is known of shards)
+ * and came_loops.c (arithmetic, once per instruction set), and the C ABI that kernels/cpu mirrors with ctypes. Symbols
+ * are those of arXiv:2307.02047v2, Algorithm 2. */
 #ifndef BIGHORN_CAME_H
 #define BIGHORN_CAME_H
 
@@ -19,14 +19,23 @@ typedef struct {
 typedef struct {
     void *param, *exp_avg;
     float *exp_avg_scale;          /* of an int8 average */
-    float *exp_avg_sq;             /* NULL where the second moment is factored */
+    float *exp_avg_sq;             /* where the second moment is not factored; else */
     float *sq_row, *sq_col, *res_row, *res_col;
     const float *step;             /* steps taken so far */
     float *norms;                  /* out: RMS of u, its clip factor, mean confidence */
     int64_t matrices, height, width;
     int64_t inner;                 /* elements per index of dim 0: blocks of an int8 average do not cross it */
-    int32_t param_type, state_type, options;
+    int32_t param_type, state_type, options, factored;
 } CameRow;
+
+/* The whole of a tensor of which a row is a shard. */
+typedef struct {
+    int64_t matrices, height, width;
+    const int64_t *matrix_at, *row_at, *col_at; /* where in the whole each one here lies; NULL: in the same order */
+    double *sums[3];                            /* for each round, what all shards add up */
+    int32_t split_down, split_across;           /* other shards have other rows, other columns of the matrices here */
+    int32_t leads_down, leads_across;           /* this one has the first row, the first column */
+} CameShard;
 
 enum {
     NARROW = 32, /* columns: shorter rows go together */
@@ -44,22 +53,31 @@ typedef struct {
     int read_once;  /* the gradient, for its squares and for the size of u */
 } Grid;
 
+/* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
+typedef struct {
+    float *values; /* NULL: not wanted; as a factor, 1 */
+    double old, scale, shift;
+} Lines;
+
 /* A running average of a matrix's row means and column means: average <- beta * average + (1 - beta) * (mean + eps). */
 typedef struct {
-    float *row, *col;
-    double beta, eps;
-    double *block_sums; /* per block of rows: the sum of what its rows' averages have become */
+    Lines row, col;
+    const double *means; /* of each matrix's row averages, where not all of them are here; else NULL */
 } Average;
 
 /* One tensor's step. */
 typedef struct {
     const CameRow *row;
+    const CameShard *shard; /* NULL: it is whole */
     const Gradient *gradient;
     const void *grad;
     Grid grid;
     float grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
+    double beta2, eps1;                  /* of a second moment that is not factored */
     Average square, residual;
+    Average known, ratio; /* of a shard: `square` without the lines that other shards have parts of, and q / known */
     double *tile_sums;
+    double *means;   /* of a shard that is split: what `Average` has there */
     float *row_sums; /* per strip and row; not used where one strip is the whole matrix */
     float *col_sums; /* per block and column; not used where one block is the whole matrix */
     float *ratio_sums; /* the same of q / row, where the gradient is read once */
@@ -73,20 +91,28 @@ typedef struct {
     _Alignas(64) float factor[WIDE]; /* 1 / sqrt(col) */
 } Columns;
 
+/* Roots of the ratios q / row and q / col come multiplied with this: they can be small where the other average is, and
+ * are sqrt(columns / (1 - beta)) at most. */
+#define ROOT_SCALE 0x1p32
+
 typedef struct {
     /* q = g^2 into the averages of rows and columns, or into partial sums where a tile does not see all of a line.
      * Returns the sum of u^2, before clipping, of a tile that is all of a matrix whose gradient is read once. */
     double (*squares)(const Job *job, int64_t tile);
-    /* What `squares` and `momentum` left as partial sums goes into the averages; the columns' part of the sum of u^2,
-     * if the gradient is read once. */
+    /* What `squares`, `ratios` and `momentum` left as partial sums goes into the averages; the columns' part of the sum
+     * of u^2, if the gradient is read once. */
     void (*finish_rows)(const Job *job, const Average *average, int64_t matrix, int64_t block);
     double (*finish_columns)(const Job *job, const Average *average, int64_t matrix, int64_t piece);
+    /* q / known, by another look at the gradient. */
+    void (*ratios)(const Job *job, int64_t tile, Columns *columns);
     /* The sum of u^2, before clipping, by another look at the gradient. */
     double (*update_square_sum)(const Job *job, int64_t tile, Columns *columns);
     /* m, for int8 blocks [first, last) that do not lie in tiles. */
     void (*momentum_apart)(const Job *job, float clip, int64_t first, int64_t last);
     /* m (unless it is done already), and the residuals' averages or partial sums. */
     void (*momentum)(const Job *job, int64_t tile, float clip, int apart, Columns *columns);
+    /* The sum of the confidence. */
+    double (*confidence)(const Job *job, int64_t tile, Columns *columns);
     /* x; returns the sum of the confidence. */
     double (*apply)(const Job *job, int64_t tile, float step, float decay, Columns *columns);
     /* The unfactored second moment; returns the sum of u^2. Then m and x. */
@@ -94,5 +120,40 @@ typedef struct {
     void (*momentum_and_apply)(const Job *job, int64_t tile, float clip, float step, float decay);
     double (*param_square_sum)(const Job *job, int64_t tile);
 } CameLoops;
+
+/* ---- came_shards.c --------------------------------------------------------------------------------------- */
+
+/* How a shard is split: other shards have other rows or columns of its matrices. */
+static inline int is_split(const CameShard *shard) { return shard && (shard->split_down || shard->split_across); }
+static inline int is_split_both_ways(const CameShard *shard) {
+    return shard && shard->split_down && shard->split_across;
+}
+
+/* Where what all shards add up lies in the sums of the rounds; NULL where it is not sent. */
+typedef struct {
+    double *inner;     /* split one way: ratios, added up along the split, or a matrix's sum of 1 / sqrt(average) */
+    double *row, *col; /* averages of the lines that are split */
+    double *total;     /* split one way: a matrix's sum of the averages that are not */
+    double *update, *param, *confidence; /* the sums of u^2, of x^2, and of the confidence */
+} Sent;
+
+Sent squares_sent(const Job *job);
+Sent residuals_sent(const Job *job);
+
+/* Over all elements: of u^2 before clipping, and of x^2. */
+typedef struct {
+    double update, param;
+} SquareSums;
+
+/* This shard's part of an average, with its ratios if there are any. */
+void give(const Job *job, const Average *average, const Average *ratio, const Sent *to);
+void give_square_sums(const Sent *to, SquareSums sums);
+
+/* An average that has arrived: its lines and, into `job->means`, the means of its rows. */
+void take(const Job *job, const Average *average, const Sent *from);
+
+/* Of the whole tensor, from what has arrived. */
+SquareSums arrived_square_sums(const Job *job, const Sent *from);
+double arrived_confidence(const Job *job, const Sent *from);
 
 #endif

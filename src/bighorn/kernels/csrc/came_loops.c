@@ -108,30 +108,27 @@ static void write_m(const CameRow *row, int64_t start, int n, float *buffer) {
 
 /* ---- averages -------------------------------------------------------------------------------------------- */
 
-/* The averages of n lines with `count` elements each; returns the sum of what they become. */
-static double put_average(const Average *a, float *restrict lines, int n, const double *restrict sums, double count) {
-    const double beta = a->beta, scale = (1 - beta) / count, shift = (1 - beta) * a->eps;
-    double total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < n; i++) {
-        float value = (float)(beta * lines[i] + (scale * sums[i] + shift)); /* CAME-row, CAME-col, CAME-res */
-        lines[i] = value;
-        total += value;
-    }
-    return total;
+/* What becomes of `n` lines from `first` on. */
+static void put_lines(const Lines *lines, int64_t first, int n, const double *restrict sums) {
+    if (!lines->values) return;
+    const double old = lines->old, scale = lines->scale, shift = lines->shift;
+    float *restrict values = lines->values + first;
+#pragma omp simd
+    for (int i = 0; i < n; i++) /* CAME-row, CAME-col, CAME-res */
+        values[i] = (float)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
 }
 
-/* The mean of a matrix's row averages, once all its blocks are done. */
+/* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
 static double row_mean(const Job *job, const Average *average, int64_t matrix) {
-    const Grid *g = &job->grid;
+    const int64_t height = job->grid.height;
+    const float *row = average->row.values;
+    if (!row || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
+    if (average->means) return average->means[matrix];
     double sum = 0;
-    for (int64_t b = 0; b < g->blocks; b++) sum += average->block_sums[matrix * g->blocks + b];
-    return sum / (double)g->height;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = matrix * height; i < (matrix + 1) * height; i++) sum += row[i];
+    return sum / (double)height;
 }
-
-/* The sum of u^2 is mean(row) sum_j (sum_i q_ij / row_i) / col_j. Roots of the ratios are scaled, since they can be
- * small where col_j is, and are sqrt(columns / (1 - beta)) at most. */
-static const float RATIO_SCALE = 0x1p32f;
 
 /* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
 typedef struct {
@@ -141,14 +138,13 @@ typedef struct {
     int lines;
 } Sums;
 
-static void begin(const Job *job, const Average *average, const Tile *t, Sums *s) {
+static void begin(const Job *job, const Tile *t, Sums *s) {
     const Grid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
     memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE : t->columns) * sizeof(float));
     memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(float));
     if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
-    if (!g->whole && g->strips == 1) average->block_sums[t->matrix * g->blocks + t->block] = 0;
 }
 
 /* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
@@ -156,8 +152,7 @@ static void put_rows(const Job *job, const Average *average, const Tile *t, Sums
     const Grid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
     if (g->strips == 1) {
-        double sum = put_average(average, average->row + first, s->lines, s->rows, (double)g->width);
-        if (!g->whole) average->block_sums[t->matrix * g->blocks + t->block] += sum;
+        put_lines(&average->row, first, s->lines, s->rows);
     } else {
         float *out = job->row_sums + t->strip * g->matrices * g->height + first;
         for (int i = 0; i < s->lines; i++) out[i] = (float)s->rows[i];
@@ -172,17 +167,21 @@ static void put_rows(const Job *job, const Average *average, const Tile *t, Sums
 static double put_columns(const Job *job, const Average *average, int64_t matrix, int64_t first, int n, int64_t blocks,
                           int64_t stride, const float *elements, const float *ratios) {
     const Grid *g = &job->grid;
-    float *restrict col = average->col + matrix * g->width + first;
     double sums[COLUMNS] = {0}, sums_of_ratios[COLUMNS] = {0}, total = 0;
     for (int64_t block = 0; block < blocks; block++)
         for (int i = 0; i < n; i++) sums[i] += elements[block * stride + i];
-    put_average(average, col, n, sums, (double)g->height);
+    put_lines(&average->col, matrix * g->width + first, n, sums);
     if (!g->read_once || average != &job->square) return 0;
     for (int64_t block = 0; block < blocks; block++)
         for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[block * stride + i];
+    if (is_split(job->shard)) {
+        put_lines(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
+        return 0;
+    }
+    const float *restrict col = average->col.values + matrix * g->width + first;
 #pragma omp simd reduction(+ : total)
     for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
-    return total * row_mean(job, average, matrix) / (RATIO_SCALE * RATIO_SCALE);
+    return total * row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
 }
 
 /* Sums of rows and columns of `matrices` of height x width, one after the other. */
@@ -254,7 +253,7 @@ static double end(const Job *job, const Average *average, const Tile *t, Sums *s
         const int n = (int)(t->matrices * t->columns);
         const int64_t first = t->matrix * g->width + t->column;
         if (g->blocks == 1) {
-            put_average(average, average->col + first, n, s->columns, (double)g->height);
+            put_lines(&average->col, first, n, s->columns);
         } else {
             float *out = job->col_sums + t->block * g->matrices * g->width + first;
             for (int i = 0; i < n; i++) out[i] = (float)s->columns[i];
@@ -275,16 +274,15 @@ static double end(const Job *job, const Average *average, const Tile *t, Sums *s
 static void finish_rows(const Job *job, const Average *average, int64_t matrix, int64_t block) {
     const Grid *g = &job->grid;
     const int64_t from = share(g->height, block, g->blocks), to = share(g->height, block + 1, g->blocks);
-    double sums[PIECE], total = 0;
+    double sums[PIECE];
     for (int64_t row = from; row < to; row += PIECE) {
         int n = (int)(to - row < PIECE ? to - row : PIECE);
         int64_t first = matrix * g->height + row;
         for (int i = 0; i < n; i++) sums[i] = 0;
         for (int64_t strip = 0; strip < g->strips; strip++)
             for (int i = 0; i < n; i++) sums[i] += job->row_sums[strip * g->matrices * g->height + first + i];
-        total += put_average(average, average->row + first, n, sums, (double)g->width);
+        put_lines(&average->row, first, n, sums);
     }
-    average->block_sums[matrix * g->blocks + block] = total;
 }
 
 static double finish_columns(const Job *job, const Average *average, int64_t matrix, int64_t piece) {
@@ -298,9 +296,15 @@ static double finish_columns(const Job *job, const Average *average, int64_t mat
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
 /* The factor of a row: sqrt(mean(row) / row), in double, since a row of zeros beside large ones is a ratio of 1e42. */
-static inline float row_factor(double mean, float row) { return (float)sqrt(mean / row); }
+static inline float row_factor(double mean, const float *rows, int64_t i) {
+    return (float)sqrt(rows ? mean / rows[i] : mean);
+}
 
 static inline float column_factor(float col) { return 1 / sqrtf(col); }
+
+static void column_factors(const float *restrict columns, int64_t first, int n, float *restrict out) {
+    for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
+}
 
 static void set_columns(const Job *job, const Average *average, const Tile *t, Columns *columns) {
     const Grid *g = &job->grid;
@@ -308,14 +312,10 @@ static void set_columns(const Job *job, const Average *average, const Tile *t, C
     if (columns->matrix != t->matrix) columns->row_mean = row_mean(job, average, t->matrix);
     columns->matrix = t->matrix;
     columns->strip = t->strip;
-    const float *restrict col = average->col + t->matrix * g->width + t->column;
-    float *restrict factor = columns->factor;
+    column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < t->columns; i++) {
-        factor[i] = column_factor(col[i]);
-        sum += factor[i];
-    }
+    for (int i = 0; i < t->columns; i++) sum += columns->factor[i];
     columns->sum = sum;
 }
 
@@ -330,22 +330,25 @@ typedef struct {
 static void set_factors(const Job *job, const Average *average, const Tile *t, const Span *span,
                         const Columns *columns, Factors *f) {
     const Grid *g = &job->grid;
-    const float *restrict row = average->row + t->matrix * g->height + t->row + span->row;
+    const float *rows = average->row.values;
+    const int64_t first = t->matrix * g->height + t->row + span->row;
     if (!is_narrow(g)) {
         f->c = columns->factor + span->column, f->sum = span->column == 0 ? columns->sum : 0;
-        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, row[k * span->apart]);
+        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, rows, first + k * span->apart);
         return;
     }
     float r[PIECE], c[PIECE];
     if (!g->whole) {
-        for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->row_mean, row[i]);
+        for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->row_mean, rows, first + i);
         FOR_SHAPE(expand, 1, span->lines, g->width, r, columns->factor, f->buffer);
     } else {
-        const float *restrict col = average->col + t->matrix * g->width;
         double means[PIECE];
-        for (int i = 0; i < t->matrices * g->width; i++) c[i] = column_factor(col[i]);
-        FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, row, means);
-        for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], row[i]);
+        column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
+        if (is_split(job->shard))
+            for (int i = 0; i < span->lines; i++) means[i] = row_mean(job, average, t->matrix + i / g->height);
+        else
+            FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, means);
+        for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], rows, first + i);
         FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     }
     float sum = 0;
@@ -416,9 +419,9 @@ static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const
 
 /* q / row of the same part, which the second-level cache still holds. */
 static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *sums) {
-    const float *row = job->square.row + part->matrix * job->grid.height + part->row;
+    const float *row = job->square.row.values + part->matrix * job->grid.height + part->row;
     float factors[PIECE];
-    for (int i = 0; i < part->rows; i++) factors[i] = RATIO_SCALE / sqrtf(row[i]);
+    for (int i = 0; i < part->rows; i++) factors[i] = (float)ROOT_SCALE / sqrtf(row[i]);
     for (Span s = {0}; next_span(&job->grid, part, &s);) {
         const float *g[TOGETHER];
         float r[TOGETHER], *ratios = sums->ratios + s.column;
@@ -437,7 +440,7 @@ static double squares(const Job *job, int64_t index) {
     Buffer buffers[TOGETHER];
     Sums sums;
     start_buffers(buffers, TOGETHER);
-    begin(job, &job->square, &t, &sums);
+    begin(job, &t, &sums);
     if (is_narrow(g)) {
         add_squares(job, &t, buffers, &t, &sums);
         return end(job, &job->square, &t, &sums);
@@ -475,6 +478,31 @@ static double update_square_sum(const Job *job, int64_t index, Columns *columns)
         total += sum;
     }
     return total;
+}
+
+/* q / known: the size of u without what other shards know. */
+static void ratios(const Job *job, int64_t index, Columns *columns) {
+    const Tile t = tile_at(&job->grid, index);
+    Buffer buffer;
+    Factors f;
+    Sums sums;
+    start_buffers(&buffer, 1);
+    set_columns(job, &job->known, &t, columns);
+    begin(job, &t, &sums);
+    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+        const float *g = grad_at(job, s.start, s.n, &buffer);
+        float roots[PIECE], row_sum;
+        const float *const spans[] = {roots};
+        set_factors(job, &job->known, &t, &s, columns, &f);
+        for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
+        square_loop(1, s.n, spans, sums.elements + s.column, &row_sum);
+        put_span(job, &job->ratio, &t, &s, &row_sum, &sums);
+    }
+    if (!is_narrow(&job->grid)) {
+        sums.lines = (int)t.rows;
+        put_rows(job, &job->ratio, &t, &sums);
+    }
+    end(job, &job->ratio, &t, &sums);
 }
 
 /* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
@@ -535,7 +563,7 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
     Factors f;
     start_buffers(buffers, TOGETHER);
     set_columns(job, &job->square, &t, columns);
-    begin(job, &job->residual, &t, &sums);
+    begin(job, &t, &sums);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
         const float *g[TOGETHER];
         float *m[TOGETHER], row_sums[TOGETHER], *elements = sums.elements + s.column;
@@ -578,12 +606,9 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
         read_m(row, start, n, m);
         for (int i = 0; i < n;) {
             const int64_t line = (start + i) / width, matrix = line / height;
-            if (matrix != known) {
-                mean = 0;
-                for (int64_t k = 0; k < height; k++) mean += average->row[matrix * height + k];
-                mean /= (double)height, known = matrix;
-            }
-            const float *col = average->col + matrix * width, r = row_factor(mean, average->row[line]) * clip;
+            if (matrix != known) mean = row_mean(job, average, matrix), known = matrix;
+            const float *col = average->col.values + matrix * width;
+            const float r = row_factor(mean, average->row.values, line) * clip;
             for (int64_t j = (start + i) % width; j < width && i < n; i++, j++)
                 m[i] = averaged(job, m[i], update_of(g[i], r, column_factor(col[j])));
         }
@@ -611,12 +636,24 @@ LOOP apply_loop(const int count, int n, float *const *x, const float *const *m, 
     }
 }
 
+static double confidence(const Job *job, int64_t index, Columns *columns) {
+    const Tile t = tile_at(&job->grid, index);
+    Factors f;
+    double total = 0;
+    set_columns(job, &job->residual, &t, columns);
+    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
+        set_factors(job, &job->residual, &t, &s, columns, &f);
+        for (int k = 0; k < s.count; k++) total += f.r[k] * f.sum;
+    }
+    return total;
+}
+
 static double apply(const Job *job, int64_t index, float step, float decay, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
     float x_buffers[TOGETHER][PIECE], m_buffers[TOGETHER][PIECE];
     Factors f;
-    double confidence = 0;
+    double total = 0;
     set_columns(job, &job->residual, &t, columns);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
         float *x[TOGETHER], r[TOGETHER];
@@ -627,22 +664,21 @@ static double apply(const Job *job, int64_t index, float step, float decay, Colu
             x[k] = widen(row->param, row->param_type, start, s.n, x_buffers[k]);
             m[k] = read_m(row, start, s.n, m_buffers[k]);
             r[k] = f.r[k] * step;
-            confidence += f.r[k] * f.sum;
+            total += f.r[k] * f.sum;
         }
         if (s.count == 1) apply_loop(1, s.n, x, m, r, f.c, decay);
         else apply_loop(TOGETHER, s.n, x, m, r, f.c, decay);
         for (int k = 0; k < s.count; k++)
             narrow(x[k], s.n, row->param, row->param_type, start_of(&job->grid, &s, k));
     }
-    return confidence;
+    return total;
 }
 
 /* ---- tensors that are not factored ----------------------------------------------------------------------- */
 
 static double second_moment(const Job *job, int64_t index) {
     const Tile t = tile_at(&job->grid, index);
-    const float beta2 = (float)job->square.beta, rest = (float)(1 - job->square.beta);
-    const float shift = (float)((1 - job->square.beta) * job->square.eps);
+    const float beta2 = (float)job->beta2, rest = (float)(1 - job->beta2), shift = (float)((1 - job->beta2) * job->eps1);
     Buffer buffer;
     double total = 0;
     start_buffers(&buffer, 1);
@@ -692,5 +728,16 @@ static double param_square_sum(const Job *job, int64_t index) {
 }
 
 const CameLoops CONCATENATE(came_loops_, ISA) = {
-    squares, finish_rows,    finish_columns,     update_square_sum, momentum_apart, momentum,
-    apply,   second_moment, momentum_and_apply, param_square_sum};
+    .squares = squares,
+    .finish_rows = finish_rows,
+    .finish_columns = finish_columns,
+    .ratios = ratios,
+    .update_square_sum = update_square_sum,
+    .momentum_apart = momentum_apart,
+    .momentum = momentum,
+    .confidence = confidence,
+    .apply = apply,
+    .second_moment = second_moment,
+    .momentum_and_apply = momentum_and_apply,
+    .param_square_sum = param_square_sum,
+};

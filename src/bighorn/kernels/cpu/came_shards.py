@@ -1,0 +1,107 @@
+"""CAME's rows as shards of whole tensors, and the sums that the library leaves for all ranks to add up."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.bucket import Bucket, CameOptions, Shard, matrix_shape
+from bighorn.kernels.reference.came import row_axis
+from bighorn.kernels.rounding import places
+
+ROUNDS = 3
+"""At most, where both dims of a matrix are cut."""
+
+
+class Whole(ctypes.Structure):
+    """`CameShard` of csrc/came.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("matrices", "height", "width")),
+        *((name, ctypes.c_void_p) for name in ("matrix_at", "row_at", "col_at")),
+        ("sums", ctypes.c_void_p * ROUNDS),
+        *((name, ctypes.c_int32) for name in ("split_down", "split_across", "leads_down", "leads_across")),
+    ]
+
+
+class Shards:
+    """The table of all rows, and one tensor of sums for each round.
+
+    Attributes:
+        table: One entry per row.
+        sums: In the order of rows, in float64.
+        dtypes: In which they are exchanged, as in the reference: float64 where there are sums of squares.
+    """
+
+    def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
+        self.places: list[Tensor] = []  # the table holds only their addresses
+        rows = [
+            (bucket, i, bucket.shards[i] if bucket.shards else Shard.whole(tuple(x.shape)))
+            for bucket in buckets
+            for i, x in enumerate(bucket.params)
+        ]
+        wholes = [self._whole(*row) for row in rows]
+        counts = [
+            numbers(whole, bucket.options.factor is not None)
+            for whole, (bucket, _, _) in zip(wholes, rows, strict=True)
+        ]
+        columns = list(zip(*counts, strict=True))
+        used = [column for column in columns if sum(column)]
+        self.table = (Whole * len(wholes))(*wholes)
+        self.sums = [torch.empty(sum(column), dtype=torch.float64, device="cpu") for column in used]
+        for i, (sums, column) in enumerate(zip(self.sums, used, strict=True)):
+            for whole, start in zip(self.table, itertools.accumulate(column, initial=0), strict=False):
+                whole.sums[i] = sums.data_ptr() + start * sums.itemsize
+        both_ways = [bool(whole.split_down and whole.split_across) for whole in wholes]
+        squares = [not all(both_ways), any(both_ways), False]
+        self.dtypes = [torch.float64 if any_squares else torch.float32 for any_squares in squares[: len(used)]]
+
+    def _whole(self, bucket: Bucket[CameOptions], i: int, shard: Shard) -> Whole:
+        factor, dims = bucket.options.factor, range(len(shard.shape))
+        matrices, height, width = matrix_shape(torch.Size(shard.shape), factor)
+        if factor is None:
+            return Whole(matrices=matrices, height=height, width=width)
+        axis = len(dims) + row_axis(bucket.params[i], factor)
+        row, col = (bucket.state[f"exp_avg_sq_{which}"][i] for which in ("row", "col"))
+        return Whole(
+            matrices=matrices,
+            height=height,
+            width=width,
+            matrix_at=self._at(shard, dims[:axis]),
+            row_at=self._at(shard, dims[: axis + 1], row),
+            col_at=self._at(shard, (*dims[:axis], *dims[axis + 1 :]), col),
+            split_down=shard.splits([axis]),
+            split_across=shard.splits(dims[axis + 1 :]),
+            leads_down=shard.leads([axis]),
+            leads_across=shard.leads(dims[axis + 1 :]),
+        )
+
+    def _at(self, shard: Shard, dims: Sequence[int], like: Tensor | None = None) -> int | None:
+        """Where each element of what has these dims lies in the whole of it, in memory order; None if in the same."""
+        size, offset, whole = ([extent[dim] for dim in dims] for extent in (shard.size, shard.offset, shard.shape))
+        if size == whole and (like is None or like.is_contiguous()):
+            return None
+        at = places(size, offset, whole, torch.device("cpu")).expand(size)
+        if like is not None:
+            at = torch.empty_like(like, dtype=torch.int64).copy_(at.view(like.shape))
+        self.places.append(at)
+        return at.data_ptr()
+
+
+def numbers(whole: Whole, factored: bool) -> tuple[int, int, int]:
+    """How many numbers each round of a tensor has; csrc/came_shards.c says which."""
+    matrices, height, width = whole.matrices, whole.height, whole.width
+    if matrices * height * width == 0:
+        return 0, 0, 0
+    if not factored:
+        return 2, 0, 0
+    if whole.split_down and whole.split_across:
+        return matrices * (height + width), 2, matrices * (height + width)
+    if whole.split_down or whole.split_across:
+        lines = matrices * (width if whole.split_down else height)
+        return 2 * lines + matrices + 1, lines + 2 * matrices, 0
+    return 2, 1, 0

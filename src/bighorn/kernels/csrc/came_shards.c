@@ -1,0 +1,120 @@
+/* CAME on shards: the sums that come to what the whole tensor has, as in kernels/reference/came.py.
+ *
+ * A shard of whole rows knows the averages of these, and a part of each column's; one of whole columns, the reverse. An
+ * average that is split is added up over the shards. Under one split the sum of u^2 is mean(row) sum_j (sum_i q_ij /
+ * row_i) / col_j, whose inner sums add up beside the averages, and so is that of the confidence. */
+#include "came.h"
+
+#include <math.h>
+
+static int64_t place(const int64_t *at, int64_t i) { return at ? at[i] : i; }
+
+static void spread(const float *values, int64_t count, const int64_t *at, double *to) {
+    for (int64_t i = 0; i < count; i++) to[place(at, i)] = values[i];
+}
+
+static void cut(const double *from, int64_t count, const int64_t *at, float *values) {
+    for (int64_t i = 0; i < count; i++) values[i] = (float)from[place(at, i)];
+}
+
+static Sent sent_in(const CameShard *h, double *at, int64_t inner, double **rest) {
+    const int one_way = h->split_down != h->split_across;
+    Sent s = {0};
+    if (one_way) s.inner = at, at += inner;
+    if (h->split_across) s.row = at, at += h->matrices * h->height;
+    if (h->split_down) s.col = at, at += h->matrices * h->width;
+    if (one_way) s.total = at, at += h->matrices;
+    *rest = at;
+    return s;
+}
+
+Sent squares_sent(const Job *job) {
+    const CameShard *h = job->shard;
+    double *rest;
+    Sent s = sent_in(h, h->sums[0], h->matrices * (h->split_down ? h->width : h->height), &rest);
+    if (is_split_both_ways(h)) rest = h->sums[1];
+    if (!s.inner) s.update = rest++;
+    s.param = rest;
+    return s;
+}
+
+Sent residuals_sent(const Job *job) {
+    const CameShard *h = job->shard;
+    double *rest;
+    Sent s = sent_in(h, h->sums[is_split_both_ways(h) ? 2 : 1], h->matrices, &rest);
+    if (!is_split(h)) s.confidence = rest;
+    return s;
+}
+
+void give(const Job *job, const Average *average, const Average *ratio, const Sent *to) {
+    const CameRow *row = job->row;
+    const CameShard *h = job->shard;
+    const int64_t rows = row->matrices * row->height, columns = row->matrices * row->width;
+    if (job->gradient->size == 0) return; /* what the averages hold is another shard's to give */
+    if (to->row) spread(average->row.values, rows, h->row_at, to->row);
+    if (to->col) spread(average->col.values, columns, h->col_at, to->col);
+    if (!to->inner) return;
+    const int down = h->split_down;
+    const float *known = down ? average->row.values : average->col.values;
+    const int64_t count = down ? row->height : row->width;
+    if (ratio && down) spread(ratio->col.values, columns, h->col_at, to->inner);
+    if (ratio && !down) spread(ratio->row.values, rows, h->row_at, to->inner);
+    for (int64_t k = 0; k < row->matrices; k++) {
+        double total = 0, roots = 0;
+        for (int64_t i = k * count; i < (k + 1) * count; i++) total += known[i], roots += 1 / sqrt(known[i]);
+        to->total[place(h->matrix_at, k)] = total;
+        if (!ratio) to->inner[place(h->matrix_at, k)] = roots;
+    }
+}
+
+void give_square_sums(const Sent *to, SquareSums sums) {
+    if (to->update) *to->update = sums.update;
+    *to->param = sums.param;
+}
+
+/* The mean of row averages of matrix k of the whole tensor. */
+static double arrived_mean(const CameShard *h, const Sent *from, int64_t k) {
+    if (!from->row) return from->total[k] / (double)h->height;
+    double total = 0;
+    for (int64_t i = 0; i < h->height; i++) total += from->row[k * h->height + i];
+    return total / (double)h->height;
+}
+
+void take(const Job *job, const Average *average, const Sent *from) {
+    const CameRow *row = job->row;
+    const CameShard *h = job->shard;
+    if (from->row) cut(from->row, row->matrices * row->height, h->row_at, average->row.values);
+    if (from->col) cut(from->col, row->matrices * row->width, h->col_at, average->col.values);
+    for (int64_t k = 0; k < row->matrices; k++) job->means[k] = arrived_mean(h, from, place(h->matrix_at, k));
+}
+
+SquareSums arrived_square_sums(const Job *job, const Sent *from) {
+    const CameShard *h = job->shard;
+    if (from->update) return (SquareSums){*from->update, *from->param};
+    const int64_t count = from->row ? h->height : h->width;
+    const double *average = from->row ? from->row : from->col;
+    double sum = 0;
+    for (int64_t k = 0; k < h->matrices; k++) {
+        double ratios = 0;
+        for (int64_t i = k * count; i < (k + 1) * count; i++) ratios += from->inner[i] / average[i];
+        sum += arrived_mean(h, from, k) * ratios;
+    }
+    return (SquareSums){sum / (ROOT_SCALE * ROOT_SCALE), *from->param};
+}
+
+static double roots(const double *averages, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += 1 / sqrt(averages[i]);
+    return sum;
+}
+
+double arrived_confidence(const Job *job, const Sent *from) {
+    const CameShard *h = job->shard;
+    double sum = 0;
+    if (from->confidence) return *from->confidence;
+    for (int64_t k = 0; k < h->matrices; k++)
+        sum += sqrt(arrived_mean(h, from, k)) *
+               (from->row ? roots(from->row + k * h->height, h->height) : from->inner[k]) *
+               (from->col ? roots(from->col + k * h->width, h->width) : from->inner[k]);
+    return sum;
+}

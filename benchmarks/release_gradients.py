@@ -1,4 +1,4 @@
-"""Peak memory of training with gradients released inside backward, beside an ordinary step.
+"""What releasing gradients inside backward saves in memory, and costs in messages, beside an ordinary step.
 
     python benchmarks/release_gradients.py [--blocks N]
 
@@ -6,19 +6,25 @@ A stack of transformer-sized matrices without biases (4 x width^2 and a pair of 
 8 samples a step, so that activations are small beside weights. Each measurement is a process of its own: after two
 steps, in which state comes to be, the kernel's peak of resident memory is reset; it is read after two more, and what
 the process had before it built the model is taken off. One thread; memory does not depend on what else is running.
+Then two ranks shard the same stack, a block at a time, with fully_shard, and count the collectives of a third step.
 Writes benchmarks/results/release-gradients.json.
 """
 
 import argparse
 import ctypes
 import datetime
+import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from bighorn import Came, Lamb, release_gradients
 from bighorn.cli import files
@@ -39,15 +45,18 @@ def resident(field: str) -> int:
     return 1024 * int(kilobytes)
 
 
+def stack(blocks: int) -> nn.Sequential:
+    shapes = [(WIDTH, WIDTH)] * 4 + [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
+    return nn.Sequential(*(nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)) for _ in range(blocks)))
+
+
 def peak(name: str, released: bool, blocks: int) -> int:
     """Bytes, in this process."""
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: what is freed goes back to the kernel at once
     nn.Linear(8, 8)(torch.ones(8, 8)).sum().backward()  # what torch itself allocates
     before = resident("VmRSS")
-    shapes = [(WIDTH, WIDTH)] * 4 + [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
-    layers = [nn.Linear(*shape, bias=False) for _ in range(blocks) for shape in shapes]
-    model = nn.Sequential(*layers)
+    model = stack(blocks)
     optimizer = OPTIMIZERS[name](model.named_parameters())
     if released:
         release_gradients(model, optimizer)
@@ -66,11 +75,61 @@ def peak(name: str, released: bool, blocks: int) -> int:
     return resident("VmHWM") - before
 
 
+def collectives(name: str, released: bool, blocks: int) -> dict[str, int]:
+    """By kind, of a third step under FSDP2, forward and backward among it."""
+    model = stack(blocks)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = OPTIMIZERS[name](model.named_parameters())
+    if released:
+        release_gradients(model, optimizer)
+    for _ in range(3):
+        with CommDebugMode() as seen:  # type: ignore[no-untyped-call]
+            model(torch.ones(8, WIDTH)).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return {str(kind).rpartition(".")[2].strip("_"): count for kind, count in seen.get_comm_counts().items()}
+
+
+def on_two_ranks(blocks: int) -> dict[str, dict[str, dict[str, int]]]:
+    """By optimizer, ordinary and released: what one of two ranks has counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        again = [sys.executable, __file__, "--blocks", str(blocks), "--folder", folder, "--rank"]
+        ranks = [subprocess.Popen([*again, str(rank)]) for rank in range(2)]
+        try:
+            if any(rank.wait(timeout=600) for rank in ranks):
+                sys.exit("release_gradients: a rank has failed")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        found: dict[str, dict[str, dict[str, int]]] = json.loads(Path(folder, "found.json").read_text())
+        return found
+
+
+def rank_of_two(rank: int, folder: Path, blocks: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {
+        name: {kind: collectives(name, kind == "released", blocks) for kind in ("ordinary", "released")}
+        for name in OPTIMIZERS
+    }
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rank_of_two(arguments.rank, arguments.folder, arguments.blocks)
+        return
     if arguments.child is not None:
         name, released = arguments.child
         print(peak(name, released == "released", arguments.blocks))
@@ -78,8 +137,9 @@ def main() -> None:
     found, load = commit(), machine()  # before the runs: what is committed meanwhile is not what ran
     size = arguments.blocks * 12 * WIDTH**2 * 4
     rows = []
+    counts = on_two_ranks(arguments.blocks)
     for name in OPTIMIZERS:
-        row: dict[str, Any] = {"optimizer": name}
+        row: dict[str, Any] = {"optimizer": name, "collectives_on_two_ranks": counts[name]}
         for kind in ("ordinary", "released"):
             command = [sys.executable, __file__, "--blocks", str(arguments.blocks), "--child", name, kind]
             bytes_ = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"
 PAGE = HERE.parent / "docs" / "precision.md"
 TABLE = re.compile(r"(<!-- table of eight-bit\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
+NOT_YET = "\nNot measured yet: `python benchmarks/eight_bit.py`.\n\n"
 BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
 
 Build = Callable[[Sequence[Tensor], float], Optimizer]
@@ -151,10 +152,11 @@ def costs(build: Build, shapes: str, seconds: float) -> dict[str, Any]:
     weights, grads = (
         measure.draw(list(SHAPES[shapes]()), scale, *kind, seed) for scale, seed in ((0.02, 0), (1e-3, 1))
     )
-    (baseline, _), (optimizer, _) = (
-        measure.prepared(lambda params, lr, _, make=make: make(params, lr), weights, grads, None)
-        for make in (adamw, build)
-    )
+
+    def prepared(make: Build) -> Optimizer:
+        return measure.prepared(lambda params, lr, _: make(params, lr), weights, grads, None)[0]
+
+    baseline, optimizer = prepared(adamw), prepared(build)
     held = state_bytes(optimizer) / sum(weight.numel() for weight in weights)
     theirs, mine = measure.rounds(baseline, optimizer, seconds)
     ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
@@ -192,9 +194,8 @@ def measured(dataset: Dataset, steps: int, seeds: int, shapes: str, seconds: flo
 
 def written() -> str:
     """docs/precision.md with its table written anew."""
-    text, count = TABLE.subn(
-        lambda match: match[1] + table(json.loads(RESULT.read_text())) + match[2], PAGE.read_text()
-    )
+    found = table(json.loads(RESULT.read_text())) if RESULT.is_file() else NOT_YET
+    text, count = TABLE.subn(lambda match: match[1] + found + match[2], PAGE.read_text())
     assert count == 1
     return text
 

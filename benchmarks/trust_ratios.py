@@ -1,6 +1,6 @@
 """The trust ratios of LAMB with states in fewer bits, beside those with float32, over a training.
 
-    python benchmarks/trust_ratios.py [--task text] [--steps 300] [--seeds 3]
+    python benchmarks/trust_ratios.py [--task text] [--steps 200] [--seeds 3] [--jobs 2]
 
 The same training for each, by its own gradients, so that differences grow as rounding errors do in any training: how
 much of that is not the states' is shown by a fourth run, in float32 too, whose weights started a millionth off.
@@ -11,6 +11,9 @@ Writes benchmarks/results/trust-ratios.json and docs/trust-ratios.svg.
 import argparse
 import datetime
 import statistics
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ Ratios = list[list[float]]
 """By step and matrix."""
 
 
-def trained(dataset: Dataset, task: str, name: str, seed: int, steps: int) -> tuple[Ratios, float]:
+def trained(dataset: Dataset, task: str, steps: int, name: str, seed: int) -> tuple[Ratios, float]:
     """The trust ratios of a run, and its mean loss over the last tenth."""
     config = RunConfig(
         task, optimizer="lamb", state_dtype=RUNS[name], batch_size=BATCH_SIZES[task], steps=steps, seed=seed, threads=1
@@ -64,8 +67,9 @@ def over_seeds(values: list[list[float]]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="text", choices=tuple(BATCH_SIZES))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     found, load = commit(), machine()  # before the runs: what is committed meanwhile is not what ran
     dataset = TASKS[arguments.task].load(None)
@@ -73,8 +77,11 @@ def main() -> None:
     middle, largest = [], []  # the lines of the two panels
     steps = list(range(1, arguments.steps + 1))
     exact: list[Ratios] = []
-    for name in RUNS:
-        runs = [trained(dataset, arguments.task, name, seed, arguments.steps) for seed in range(arguments.seeds)]
+    run = partial(trained, dataset, arguments.task, arguments.steps)
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        found_in = {name: pool.map(run, [name] * arguments.seeds, range(arguments.seeds)) for name in RUNS}
+        trainings = {name: list(runs) for name, runs in found_in.items()}
+    for name, runs in trainings.items():
         ratios = [each for each, _ in runs]
         exact = exact or ratios
         off = [differences(*pair) for pair in zip(ratios, exact, strict=True)]

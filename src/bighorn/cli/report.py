@@ -267,6 +267,8 @@ def bench_report(
     """The report of ``bighorn bench``, from what it writes as JSON: a figure and a table for each set of shapes."""
     config, sets = content["config"], content["results"]
     baseline = sets[0]["optimizers"][0]["label"]
+    rows = [row for found in sets for row in found["optimizers"]]
+    columns = {name: show for name, show in columns.items() if any(show(row) != "-" for row in rows)}
     sections = []
     for found in sets:
         peers = [(row["label"], row["ratio"]) for row in found["optimizers"]]
@@ -286,7 +288,7 @@ def bench_report(
         f"Each optimizer takes turns with {baseline}. Ratios are of each round: median and 10th to 90th percentile. "
         "The first row is the baseline against itself, which shows the noise.",
         {
-            f"{row['label']}, {sets[-1]['shapes']}": f"{row['ratio']['median']:.2f}"
+            f"{row['label']} on {sets[-1]['shapes']}, relative": f"{row['ratio']['median']:.2f}"
             for row in sets[-1]["optimizers"][1:4]
         },
         sections,

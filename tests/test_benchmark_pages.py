@@ -1,10 +1,12 @@
-"""The tables of docs/scale.md are those of benchmarks/scale.py, whose plan agrees with what has been counted."""
+"""Tables of the docs are those of the scripts in benchmarks, whose plan for many GPUs agrees with what was counted."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,16 +14,24 @@ import torch
 from bighorn.cli.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
-_spec = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks" / "scale.py")
-assert _spec is not None
-assert _spec.loader is not None
-scale = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scale)
 
 
-def test_the_tables_are_those_of_the_script() -> None:
-    """If not: `python benchmarks/scale.py`."""
-    assert scale.PAGE.read_text() == scale.written()
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+scale, eight_bit = script("scale"), script("eight_bit")
+
+
+@pytest.mark.parametrize("source", [scale, eight_bit], ids=lambda source: source.__name__)
+def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
+    """If not: `python benchmarks/scale.py`, `python benchmarks/eight_bit.py --page`."""
+    assert source.PAGE.read_text() == source.written()
 
 
 def test_every_tensor_is_in_a_group() -> None:

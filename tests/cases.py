@@ -127,7 +127,6 @@ class Case:
         groups = (self.options, *self.groups)
         left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
         left_out |= self.kind is Lamb and any(map(in_blocks, groups))
-        left_out |= self.kind is Came and backend == "cpu" and "weight_rounding" in self.options
         return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
 
     def in_double(self) -> Case:

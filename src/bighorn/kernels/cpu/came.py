@@ -15,9 +15,15 @@ from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
 from bighorn.kernels.cpu.came_shards import Shards, Whole
 from bighorn.kernels.cpu.library import Run, address, loaded, run
 from bighorn.kernels.cpu.stepper import Stepper
-from bighorn.kernels.cpu.tensors import TYPES, unsupported
+from bighorn.kernels.cpu.tensors import TYPES, Weights, unsupported, weights
 
 STATE_TYPES = {**TYPES, torch.int8: 4}
+STATE = (
+    "exp_avg",
+    "exp_avg_scale",
+    "exp_avg_sq",
+    *(f"exp_avg_{of}_{line}" for of in ("sq", "res") for line in ("row", "col")),
+)
 
 
 class Options(ctypes.Structure):
@@ -26,6 +32,7 @@ class Options(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_double) for name in ("lr", "beta1", "beta3", "eps1", "eps2", "clip_threshold")),
         *((name, ctypes.c_double) for name in ("weight_decay", "scale_eps")),
+        ("rounding_seed", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("bias_correction", "scale_parameter", "maximize")),
     ]
 
@@ -34,19 +41,16 @@ class Row(ctypes.Structure):
     """`CameRow` of csrc/came.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_scale", "exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_sq_row", "exp_avg_sq_col")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_res_row", "exp_avg_res_col")),
+        ("weights", Weights),
+        *((name, ctypes.c_void_p) for name in STATE),
         *((name, ctypes.c_void_p) for name in ("step", "norms")),
         *((name, ctypes.c_int64) for name in ("matrices", "height", "width", "inner")),
-        *((name, ctypes.c_int32) for name in ("param_type", "state_type", "options", "factored")),
+        *((name, ctypes.c_int32) for name in ("state_type", "options", "factored")),
     ]
 
 
 def why_not(param: Tensor, options: CameOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
-    if options.weight_rounding != "nearest":
-        return f'weight_rounding="{options.weight_rounding}" is not in the C library'
     return unsupported(param, options)
 
 
@@ -55,7 +59,8 @@ class Came(Stepper[CameOptions]):
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         super().__init__(buckets)
-        rows = [make_row(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
+        each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
+        rows = [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
         self.rows = (Row * len(rows))(*rows)
         self.threads = 0  # that the workspace suffices for
         self.workspace = torch.empty(0, dtype=torch.float64, device="cpu")
@@ -117,20 +122,19 @@ class Came(Stepper[CameOptions]):
         return how
 
 
-def make_row(bucket: Bucket[CameOptions], i: int, index: int) -> Row:
+def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> Row:
     """Row `i` of a bucket, which is the `index`-th."""
     x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
     matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
     return Row(
-        param=x.data_ptr(),
-        **{name: tensor.data_ptr() for name, tensor in state.items()},
+        weights=weights(bucket, i, places),
+        **{name: state[name].data_ptr() for name in STATE if name in state},
         step=bucket.steps[i].data_ptr(),
         norms=bucket.norms[i].data_ptr(),
         matrices=matrices,
         height=height,
         width=width,
         inner=math.prod(x.shape[1:]),
-        param_type=TYPES[x.dtype],
         state_type=STATE_TYPES[state["exp_avg"].dtype],
         options=index,
         factored=bucket.options.factor is not None,
@@ -152,6 +156,7 @@ def _options(o: CameOptions) -> Options:
         clip_threshold=o.clip_threshold,
         weight_decay=o.weight_decay,
         scale_eps=o.scale_eps,
+        rounding_seed=o.rounding_seed,
         bias_correction=o.bias_correction,
         scale_parameter=o.scale_parameter,
         maximize=o.maximize,

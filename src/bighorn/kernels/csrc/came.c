@@ -145,6 +145,7 @@ static void begin_work(Work *w, Step *s, int64_t index, double *workspace, int t
         .beta1_rest = (float)(1 - o->beta1),
         .beta2 = s->beta2s[index],
         .eps1 = o->eps1,
+        .draw = draw_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
         .square = average_of(row, shard, row->sq_row, row->sq_col, s->beta2s[index], o->eps1, means),
         .residual = average_of(row, shard, row->res_row, row->res_col, o->beta3, o->eps2, means),
         .known = {{.values = across ? NULL : row->sq_row}, {.values = down ? NULL : row->sq_col}, NULL},

@@ -6,18 +6,21 @@
 
 #include "codec.h"
 #include "gradient.h"
+#include "rounding.h"
 #include "run.h"
 
 /* What the tensors of one bucket share. */
 typedef struct {
     double lr, beta1, beta3, eps1, eps2, clip_threshold, weight_decay, scale_eps;
+    uint64_t rounding_seed;
     int32_t bias_correction, scale_parameter, maximize;
 } CameOptions;
 
 /* One tensor (or one slice of a stacked one), dense in memory, its state in the same order: `matrices` of
  * height x width elements one after the other. */
 typedef struct {
-    void *param, *exp_avg;
+    Weights weights;
+    void *exp_avg;
     float *exp_avg_scale;          /* of an int8 average */
     float *exp_avg_sq;             /* where the second moment is not factored; else */
     float *sq_row, *sq_col, *res_row, *res_col;
@@ -25,7 +28,7 @@ typedef struct {
     float *norms;                  /* out: RMS of u, its clip factor, mean confidence */
     int64_t matrices, height, width;
     int64_t inner;                 /* elements per index of dim 0: blocks of an int8 average do not cross it */
-    int32_t param_type, state_type, options, factored;
+    int32_t state_type, options, factored;
 } CameRow;
 
 /* The whole of a tensor of which a row is a shard. */
@@ -74,6 +77,7 @@ typedef struct {
     Grid grid;
     float grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
     double beta2, eps1;                  /* of a second moment that is not factored */
+    uint32_t draw;                       /* what random bits start from */
     Average square, residual;
     Average known, ratio; /* of a shard: `square` without the lines that other shards have parts of, and q / known */
     double *tile_sums;

@@ -85,8 +85,23 @@ static void start_buffers(Buffer *buffers, int count) {
     for (int k = 0; k < count; k++) buffers[k].last.first = -1;
 }
 
+/* Whether loops take elements of a type as they lie. */
+static int is_ready(int type) { return type == FLOAT32 || type == BFLOAT16; }
+
+/* Elements [start, start + n), centred and scaled. */
 static const float *grad_at(const Job *job, int64_t start, int n, Buffer *buffer) {
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
+}
+
+/* The same where float32 and bfloat16 lie as they are: not scaled, and of the type that `grad_type` tells. */
+static const void *grad_in_place(const Job *job, int64_t start, int n, Buffer *buffer) {
+    const Gradient *g = job->gradient;
+    if (is_plain(g) && is_ready(g->type)) return at(job->grad, g->type, start);
+    return centred_grad(g, job->grad, start, n, buffer->values, &buffer->last);
+}
+
+static int grad_type(const Job *job) {
+    return is_plain(job->gradient) && job->gradient->type == BFLOAT16 ? BFLOAT16 : FLOAT32;
 }
 
 static Int8 int8_of(const CameRow *row) { return (Int8){row->exp_avg, row->exp_avg_scale, row->inner}; }
@@ -365,26 +380,37 @@ static inline float averaged(const Job *job, float m, float u) {
     return FMA(job->beta1, m, job->beta1_rest * u); /* CAME-m */
 }
 
-static inline float residual_of(float u, float m) { return (u - m) * (u - m); } /* CAME-res */
+static inline float square_of(float a) { return a * a; }
+
+static inline float residual_of(float u, float m) { return square_of(u - m); } /* CAME-res */
 
 static inline float moved(float x, float m, float factor, float step, float decay) {
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
-/* A loop over one span or over TOGETHER, which is known when it is compiled; sums of spans that are not there are of
- * this zero, which costs nothing to add. */
-#define LOOP static inline __attribute__((always_inline)) void
+/* A loop over one span or over TOGETHER, of elements of types that are known when it is compiled; sums of spans that are
+ * not there are of this zero, which costs nothing to add. */
 static const float NOTHING = -0.0f;
 
-LOOP square_loop(const int count, int n, const float *const *g, float *restrict elements, float *restrict sums) {
+#define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(TOGETHER, __VA_ARGS__))
+#define FOR_TYPE(loop, count, type, ...)                                    \
+    ((type) == BFLOAT16 ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) \
+                        : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
+#define FOR_TYPES(loop, count, type, other, ...)                                   \
+    ((other) == BFLOAT16 ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
+                         : FOR_TYPE(loop, count, type, FLOAT32, __VA_ARGS__))
+
+ALWAYS void square_loop(const int count, const int type, int n, const void *const *g, float scale,
+                        float *restrict elements, float *restrict sums) {
     const int all = count == TOGETHER;
-    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
-                *restrict d = g[all ? 3 : 0];
+    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
+               *restrict d = g[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float q_a = a[i] * a[i], q_b = all ? b[i] * b[i] : NOTHING;
-        float q_c = all ? c[i] * c[i] : NOTHING, q_d = all ? d[i] * d[i] : NOTHING;
+        float q_a = square_of(scale * get(type, a, i)), q_b = all ? square_of(scale * get(type, b, i)) : NOTHING;
+        float q_c = all ? square_of(scale * get(type, c, i)) : NOTHING;
+        float q_d = all ? square_of(scale * get(type, d, i)) : NOTHING;
         sum_a += q_a, sum_b += q_b, sum_c += q_c, sum_d += q_d;
         elements[i] += (q_a + q_b) + (q_c + q_d);
     }
@@ -392,27 +418,25 @@ LOOP square_loop(const int count, int n, const float *const *g, float *restrict 
     if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
 }
 
-static inline float ratio_of(float g, float r) { return (g * r) * (g * r); }
-
-LOOP ratio_loop(const int count, int n, const float *const *g, const float *r, float *restrict ratios) {
+ALWAYS void ratio_loop(const int count, const int type, int n, const void *const *g, const float *r,
+                       float *restrict ratios) {
     const int all = count == TOGETHER;
-    const float *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
-                *restrict d = g[all ? 3 : 0];
+    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
+               *restrict d = g[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++)
-        ratios[i] += (ratio_of(a[i], r_a) + (all ? ratio_of(b[i], r_b) : NOTHING)) +
-                     (all ? ratio_of(c[i], r_c) + ratio_of(d[i], r_d) : NOTHING);
+        ratios[i] += (square_of(get(type, a, i) * r_a) + (all ? square_of(get(type, b, i) * r_b) : NOTHING)) +
+                     (all ? square_of(get(type, c, i) * r_c) + square_of(get(type, d, i) * r_d) : NOTHING);
 }
 
 /* q of a part of tile t, into its sums. */
 static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const Tile *t, Sums *sums) {
     for (Span s = {0}; next_span(&job->grid, part, &s);) {
-        const float *g[TOGETHER];
+        const void *g[TOGETHER];
         float row_sums[TOGETHER], *elements = sums->elements + s.column;
-        for (int k = 0; k < s.count; k++) g[k] = grad_at(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
-        if (s.count == 1) square_loop(1, s.n, g, elements, row_sums);
-        else square_loop(TOGETHER, s.n, g, elements, row_sums);
+        for (int k = 0; k < s.count; k++) g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
+        FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
         put_span(job, &job->square, t, &s, row_sums, sums);
     }
 }
@@ -421,16 +445,15 @@ static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const
 static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *sums) {
     const float *row = job->square.row.values + part->matrix * job->grid.height + part->row;
     float factors[PIECE];
-    for (int i = 0; i < part->rows; i++) factors[i] = (float)ROOT_SCALE / sqrtf(row[i]);
+    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (float)ROOT_SCALE / sqrtf(row[i]);
     for (Span s = {0}; next_span(&job->grid, part, &s);) {
-        const float *g[TOGETHER];
+        const void *g[TOGETHER];
         float r[TOGETHER], *ratios = sums->ratios + s.column;
         for (int k = 0; k < s.count; k++) {
-            g[k] = grad_at(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
+            g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
             r[k] = factors[s.row + k * s.apart];
         }
-        if (s.count == 1) ratio_loop(1, s.n, g, r, ratios);
-        else ratio_loop(TOGETHER, s.n, g, r, ratios);
+        FOR_TYPE(ratio_loop, s.count, grad_type(job), s.n, g, r, ratios);
     }
 }
 
@@ -492,10 +515,10 @@ static void ratios(const Job *job, int64_t index, Columns *columns) {
     for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *g = grad_at(job, s.start, s.n, &buffer);
         float roots[PIECE], row_sum;
-        const float *const spans[] = {roots};
+        const void *const spans[] = {roots};
         set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
-        square_loop(1, s.n, spans, sums.elements + s.column, &row_sum);
+        square_loop(1, FLOAT32, s.n, spans, 1, sums.elements + s.column, &row_sum);
         put_span(job, &job->ratio, &t, &s, &row_sum, &sums);
     }
     if (!is_narrow(&job->grid)) {
@@ -507,28 +530,33 @@ static void ratios(const Job *job, int64_t index, Columns *columns) {
 
 /* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
  * store to an address that differs by whole pages, as it does in rows of 1,024. */
-LOOP momentum_loop(const int count, const Job *job, int n, const float *const *g, const float *r,
-                   const float *restrict c, float *const *m, float *restrict elements, float *restrict sums) {
+ALWAYS void momentum_loop(const int count, const int g_type, const int m_type, const Job *job, int n,
+                          const void *const *g, const float *r, const float *restrict c, void *const *m,
+                          float *restrict elements, float *restrict sums) {
     const int all = count == TOGETHER;
     const Job j = *job;
-    const float *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0], *restrict g_c = g[all ? 2 : 0],
-                *restrict g_d = g[all ? 3 : 0];
-    float *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
-          *restrict m_d = m[all ? 3 : 0];
+    const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0], *restrict g_c = g[all ? 2 : 0],
+               *restrict g_d = g[all ? 3 : 0];
+    void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
+         *restrict m_d = m[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float u_a = update_of(g_a[i], r_a, c[i]), new_a = averaged(&j, m_a[i], u_a);
+        float u_a = update_of(get(g_type, g_a, i), r_a, c[i]);
+        float new_a = rounded(m_type, g_type, averaged(&j, get(m_type, m_a, i), u_a));
         float w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
         if (all) {
-            float u_b = update_of(g_b[i], r_b, c[i]), new_b = averaged(&j, m_b[i], u_b);
-            float u_c = update_of(g_c[i], r_c, c[i]), new_c = averaged(&j, m_c[i], u_c);
-            float u_d = update_of(g_d[i], r_d, c[i]), new_d = averaged(&j, m_d[i], u_d);
+            float u_b = update_of(get(g_type, g_b, i), r_b, c[i]);
+            float u_c = update_of(get(g_type, g_c, i), r_c, c[i]);
+            float u_d = update_of(get(g_type, g_d, i), r_d, c[i]);
+            float new_b = rounded(m_type, g_type, averaged(&j, get(m_type, m_b, i), u_b));
+            float new_c = rounded(m_type, g_type, averaged(&j, get(m_type, m_c, i), u_c));
+            float new_d = rounded(m_type, g_type, averaged(&j, get(m_type, m_d, i), u_d));
             w_b = residual_of(u_b, new_b), w_c = residual_of(u_c, new_c), w_d = residual_of(u_d, new_d);
-            m_b[i] = new_b, m_c[i] = new_c, m_d[i] = new_d;
+            put(m_type, m_b, i, new_b), put(m_type, m_c, i, new_c), put(m_type, m_d, i, new_d);
         }
-        m_a[i] = new_a;
+        put(m_type, m_a, i, new_a);
         sum_a += w_a, sum_b += w_b, sum_c += w_c, sum_d += w_d;
         elements[i] += (w_a + w_b) + (w_c + w_d);
     }
@@ -565,21 +593,25 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
     set_columns(job, &job->square, &t, columns);
     begin(job, &t, &sums);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        const float *g[TOGETHER];
-        float *m[TOGETHER], row_sums[TOGETHER], *elements = sums.elements + s.column;
+        const void *g[TOGETHER];
+        void *m[TOGETHER];
+        float row_sums[TOGETHER], *elements = sums.elements + s.column;
         set_factors(job, &job->square, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
-            g[k] = grad_at(job, start, s.n, &buffers[k]);
-            m[k] = (float *)row->exp_avg + start;
             f.r[k] *= clip;
-            if (row->state_type != FLOAT32)
-                row_sums[k] = rounded_momentum_loop(job, start, s.n, g[k], f.r[k], f.c, apart, elements);
+            if (is_ready(row->state_type)) {
+                g[k] = grad_in_place(job, start, s.n, &buffers[k]);
+                m[k] = at(row->exp_avg, row->state_type, start);
+                f.r[k] *= job->grad_scale;
+            } else {
+                row_sums[k] = rounded_momentum_loop(job, start, s.n, grad_at(job, start, s.n, &buffers[k]), f.r[k], f.c,
+                                                    apart, elements);
+            }
         }
-        if (row->state_type == FLOAT32) {
-            if (s.count == 1) momentum_loop(1, job, s.n, g, f.r, f.c, m, elements, row_sums);
-            else momentum_loop(TOGETHER, job, s.n, g, f.r, f.c, m, elements, row_sums);
-        }
+        if (is_ready(row->state_type))
+            FOR_TYPES(momentum_loop, s.count, grad_type(job), row->state_type, job, s.n, g, f.r, f.c, m, elements,
+                      row_sums);
         put_span(job, &job->residual, &t, &s, row_sums, &sums);
     }
     if (!is_narrow(&job->grid)) {
@@ -616,23 +648,25 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
     }
 }
 
-LOOP apply_loop(const int count, int n, float *const *x, const float *const *m, const float *r, const float *restrict c,
-                float decay) {
+ALWAYS void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x,
+                       const void *const *m, const float *r, const float *restrict c, float decay) {
     const int all = count == TOGETHER;
-    float *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0], *restrict x_c = x[all ? 2 : 0],
-          *restrict x_d = x[all ? 3 : 0];
-    const float *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
-                *restrict m_d = m[all ? 3 : 0];
+    void *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0], *restrict x_c = x[all ? 2 : 0],
+         *restrict x_d = x[all ? 3 : 0];
+    const void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
+               *restrict m_d = m[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        float new_a = moved(x_a[i], m_a[i], c[i], r_a, decay);
+        float new_a = moved(get(x_type, x_a, i), get(m_type, m_a, i), c[i], r_a, decay);
         if (all) {
-            float new_b = moved(x_b[i], m_b[i], c[i], r_b, decay), new_c = moved(x_c[i], m_c[i], c[i], r_c, decay);
-            float new_d = moved(x_d[i], m_d[i], c[i], r_d, decay);
-            x_b[i] = new_b, x_c[i] = new_c, x_d[i] = new_d;
+            float new_b = moved(get(x_type, x_b, i), get(m_type, m_b, i), c[i], r_b, decay);
+            float new_c = moved(get(x_type, x_c, i), get(m_type, m_c, i), c[i], r_c, decay);
+            float new_d = moved(get(x_type, x_d, i), get(m_type, m_d, i), c[i], r_d, decay);
+            put(x_type, x_b, i, rounded(x_type, m_type, new_b)), put(x_type, x_c, i, rounded(x_type, m_type, new_c));
+            put(x_type, x_d, i, rounded(x_type, m_type, new_d));
         }
-        x_a[i] = new_a;
+        put(x_type, x_a, i, rounded(x_type, m_type, new_a));
     }
 }
 
@@ -651,25 +685,28 @@ static double confidence(const Job *job, int64_t index, Columns *columns) {
 static double apply(const Job *job, int64_t index, float step, float decay, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
+    const Weights *w = &row->weights;
+    const int x_ready = is_ready(w->type) && w->way == NEAREST, m_ready = is_ready(row->state_type);
     float x_buffers[TOGETHER][PIECE], m_buffers[TOGETHER][PIECE];
     Factors f;
     double total = 0;
     set_columns(job, &job->residual, &t, columns);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        float *x[TOGETHER], r[TOGETHER];
-        const float *m[TOGETHER];
+        void *x[TOGETHER];
+        const void *m[TOGETHER];
+        float r[TOGETHER];
         set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
-            x[k] = widen(row->param, row->param_type, start, s.n, x_buffers[k]);
-            m[k] = read_m(row, start, s.n, m_buffers[k]);
+            x[k] = x_ready ? at(w->data, w->type, start) : read_weights(w, start, s.n, x_buffers[k]);
+            m[k] = m_ready ? at(row->exp_avg, row->state_type, start) : read_m(row, start, s.n, m_buffers[k]);
             r[k] = f.r[k] * step;
             total += f.r[k] * f.sum;
         }
-        if (s.count == 1) apply_loop(1, s.n, x, m, r, f.c, decay);
-        else apply_loop(TOGETHER, s.n, x, m, r, f.c, decay);
-        for (int k = 0; k < s.count; k++)
-            narrow(x[k], s.n, row->param, row->param_type, start_of(&job->grid, &s, k));
+        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : FLOAT32, m_ready ? row->state_type : FLOAT32, s.n, x, m, r,
+                  f.c, decay);
+        for (int k = 0; k < s.count && !x_ready; k++)
+            write_weights(w, job->draw, start_of(&job->grid, &s, k), s.n, x[k]);
     }
     return total;
 }
@@ -707,9 +744,9 @@ static void momentum_and_apply(const Job *job, int64_t index, float clip, float 
         float *restrict m = read_m(row, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(job, m[i], update_of(g[i], clip, column_factor(v[i])));
         write_m(row, s.start, s.n, m);
-        float *restrict x = widen(row->param, row->param_type, s.start, s.n, x_buffer);
+        float *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
         for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], 1, step, decay);
-        narrow(x, s.n, row->param, row->param_type, s.start);
+        write_weights(&row->weights, job->draw, s.start, s.n, x);
     }
 }
 
@@ -718,7 +755,7 @@ static double param_square_sum(const Job *job, int64_t index) {
     float buffer[PIECE];
     double total = 0;
     for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
-        const float *restrict x = widen(job->row->param, job->row->param_type, s.start, s.n, buffer);
+        const float *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) sum += (double)x[i] * x[i];

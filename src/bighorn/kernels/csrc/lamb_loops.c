@@ -21,8 +21,6 @@ typedef struct {
     float buffer[PIECE];
 } Piece;
 
-static void *at(void *data, int type, int64_t start) { return (char *)data + start * (type == FLOAT32 ? 4 : 2); }
-
 static int lies_ready(const Weights *w) { return w->type == FLOAT32 || (w->type == BFLOAT16 && w->way == NEAREST); }
 
 static void take(Piece *p, const Row *row, int64_t start, int n) {
@@ -38,21 +36,6 @@ static void take(Piece *p, const Row *row, int64_t start, int n) {
 
 static void give_back(const Piece *p, const Row *row, uint32_t draw, int64_t start, int n) {
     if (!lies_ready(&row->weights)) write_weights(&row->weights, draw, start, n, p->buffer);
-}
-
-ALWAYS float get(int type, const void *data, int i) {
-    return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
-}
-
-/* A value computed from data of type `from`, as one of this type keeps it. */
-ALWAYS float rounded(int type, int from, float value) {
-    return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
-}
-
-/* Stores a rounded value. */
-ALWAYS void put(int type, void *data, int i, float value) {
-    if (type == FLOAT32) ((float *)data)[i] = value;
-    else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
 }
 
 /* The moments of one element, and u. */

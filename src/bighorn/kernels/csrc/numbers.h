@@ -120,6 +120,27 @@ static inline void narrow(const float *restrict values, int n, void *data, int t
     }
 }
 
+/* ---- one element of float32 or bfloat16; types are known when this is compiled --------------------------- */
+
+ALWAYS void *at(const void *data, const int type, int64_t start) {
+    return (char *)data + start * (type == FLOAT32 ? 4 : 2);
+}
+
+ALWAYS float get(const int type, const void *data, int i) {
+    return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
+}
+
+/* A value computed from data of type `from`, as one of this type keeps it. */
+ALWAYS float rounded(const int type, const int from, float value) {
+    return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
+}
+
+/* Stores a rounded value. */
+ALWAYS void put(const int type, void *data, int i, float value) {
+    if (type == FLOAT32) ((float *)data)[i] = value;
+    else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
+}
+
 /* ---- layouts --------------------------------------------------------------------------------------------- */
 
 /* A layout is dims, sizes, strides, of elements that are counted outermost dimension first. Where an element lies in it,

@@ -33,6 +33,7 @@ POINTERS = {
     "partials": "*fp32",
     "line_sums": "*fp64",
     "roots": "*fp32",
+    "lines": "*fp64",
 }
 
 

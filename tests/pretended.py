@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import Parameter
 
 from bighorn.kernels.triton import device
+from cases import Kind, set_gradients
 
 
 class Driver:
@@ -51,3 +54,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         for thing in vars(module).values():
             if hasattr(thing, "device_caches"):
                 thing.device_caches.clear()
+
+
+def compiled_while_numbers_change(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was compiled over four steps of a matrix and a vector whose options, gradients and scales change."""
+    import triton
+
+    compilations: list[str] = []
+    hook = lambda *_, fn, **__: compilations.append(fn.name)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    params = [Parameter(torch.randn(70, 70)), Parameter(torch.randn(9))]
+    optimizer = kind(params, lr=0.1, weight_decay=0.1, backend="triton", max_grad_norm=1.0)
+    for step in range(4):
+        set_gradients(params, [torch.randn(p.shape) for p in params])
+        betas = (0.5, *(beta + step / 1e5 for beta in optimizer.param_groups[0]["betas"][1:]))
+        optimizer.param_groups[0].update(lr=0.1 / (step + 1), weight_decay=0.2 * step, betas=betas)
+        optimizer.grad_scale = torch.tensor(2.0**step)  # type: ignore[union-attr]
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[union-attr]
+        optimizer.step()
+    return compilations

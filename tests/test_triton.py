@@ -22,13 +22,14 @@ from torch.nn import Parameter
 
 from ahead_of_time import TARGETS, build, found_in_amdgcn, found_in_ptx, spilled_by_amdgcn, spilled_by_ptxas
 from bighorn import Lamb, kernels
-from bighorn.kernels import Bucket, LambOptions
+from bighorn.kernels import Bucket, LambOptions, codec, rounding
 from bighorn.kernels.bucket import DecayMode, SecondMoment
+from bighorn.kernels.rounding import WAYS
 from bighorn.kernels.triton import device, lamb, stepper, tables
 from bighorn.kernels.triton.lamb import LambPart
 from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
-from pretended import Driver
+from pretended import Driver, compiled_while_numbers_change
 
 pytest.importorskip("triton")
 
@@ -60,7 +61,7 @@ OPTIONS = LambOptions(
 )
 def test_in_the_interpreter(which: str, algorithm: str) -> None:
     """The table of cases against the float64 reference, and what is interpreted in these files."""
-    names = "test_backends.py", "test_triton.py", "test_triton_came.py"
+    names = "test_backends.py", "test_triton.py", "test_triton_came.py", "test_triton_shards.py"
     files = [str(Path(__file__).with_name(name)) for name in names]
     chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]
     command = [sys.executable, "-m", "pytest", *files, *chosen, "-q", "-x", "-p", "no:cacheprovider"]
@@ -74,15 +75,29 @@ def test_in_the_interpreter(which: str, algorithm: str) -> None:
 
 
 def bucket(
-    *sizes: int, dtype: torch.dtype = torch.float32, state_dtype: torch.dtype = torch.float32, **options: Any
+    *shapes: int | tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Bucket[LambOptions]:
-    """Rows with a gradient each, and a state as after some steps."""
+    """Rows with a gradient each, and a state as after some steps: in blocks where it is in float16 or int8."""
     torch.manual_seed(0)
-    params = [torch.randn(size).to(dtype) for size in sizes]
-    state = {name: [torch.rand(size).to(state_dtype) for size in sizes] for name in ("exp_avg", "exp_avg_sq")}
-    steps = [torch.tensor(3.0) for _ in sizes]
-    grads = [torch.randn(size).to(dtype) for size in sizes]
-    return Bucket(replace(OPTIONS, **options), params, state, steps, steps, torch.zeros(len(sizes), 3), grads)
+    params = [torch.randn(shape).to(dtype) for shape in shapes]
+    state = {name: [torch.rand(shape).to(state_dtype) for shape in shapes] for name in ("exp_avg", "exp_avg_sq")}
+    blocks = state_dtype in (torch.float16, torch.int8)
+    for name, square in (("exp_avg", False), ("exp_avg_sq", True)) if blocks else ():
+        form = codec.LAMB_FORMS[name][torch.uint8 if square and state_dtype == torch.int8 else state_dtype]
+        coded = [codec.encode(torch.rand(shape) - (0 if square else 0.5), form) for shape in shapes]
+        state |= {name: [codes for codes, _ in coded], f"{name}_scale": [scales for _, scales in coded]}
+    for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
+        state[name] = [torch.zeros(x.shape, dtype=kept) for x in params]
+    steps = [torch.tensor(3.0) for _ in shapes]
+    grads = [torch.randn(shape).to(dtype) for shape in shapes]
+    norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
+    options = {"blocks": blocks, **options}
+    return Bucket(
+        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, numbers=numbers, firsts=firsts
+    )
 
 
 def everything(of: Bucket[LambOptions]) -> list[Tensor]:
@@ -110,6 +125,35 @@ def test_nothing_is_written_without_commit(adapt: bool) -> None:
     before = everything(bucket(5, 0, 9000, adapt=adapt))
     after = stepped(bucket(5, 0, 9000, adapt=adapt), torch.tensor(float("nan")), torch.tensor(False))
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("way", rounding.WAYS)
+@pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("adapt", [True, False])
+def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:
+    """Of rows that are a block, some, less, and in one-and-a-bit; random bits are the same ones."""
+    shapes = (3, 512), (5, 260), (6, 20), (2, 3, 101)
+    ours, exact = (
+        bucket(*shapes, dtype=torch.bfloat16, state_dtype=state_dtype, weight_rounding=way, adapt=adapt) for _ in "12"
+    )
+    stepped(ours)
+    kernels.BACKENDS["reference"].lamb([exact]).step()
+    torch.testing.assert_close(ours.norms, exact.norms, rtol=1e-4, atol=0)
+    for name, columns in columns_of(ours).items():
+        for mine, true in zip(columns, columns_of(exact)[name], strict=True):
+            apart = (mine.double() - true.double()).abs()
+            assert (apart > 1e-5 * true.double().abs()).double().mean() < 0.005, name
+            limit = 1 if mine.dtype in (torch.int8, torch.uint8) else 0.01 * true.double().abs().max() + 1e-6
+            assert apart.max() <= limit, name
+
+
+def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
+    """The state, and what parameters stand for with what is kept beside them."""
+    kept = {name: of.state[name] for name in rounding.kept_for(of.options.weight_rounding)}
+    beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
+    weights = [rounding.unrounded(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
+    return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}
 
 
 @interpreted
@@ -206,52 +250,67 @@ def arrays(of: Bucket[LambOptions]) -> list[Tensor]:
 # ---- compiled ahead of time ---------------------------------------------------------------------------------------
 
 KERNELS = ("square_sums", "lamb_moments", "lamb_norms", "lamb_apply")
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+F32, BF16, F16, F64, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Of parameters, gradients and moments."""
+
 DECAY_MODES: tuple[DecayMode, ...] = ("ratio", "l2", "decoupled")
 SECOND_MOMENTS: tuple[SecondMoment, ...] = ("adam", "amsgrad")
-MODES = list(itertools.product(DECAY_MODES, SECOND_MOMENTS))
-COMMON = [(F32, F32, F32), (BF16, BF16, F32), (BF16, BF16, BF16)]
+MODES = [replace(OPTIONS, decay_mode=d, second_moment=s) for d, s in itertools.product(DECAY_MODES, SECOND_MOMENTS)]
+ROUNDED = [replace(OPTIONS, weight_rounding=way) for way in WAYS[1:]]
+BLOCKS = [replace(OPTIONS, blocks=True, decay_mode=mode) for mode in DECAY_MODES]
+SLOW = [pytest.mark.slow]
 VARIANTS = [
-    pytest.param(dtypes, modes, id="-".join(str(d).removeprefix("torch.") for d in dtypes) + suffix, marks=marks)
-    for suffix, modes, marks, every in (
-        ("", MODES[:1], [], COMMON),
+    pytest.param(
+        dtypes,
+        options,
+        target,
+        id="-".join([*(str(d).removeprefix("torch.") for d in dtypes), name, target]),
+        marks=marks,
+    )
+    for name, options, marks, every, targets in (
+        ("plain", MODES[:1], [], [(F32, F32, F32), (BF16, BF16, F32), (BF16, BF16, BF16)], TARGETS),
+        ("rounded", ROUNDED, [], [(BF16, BF16, F32)], ["sm_90"]),
+        ("blocks", BLOCKS[:1], [], [(F32, F32, INT8), (BF16, F32, F16)], ["sm_90"]),
+        ("all-modes", MODES, SLOW, itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16)), TARGETS),
+        ("all-rounded", ROUNDED, SLOW, itertools.product((BF16, F16), (F32, BF16, F16), (F32, BF16)), TARGETS),
+        ("all-blocks", BLOCKS, SLOW, itertools.product((F32, BF16, F16), (F32, BF16, F16), (INT8, F16)), TARGETS),
         (
-            "-all-modes",
-            MODES,
-            [pytest.mark.slow],
-            itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16)),
+            "rounded-blocks",
+            [replace(options, blocks=True) for options in ROUNDED],
+            SLOW,
+            itertools.product((BF16, F16), (F32, BF16), (INT8, F16)),
+            TARGETS,
         ),
     )
     for dtypes in every
+    for target in targets
 ]
 
 
 def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     """How many loads and stores of 128 bits a thread has on the main path."""
     each = constants["BLOCK"] // device.THREADS
-    x, g, s = (each * constants[key].primitive_bitwidth // 128 for key in ("X", "G", "S"))
-    amsgrad = constants["AMSGRAD"]
+    kept = {"kahan": 16, "master": 32}.get(constants["ROUNDING"], 0)
+    bits = [*(constants[key].primitive_bitwidth for key in ("X", "G", "S", "V")), kept]
+    x, g, m, v, kept = (each * width // 128 for width in bits)
+    all_v = (1 + constants["AMSGRAD"]) * v
     return {
         "square_sums": (1, 0),
-        "lamb_moments": (x + g + (2 + amsgrad) * s, x + (2 + amsgrad) * s),
+        "lamb_moments": (x + kept + g + m + all_v, x + kept + m + all_v),
         "lamb_norms": (0, 0),
-        "lamb_apply": (x + 2 * s, x),
+        "lamb_apply": (x + kept + m + v, x + kept),
     }[name]
 
 
 @compiled
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("dtypes", "modes"), VARIANTS)
+@pytest.mark.parametrize(("dtypes", "every", "target"), VARIANTS)
 def test_kernels_compile_without_spills_and_load_128_bits(
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    modes: list[tuple[DecayMode, SecondMoment]],
-    target: str,
-    tmp_path: Path,
+    dtypes: Dtypes, every: list[LambOptions], target: str, tmp_path: Path
 ) -> None:
     from bighorn.kernels.triton import common_kernels, lamb_kernels
 
-    for decay_mode, second_moment in modes:
-        options = replace(OPTIONS, decay_mode=decay_mode, second_moment=second_moment)
+    for options in every:
         constants = LambPart.compiled_for(*dtypes, options)
         for name in KERNELS:
             kernel = build(
@@ -260,7 +319,8 @@ def test_kernels_compile_without_spills_and_load_128_bits(
             if target.startswith("sm"):
                 assert found_in_ptx(kernel) == wide(name, constants), name
                 # ptxas of CUDA 13.1 spills 8 bytes on sm_100 with amsgrad where 16-bit weights meet wider gradients.
-                allowed = 8 if target == "sm_100" and second_moment == "amsgrad" and dtypes[0].itemsize == 2 else 0
+                amsgrad = options.second_moment == "amsgrad"
+                allowed = 8 if target == "sm_100" and amsgrad and dtypes[0].itemsize == 2 else 0
                 assert spilled_by_ptxas(kernel, tmp_path) <= allowed, name
             else:
                 assert spilled_by_amdgcn(kernel) == 0, name
@@ -290,19 +350,7 @@ def test_a_model_takes_three_launches(driver: Driver) -> None:
 
 @compiled
 def test_nothing_is_compiled_again_when_numbers_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-
-    compilations: list[str] = []
-    hook = lambda *_, fn, **__: compilations.append(fn.name)  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
-    params = [Parameter(torch.randn(70, 70)), Parameter(torch.randn(9))]
-    optimizer = Lamb(params, weight_decay=0.1, backend="triton", max_grad_norm=1.0)
-    for step in range(4):
-        set_gradients(params, [torch.randn(p.shape) for p in params])
-        optimizer.param_groups[0].update(lr=0.1 / (step + 1), weight_decay=0.2 * step, betas=(0.5, 0.9 + step / 100))
-        optimizer.grad_scale = torch.tensor(2.0**step)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-        optimizer.step()
+    compilations = compiled_while_numbers_change(Lamb, monkeypatch)
     assert len(driver.launched) == 16
     assert len(compilations) == len(set(compilations)) == 4
 
@@ -322,6 +370,9 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lamb.why_not(GPU.double(), OPTIONS) == "its dtype is torch.float64"
     assert "cautious" in str(lamb.why_not(GPU, replace(OPTIONS, cautious=True)))
     assert "centralisation" in str(lamb.why_not(GPU, replace(OPTIONS, centre=True)))
+    assert lamb.why_not(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
+    long = torch.empty(2, 2**31, device="meta")
+    assert "32 bits" in str(lamb.why_not(long, replace(OPTIONS, blocks=True)))
     monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
     assert "older" in str(lamb.why_not(GPU, OPTIONS))
     assert kernels.pick("auto", GPU, OPTIONS) == (

@@ -16,30 +16,19 @@ from torch.nn import Parameter
 from ahead_of_time import TARGETS, all_in_amdgcn, build, found_in_ptx, spilled_by_amdgcn, spilled_by_ptxas
 from bighorn import Came, kernels
 from bighorn.cli.shapes import SHAPES
-from bighorn.kernels import Bucket, CameOptions, codec
-from bighorn.kernels.triton import came, device, stepper, tiles
+from bighorn.kernels import Bucket, CameOptions, codec, rounding
+from bighorn.kernels.rounding import WAYS, Rounding
+from bighorn.kernels.triton import came, came_part, device, stepper, tiles
 from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
-from pretended import Driver
+from pretended import Driver, compiled_while_numbers_change
+from test_came_kernels import DEFAULTS
 
 pytest.importorskip("triton")
 
 Factor = Literal["matrix", "last_two"]
 F32, BF16, F16, F64, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8
-OPTIONS = CameOptions(
-    lr=0.1,
-    betas=(0.9, 0.999, 0.9999),
-    eps=(1e-30, 1e-16),
-    clip_threshold=1.0,
-    weight_decay=0.1,
-    decay_rate=None,
-    bias_correction=True,
-    scale_parameter=True,
-    scale_eps=1e-3,
-    maximize=False,
-    centre=False,
-    factor="matrix",
-)
+OPTIONS = replace(DEFAULTS, bias_correction=True, scale_parameter=True)
 
 
 # ---- interpreted ------------------------------------------------------------------------------------------------
@@ -66,9 +55,14 @@ def bucket(
         cols = [shape[1:] if factor == "matrix" else (*shape[:-2], shape[-1]) for shape in shapes]
         state[f"exp_avg_{of}_row"] = [torch.rand(shape) for shape in rows]
         state[f"exp_avg_{of}_col"] = [torch.rand(shape) for shape in cols]
+    for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
+        state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]
     options = {"factor": factor, **options}
-    return Bucket(replace(OPTIONS, **options), params, state, steps, steps, torch.zeros(len(shapes), 3), grads)
+    norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
+    return Bucket(
+        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, numbers=numbers, firsts=firsts
+    )
 
 
 def everything(of: Bucket[CameOptions]) -> list[Tensor]:
@@ -151,7 +145,7 @@ def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -
         held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
     kernel = came.Came([big])
     (part,) = kernel.parts
-    assert isinstance(part, came.CamePart)
+    assert isinstance(part, came_part.CamePart)
     part.sums.zero_()  # of the chunks whose programs do not run
     only_the_first_and_the_last(len(part.owners), monkeypatch)
     kernel.step()
@@ -179,6 +173,7 @@ def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> No
 
 PASSES = ("came_squares", "came_update_squares", "came_average", "came_apply", "came_second_moment", "came_move")
 REST = ("came_lines", "came_codes", "came_figures")
+OF_SHARDS = ("came_lines", "came_known_squares", "came_line_sums", "came_settle", "came_update_squares", "came_apply")
 QUICK = [
     *(((F32, F32, F32), target) for target in TARGETS),
     *((dtypes, "sm_90") for dtypes in ((BF16, BF16, F32), (BF16, BF16, BF16), (F32, F32, INT8))),
@@ -198,16 +193,29 @@ VARIANTS = [
 def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     """How many loads and stores of 128 bits a thread has on the main path, at least."""
     each = constants["BLOCK"] // device.THREADS if name in PASSES[4:] else 8
-    x, g, s, v = (each * bits // 128 for bits in (*(constants[k].primitive_bitwidth for k in "XGS"), 32))
+    kept = {"kahan": 16, "master": 32}.get(constants["ROUNDING"], 0)
+    x, g, s, v, kept = (each * bits // 128 for bits in (*(constants[k].primitive_bitwidth for k in "XGS"), 32, kept))
     coded = constants["S"].primitive_bitwidth == 8
     return {
         "came_squares": (g, 0),
         "came_update_squares": (g, 0),
+        "came_known_squares": (g, 0),
         "came_average": (g + s, 0 if coded else s),
-        "came_apply": (x + s, x),
+        "came_apply": (x + kept + s, x + kept),
         "came_second_moment": (g + v, v),
-        "came_move": (x if coded else x + g + s + v, x if coded else x + s),
-    }[name]
+        "came_move": (x + kept if coded else x + kept + g + s + v, x + kept if coded else x + kept + s),
+    }.get(name, (0, 0))
+
+
+def check(name: str, constants: dict[str, Any], target: str, folder: Path, allowed: int) -> None:
+    """A kernel spills no more than it may, and moves 128 bits at a time."""
+    from bighorn.kernels.triton import came_kernels
+
+    kernel = build(getattr(came_kernels, name), {**constants, "RESIDUAL": True}, target)
+    spilled = spilled_by_ptxas(kernel, folder) if target.startswith("sm") else spilled_by_amdgcn(kernel)
+    assert spilled <= allowed, name
+    found = found_in_ptx(kernel) if target.startswith("sm") else all_in_amdgcn(kernel)
+    assert all(a >= b for a, b in zip(found, wide(name, constants), strict=True)), (name, found)
 
 
 @compiled
@@ -215,24 +223,62 @@ def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 def test_kernels_compile_without_spills_and_load_128_bits(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, tmp_path: Path
 ) -> None:
-    from bighorn.kernels.triton import came_kernels
-
     factors: tuple[Factor | None, ...] = ("matrix", None)
     for name, factor in itertools.product((*PASSES, *REST), factors):
-        constants = {**came.CamePart.compiled_for(*dtypes, replace(OPTIONS, factor=factor)), "RESIDUAL": True}
+        constants = came_part.CamePart.compiled_for(*dtypes, replace(OPTIONS, factor=factor))
         if name in PASSES and (name in PASSES[4:]) != (factor is None):
             continue
-        kernel = build(getattr(came_kernels, name), constants, target)
-        spilled = spilled_by_ptxas(kernel, tmp_path) if target.startswith("sm") else spilled_by_amdgcn(kernel)
         # ptxas of CUDA 13.1 spills 8 bytes where gradients in float64 take two registers each, and on sm_90 where
         # those of 16 bits make a thread move 8 elements of a float32 parameter.
         allowed = (name == "came_average" and dtypes[1] == F64) or (
             name == "came_apply" and target == "sm_90" and dtypes in ((F32, F16, F32), (F32, BF16, F32))
         )
-        assert spilled <= 8 * allowed, name
-        if name in PASSES:
-            found = found_in_ptx(kernel) if target.startswith("sm") else all_in_amdgcn(kernel)
-            assert all(a >= b for a, b in zip(found, wide(name, constants), strict=True)), (name, found)
+        check(name, constants, target, tmp_path, 8 * allowed)
+
+
+@compiled
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(t, marks=[pytest.mark.slow]) for t in TARGETS if t != "sm_90")]
+)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (BF16, BF16, F32),
+        *(
+            pytest.param(dtypes, marks=[pytest.mark.slow])
+            for dtypes in itertools.product((BF16, F16), (F32, BF16, F16), (F32, BF16, INT8))
+        ),
+    ],
+    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+)
+def test_kernels_that_round_weights_compile(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, way: Rounding, tmp_path: Path
+) -> None:
+    passes: tuple[tuple[str, Factor | None], ...] = (
+        ("came_squares", "matrix"),
+        ("came_apply", "matrix"),
+        ("came_second_moment", None),
+        ("came_move", None),
+    )
+    for name, factor in passes:
+        options = replace(OPTIONS, weight_rounding=way, factor=factor)
+        check(name, came_part.CamePart.compiled_for(*dtypes, options), target, tmp_path, 0)
+
+
+@compiled
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "dtypes", [(F32, F32, F32), pytest.param((BF16, BF16, INT8), marks=[pytest.mark.slow])], ids=["float32", "few-bits"]
+)
+@pytest.mark.parametrize("split", ["none", "rows", "columns", "both"])
+def test_kernels_of_shards_compile(
+    split: str, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, tmp_path: Path
+) -> None:
+    constants = {**came_part.CamePart.compiled_for(*dtypes, OPTIONS), "SPLIT": split}
+    for name in OF_SHARDS:
+        if split in ("rows", "columns") or name not in ("came_known_squares", "came_line_sums"):
+            check(name, constants, target, tmp_path, 0)
 
 
 # ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
@@ -260,19 +306,7 @@ def test_a_model_takes_seven_launches_and_three(driver: Driver) -> None:
 
 @compiled
 def test_nothing_is_compiled_again_when_numbers_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-
-    compilations: list[str] = []
-    hook = lambda *_, fn, **__: compilations.append(fn.name)  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
-    params = [Parameter(torch.randn(70, 70)), Parameter(torch.randn(9))]
-    optimizer = Came(params, lr=0.1, backend="triton", max_grad_norm=1.0)
-    for step in range(4):
-        set_gradients(params, [torch.randn(p.shape) for p in params])
-        optimizer.param_groups[0].update(lr=0.1 / (step + 1), weight_decay=0.2 * step, betas=(0.5, 0.9, 0.99))
-        optimizer.grad_scale = torch.tensor(2.0**step)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-        optimizer.step()
+    compilations = compiled_while_numbers_change(Came, monkeypatch)
     assert len(driver.launched) == 4 * (2 + 7 + 3)
     # Once each, but for the averages of squares and of residuals, and what factored and unfactored tensors share.
     assert sorted(compilations).count("came_lines") == 2

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from bighorn.kernels.bucket import CameOptions, LambOptions, Shard
-from bighorn.kernels.triton import came, lamb
+from bighorn.kernels.triton import came, lamb, stepper
 from bighorn.kernels.triton.came import Came
 from bighorn.kernels.triton.lamb import Lamb
 
@@ -17,5 +17,8 @@ def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
 
 def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
     """Why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
-    del shard
-    return "CAME on shards is not in Triton" if isinstance(options, CameOptions) else None
+    return (
+        came.why_not_shard(shard, options)
+        if isinstance(options, CameOptions)
+        else stepper.why_not_shard(shard, options)
+    )

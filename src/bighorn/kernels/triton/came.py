@@ -1,16 +1,19 @@
-"""CAME in Triton, the host's side: seven launches for the factored tensors of a model, three for the others."""
+"""CAME in Triton, the host's side."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions
+from bighorn.kernels.bucket import Bucket, CameOptions, Shard, matrix_shape
 from bighorn.kernels.triton import stepper
-from bighorn.kernels.triton.stepper import CHUNK, Part, Place, Stepper
-from bighorn.kernels.triton.tiles import Cut, cut
+from bighorn.kernels.triton.came_part import CamePart
+from bighorn.kernels.triton.came_shards import ShardPart, split_of
+from bighorn.kernels.triton.device import guard
+from bighorn.kernels.triton.stepper import Place, Stepper
+from bighorn.kernels.triton.tiles import cut
 
 SMALL = 1024
 """Elements of a small matrix."""
@@ -30,94 +33,42 @@ def why_not(param: Tensor, options: CameOptions) -> str | None:
     return None
 
 
-class CamePart(Part[CameOptions]):
-    """Rows that are all factored, or none is."""
-
-    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place]) -> None:
-        from bighorn.kernels.triton import came_kernels
-
-        self.kernels = came_kernels
-        super().__init__(buckets, places)
-        cuts, device = self.cuts(), self.device
-        self.factored = factored = self.constants["FACTORED"]
-        coded = "exp_avg_scale" in buckets[places[0][0]].state
-        self.tiles = self.table_of_owners([each.tiles for each in cuts]) if factored else self.owners
-        self.pieces = self.table_of_owners([each.pieces for each in cuts if factored])
-        self.packs = self.table_of_owners([each.packs for each in cuts if coded])
-        partials = sum(each.row_parts + each.col_parts for each in cuts if factored)
-        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
-        self.roots = torch.empty(sum(each.count for each in cuts if factored), dtype=torch.float32, device=device)
-        self.line_sums = torch.empty(len(self.pieces), dtype=torch.float64, device=device)
-        self.sums = torch.empty(came_kernels.SUM.value * len(self.tiles), dtype=torch.float64, device=device)
-
-    @staticmethod
-    def kind(options: CameOptions) -> tuple[object, ...]:
-        """As `Part.kind`."""
-        return (options.factor is None,)
-
-    @staticmethod
-    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
-        """As `Part.compiled_for`; the statistics are float32."""
-        from bighorn.kernels.triton.common_kernels import LANES, TYPES
-
-        return {
-            **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
-            "FACTORED": options.factor is not None,
-            "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
-            "CHUNK": CHUNK,
-            "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is
-        }
-
-    def cuts(self) -> list[Cut]:
-        """How each row is cut up."""
-        return [
-            cut(self.buckets[index].params[i].shape, self.buckets[index].options.factor) for index, i in self.places
-        ]
-
-    def own_columns(self) -> list[list[int]]:
-        """As `Part.own_columns`: `came_kernels.py` numbers them."""
-        columns: list[list[int]] = []
-        tile = piece = matrix = part = pack = 0
-        for (index, i), x, each in zip(self.places, self.params, self.cuts(), strict=True):
-            state, factored = self.buckets[index].state, self.buckets[index].options.factor is not None
-            addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.kernels.ADDRESSES]
-            tiles = each.tiles if factored else stepper.chunks(x)
-            parts = [part, part + each.row_parts]
-            shape = [each.height, each.width, each.count, each.inner]
-            columns.append([*addresses, *shape, tile, tile + tiles, piece, matrix, *parts, pack])
-            tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
-            part, pack = parts[1] + each.col_parts, pack + each.packs
-        return columns
-
-    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
-        """One CAME step: the second moment and the size of u, then the average with its residual, then x."""
-
-        def run(kernel: Any, programs: int, *tables: Tensor, **constants: Any) -> None:
-            self.launch(kernel, programs, tables, compile_only, **constants)
-
-        kernels, rows, sums, tiles = self.kernels, self.rows, self.sums, len(self.tiles)
-        given = self.grads, self.tiles, hyper, scale, commit
-        averaged = rows, self.pieces, hyper, commit, self.partials, self.line_sums
-        if self.factored:
-            run(kernels.came_squares, tiles, rows, *given, self.partials, sums)
-            run(kernels.came_lines, len(self.pieces), *averaged, RESIDUAL=False)
-            run(kernels.came_update_squares, tiles, rows, *given, self.line_sums, self.roots, sums)
-        else:
-            run(kernels.came_second_moment, tiles, rows, *given, sums)
-        run(kernels.came_codes, len(self.packs), rows, self.grads, self.packs, hyper, scale, commit, self.roots, sums)
-        if self.factored:
-            run(kernels.came_average, tiles, rows, *given, self.roots, sums, self.partials)
-            run(kernels.came_lines, len(self.pieces), *averaged, RESIDUAL=True)
-            run(kernels.came_apply, tiles, rows, self.tiles, hyper, commit, self.line_sums, sums)
-        else:
-            run(kernels.came_move, tiles, rows, *given, sums)
-        run(kernels.came_figures, len(self.places), rows, hyper, commit, sums)
+def why_not_shard(shard: Shard, options: CameOptions) -> str | None:
+    """Why this backend cannot serve a shard of a tensor that it would serve whole, or None: the same on every rank."""
+    count = matrix_shape(torch.Size(shard.shape), options.factor)[0]
+    if count > MOST_SMALL:
+        return f"parts of {count} matrices may be too many and too small for Triton"
+    return stepper.why_not_shard(shard, options)
 
 
 class Came(Stepper[CameOptions]):
     """CAME for some buckets on one device."""
 
-    PART = CamePart
+    def part(self, places: list[Place]) -> CamePart:
+        """As `Stepper.part`."""
+        return (ShardPart if self.buckets[places[0][0]].shards else CamePart)(self.buckets, places)
+
+    @staticmethod
+    def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:
+        """As `Stepper.kind`."""
+        o = bucket.options
+        return o.factor is None, o.weight_rounding, split_of(bucket.shards[i], o.factor) if bucket.shards else None
+
+    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Came.rounds`; parts of different kinds go from sum to sum together."""
+        with guard(self.device):
+            hyper, scale, commit = self.on_device(grad_scale, commit)
+            running = [part.rounds(hyper, scale, commit) for part in self.parts if isinstance(part, ShardPart)]
+            parts = [sums for part in running if (sums := next(part, None)) is not None]
+        while parts:
+            sums = torch.cat(parts)
+            yield sums
+            with guard(self.device):
+                for part, arrived in zip(parts, torch.split(sums, [part.numel() for part in parts]), strict=True):
+                    part.copy_(arrived)
+                parts = [sums for part in running if (sums := next(part, None)) is not None]
+        with guard(self.device):
+            self.finish(commit)
 
     @staticmethod
     def numbers(options: CameOptions) -> list[float]:

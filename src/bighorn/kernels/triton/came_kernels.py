@@ -11,51 +11,68 @@ over more than a tile, and what there is one of for a row, a column or a tensor,
 import triton
 import triton.language as tl
 
-from bighorn.kernels import codec
 from bighorn.kernels.triton import tiles
+from bighorn.kernels.triton.codec_kernels import CODES, PACK, code_blocks, decoded, moment_at, read_moment, write_moment
 from bighorn.kernels.triton.common_kernels import (
     COUNTS,
     DECAY,
     EXP_AVG,
     HYPER,
+    INNER,
     LANES,
     LR,
     NORMS,
     OPTION,
-    PARAM,
+    OWN,
     ROW,
-    SIGN,
     SIZE,
     STEP,
     at,
     block,
+    count,
+    entries,
     extent,
     folded,
+    gradient_scale,
     number,
     read,
     vectorised,
     write,
 )
+from bighorn.kernels.triton.weight_kernels import (
+    random_bits,
+    read_weight,
+    stream,
+    weight_addresses,
+    weight_at,
+    write_weight,
+)
 
 # Columns of the table of rows, after the common ones.
 ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
-EXP_AVG_SCALE = tl.constexpr(9)
-EXP_AVG_SQ = tl.constexpr(10)  # where the second moment is not factored
-SQ_ROW = tl.constexpr(11)
-SQ_COL = tl.constexpr(12)
-RES_ROW = tl.constexpr(13)
-RES_COL = tl.constexpr(14)
-HEIGHT = tl.constexpr(15)
-WIDTH = tl.constexpr(16)
-MATRICES = tl.constexpr(17)
-INNER = tl.constexpr(18)  # elements for each index of dim 0: blocks of 8 bits do not cross it
-FIRST_TILE = tl.constexpr(19)  # chunks are the tiles of an unfactored tensor
-STOP_TILE = tl.constexpr(20)
-FIRST_PIECE = tl.constexpr(21)  # those of rows first, matrix by matrix
-FIRST_MATRIX = tl.constexpr(22)
-ROW_PARTS = tl.constexpr(23)  # where the partial sums of its rows begin, for each strip of columns
-COL_PARTS = tl.constexpr(24)  # and those of its columns, for each TALL rows
-FIRST_PACK = tl.constexpr(25)
+EXP_AVG_SCALE = tl.constexpr(OWN + 0)
+EXP_AVG_SQ = tl.constexpr(OWN + 1)  # where the second moment is not factored
+SQ_ROW = tl.constexpr(OWN + 2)
+SQ_COL = tl.constexpr(OWN + 3)
+RES_ROW = tl.constexpr(OWN + 4)
+RES_COL = tl.constexpr(OWN + 5)
+HEIGHT = tl.constexpr(OWN + 6)
+WIDTH = tl.constexpr(OWN + 7)
+MATRICES = tl.constexpr(OWN + 8)
+FIRST_TILE = tl.constexpr(OWN + 9)  # chunks are the tiles of an unfactored tensor
+FIRST_SUM = tl.constexpr(OWN + 10)  # those of its tiles; a shard has one, of all tiles of all ranks
+STOP_SUM = tl.constexpr(OWN + 11)
+FIRST_PIECE = tl.constexpr(OWN + 12)  # those of rows first, matrix by matrix
+FIRST_MATRIX = tl.constexpr(OWN + 13)
+ROW_PARTS = tl.constexpr(OWN + 14)  # where the partial sums of its rows begin, for each strip of columns
+COL_PARTS = tl.constexpr(OWN + 15)  # and those of its columns, for each TALL rows
+FIRST_PACK = tl.constexpr(OWN + 16)
+NUMEL = tl.constexpr(OWN + 17)  # of a shard's whole tensor, as all below; of a whole one its own
+WHOLE_HEIGHT = tl.constexpr(OWN + 18)
+WHOLE_WIDTH = tl.constexpr(OWN + 19)
+LEADS_ROWS = tl.constexpr(OWN + 20)  # 1 where the old averages of rows count here, among ranks that share these
+LEADS_COLS = tl.constexpr(OWN + 21)
+FIRST_LINE = tl.constexpr(OWN + 22)  # its lines: rows, then columns, matrix by matrix
 
 # Columns of the table of hyper-parameters, likewise.
 BETA1 = tl.constexpr(3)
@@ -82,8 +99,6 @@ WIDE = tl.constexpr(tiles.WIDE)
 HIGH = tl.constexpr(8)  # rows of a tile that are in registers
 LINES = tl.constexpr(tiles.LINES)
 PARTS = tl.constexpr(16)  # partial sums of each line that are in registers
-CODES = tl.constexpr(codec.BLOCK)
-PACK = tl.constexpr(tiles.PACK)
 
 
 # ---- factored --------------------------------------------------------------------------------------------------------
@@ -92,24 +107,22 @@ PACK = tl.constexpr(tiles.PACK)
 @triton.jit
 def came_squares(
     rows, grads, tiles, hyper, grad_scale, commit, partials, sums,
-    X: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of g^2, and of x^2 where the size of x counts."""
     if not tl.load(commit):
         return
     tile = tl.program_id(0)
-    index = tl.load(tiles + tile).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, tiles, hyper, tile)
     start, shape, row_parts, col_parts = place(row, tile, partials)
-    g, x = tl.load(grads + index), tl.load(row + PARAM)
+    g = tl.load(grads + index)
     scale = gradient_scale(grad_scale, option)
     if aligned(g, shape, VECTOR):
         square_tile(at(g, start, G), shape, scale, row_parts, col_parts, VECTOR)
     else:
         square_tile(at(g, start, G), shape, scale, row_parts, col_parts, 1)
     if tl.load(option + SCALE_EPS) >= 0:
-        tl.store(sums + tile * SUM + X_SQUARES, param_squares(at(x, start, X), shape))
+        tl.store(sums + tile * SUM + X_SQUARES, param_squares(weight_at(row, start, X, ROUNDING), shape, ROUNDING))
 
 
 @triton.jit
@@ -118,80 +131,73 @@ def square_tile(g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr):
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for i in range(0, shape[0], HIGH):
         offsets, mask = patch(i, shape, VECTOR)
-        value = read_patch(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         store_lines(row_parts, i, shape[0], tl.sum(value * value, 1))
         total += value * value
     store_columns(col_parts, shape[1], tl.sum(total, 0))
 
 
 @triton.jit
-def param_squares(x, shape):
+def param_squares(weight, shape, ROUNDING: tl.constexpr):
     """The sum of x^2 over a tile."""
     total = tl.zeros((HIGH, WIDE), tl.float64)
     for i in range(0, shape[0], HIGH):
         offsets, mask = patch(i, shape, 1)
-        value = read_patch(x, offsets, mask, 1).to(tl.float64)
+        value = read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
         total += value * value
     return tl.sum(total)
 
 
 @triton.jit
-def came_lines(rows, pieces, hyper, commit, partials, line_sums, RESIDUAL: tl.constexpr):
-    """Advances averages of rows or columns, and leaves the sum of what they have become."""
+def came_lines(
+    rows, pieces, hyper, commit, partials, line_sums, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Advances averages of rows or columns, and leaves the sum of what they have become.
+
+    Of shards it leaves the averages themselves, and of those that are split ("rows" says that a matrix's rows are, and
+    so the averages of its columns) this rank's part alone.
+    """
     if not tl.load(commit):
         return
     piece = tl.program_id(0)
-    row = rows + tl.load(pieces + piece).to(tl.int64) * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
-    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
-
-    local = piece - tl.load(row + FIRST_PIECE)
-    of_rows = matrices * tl.cdiv(height, LINES)
-    is_row = local < of_rows
-    local = tl.where(is_row, local, local - of_rows)
-    lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
-    matrix, first = local // tl.cdiv(lines, LINES), local % tl.cdiv(lines, LINES) * LINES
-    line = first + tl.arange(0, LINES)
-    mask = line < lines
-    line += matrix * lines
-
-    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
-    start = partials + tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS))
-    total = tl.zeros((PARTS, LINES), tl.float64)
-    for i in range(0, parts, PARTS):
-        part = i + tl.arange(0, PARTS).to(tl.int64)
-        offsets = (part * matrices * lines)[:, None] + line[None, :]
-        total += tl.load(start + offsets, mask=(part < parts)[:, None] & mask[None, :], other=0.0).to(tl.float64)
-
+    _, row, option = entries(rows, pieces, hyper, piece)
+    is_row, line, mask, length, parts = lines_of(row, piece)
+    total = line_totals(parts, partials)
     if RESIDUAL:
         rest, eps = tl.load(option + BETA3_REST), tl.load(option + EPS2)
-        average = tl.load(row + tl.where(is_row, RES_ROW, RES_COL)).to(tl.pointer_type(tl.float32)) + line
+        average = averages(row, tl.where(is_row, RES_ROW, RES_COL), line)
     else:
         rest, eps = second_rest(row, option), tl.load(option + EPS1)
-        average = tl.load(row + tl.where(is_row, SQ_ROW, SQ_COL)).to(tl.pointer_type(tl.float32)) + line
+        average = averages(row, tl.where(is_row, SQ_ROW, SQ_COL), line)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
-    new = (1 - rest) * old + rest * (tl.sum(total, 0) / length + eps)  # CAME-row, CAME-col, CAME-res
-    tl.store(average, new.to(tl.float32), mask=mask)
-    new = new.to(tl.float32).to(tl.float64)
-    tl.store(line_sums + piece, tl.sum(tl.where(mask, new, 0.0), 0))
+    new = rest * ((total + length * eps) / tl.load(row + tl.where(is_row, WHOLE_WIDTH, WHOLE_HEIGHT)))
+    old = tl.where(tl.load(row + tl.where(is_row, LEADS_ROWS, LEADS_COLS)) != 0, (1 - rest) * old, 0.0)
+    new += old  # CAME-row, CAME-col, CAME-res
+    stored = new.to(tl.float32)
+    if SPLIT is None:
+        tl.store(average, stored, mask=mask)
+        tl.store(line_sums + piece, tl.sum(tl.where(mask, stored.to(tl.float64), 0.0), 0))
+    else:
+        split = is_split(is_row, SPLIT)
+        tl.store(average, stored, mask=mask & (split == 0))
+        tl.store(line_at(lines, row, is_row, line), tl.where(split, new, stored.to(tl.float64)), mask=mask)
 
 
 @triton.jit
 def came_update_squares(
     rows, grads, tiles, hyper, grad_scale, commit, line_sums, roots, sums,
-    G: tl.constexpr, VECTOR: tl.constexpr,
+    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages."""
     if not tl.load(commit):
         return
     tile = tl.program_id(0)
-    index = tl.load(tiles + tile).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, tiles, hyper, tile)
     start, shape, matrix, line, column = corner(row, tile)
-    root = tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
-    if (line == 0) & (column == 0):
-        tl.store(roots + tl.load(row + FIRST_MATRIX) + matrix, root)
+    root_here = roots + tl.load(row + FIRST_MATRIX) + matrix
+    root = row_root(row, matrix, line_sums, root_here, SPLIT)
+    if (SPLIT is None) & (line == 0) & (column == 0):
+        tl.store(root_here, root)
 
     g = tl.load(grads + index)
     row_averages = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line)
@@ -210,7 +216,7 @@ def update_squares(g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr)
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for i in range(0, shape[0], HIGH):
         offsets, mask = patch(i, shape, VECTOR)
-        value = read_patch(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         u = update(value, row_factors(row_averages, i, shape, root), c)
         total += u * u
     return tl.sum(total.to(tl.float64))
@@ -225,9 +231,7 @@ def came_average(
     if not tl.load(commit):
         return
     tile = tl.program_id(0)
-    index = tl.load(tiles + tile).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, tiles, hyper, tile)
     start, shape, matrix, line, column = corner(row, tile)
     _, _, row_parts, col_parts = place(row, tile, partials)
 
@@ -253,11 +257,11 @@ def average(
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for i in range(0, shape[0], HIGH):
         offsets, mask = patch(i, shape, VECTOR)
-        g = read_patch(pointers[0], offsets, mask, VECTOR).to(tl.float32) * scale
+        g = read(pointers[0], offsets, mask, VECTOR).to(tl.float32) * scale
         u = update(g, row_factors(row_averages, i, shape, root), c)
         m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
         if tl.int8 != S:
-            m = write_patch(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
+            m = write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
         residual = (u - m) * (u - m)
         store_lines(row_parts, i, shape[0], tl.sum(residual, 1))
         total += residual
@@ -266,49 +270,138 @@ def average(
 
 @triton.jit
 def came_apply(
-    rows, tiles, hyper, commit, line_sums, sums,
-    X: tl.constexpr, S: tl.constexpr, VECTOR: tl.constexpr,
+    rows, tiles, hyper, commit, line_sums, roots, sums,
+    X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The parameter. It goes backwards, since the last tiles of the pass before may lie in the cache still."""
     if not tl.load(commit):
         return
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = rows + tl.load(tiles + tile).to(tl.int64) * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    _, row, option = entries(rows, tiles, hyper, tile)
     start, shape, matrix, line, column = corner(row, tile)
 
-    x, m = tl.load(row + PARAM), tl.load(row + EXP_AVG)
-    correction = tl.sqrt(residual_correction(row, option)).to(tl.float32)
-    root = tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
+    m = tl.load(row + EXP_AVG)
+    root = row_root(row, matrix, line_sums, roots + tl.load(row + FIRST_MATRIX) + matrix, SPLIT)
     row_averages = averages(row, RES_ROW, matrix * tl.load(row + HEIGHT) + line)
-    c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape) * correction
+    c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape)
     lr = rate(row, option, sums)
-    numbers = lr.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
-    pointers = at(x, start, X), at(m, start, S)
+    corrected = lr * tl.sqrt(residual_correction(row, option))
+    numbers = corrected.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
+    draw = start, stream(row, count(row), ROUNDING == "stochastic")
+    pointers = weight_at(row, start, X, ROUNDING), at(m, start, S)
     scales = scales_of(row, start)
-    if aligned(x | m, shape, VECTOR):
-        r = apply(pointers, scales, shape, numbers, row_averages, c, S, VECTOR)
+    if aligned(weight_addresses(row) | m, shape, VECTOR):
+        r = apply(pointers, scales, shape, numbers, row_averages, c, draw, S, ROUNDING, VECTOR)
     else:
-        r = apply(pointers, scales, shape, numbers, row_averages, c, S, 1)
-    there = tl.arange(0, WIDE) < shape[1]
-    confidence = r * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
-    tl.store(sums + tile * SUM + CONFIDENCES, confidence)
+        r = apply(pointers, scales, shape, numbers, row_averages, c, draw, S, ROUNDING, 1)
+    if SPLIT is None:
+        there = tl.arange(0, WIDE) < shape[1]
+        confidence = r * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
+        tl.store(sums + tile * SUM + CONFIDENCES, confidence)
 
 
 @triton.jit
-def apply(pointers, scales, shape, numbers, row_averages, c, S: tl.constexpr, VECTOR: tl.constexpr):
+def apply(
+    pointers, scales, shape, numbers, row_averages, c, draw,
+    S: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """The parameter's tile; returns the sum of the rows' factors."""
     lr, decay, root = numbers
     total = tl.zeros((HIGH,), tl.float64)
     for i in range(0, shape[0], HIGH):
         offsets, mask = patch(i, shape, VECTOR)
-        x = read_patch(pointers[0], offsets, mask, VECTOR).to(tl.float32)
+        x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
         r = row_factors(row_averages, i, shape, root)
+        bits = random_bits(draw[1], draw[0] + offsets, ROUNDING == "stochastic")
         x -= decay * x
-        write_patch(pointers[0], offsets, mask, x - lr * update(m, r, c), VECTOR)  # CAME-x
+        write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), bits, ROUNDING, VECTOR)  # CAME-x
         total += tl.where(i + tl.arange(0, HIGH) < shape[0], r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
+
+
+# ---- factored, of shards ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def came_known_squares(
+    rows, grads, tiles, hyper, grad_scale, commit, partials, G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
+    if not tl.load(commit):
+        return
+    tile = tl.program_id(0)
+    index, row, option = entries(rows, tiles, hyper, tile)
+    _, _, matrix, line, column = corner(row, tile)
+    start, shape, row_parts, col_parts = place(row, tile, partials)
+    if SPLIT == "rows":
+        known, parts = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line), col_parts
+    else:
+        known, parts = averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), row_parts
+    g, scale = tl.load(grads + index), gradient_scale(grad_scale, option)
+    if aligned(g, shape, VECTOR):
+        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR)
+    else:
+        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, 1)
+
+
+@triton.jit
+def known_squares(g, shape, scale, known, parts, SPLIT: tl.constexpr, VECTOR: tl.constexpr):
+    """Those of a tile."""
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for i in range(0, shape[0], HIGH):
+        offsets, mask = patch(i, shape, VECTOR)
+        value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        if SPLIT == "rows":
+            value *= row_factors(known, i, shape, 1.0)[:, None]
+        else:
+            value *= column_factors(known, shape)[None, :]
+        total += value * value
+        if SPLIT == "columns":
+            store_lines(parts, i, shape[0], tl.sum(value * value, 1))
+    if SPLIT == "rows":
+        store_columns(parts, shape[1], tl.sum(total, 0))
+
+
+@triton.jit
+def came_line_sums(rows, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr):
+    """Adds up partial sums of the lines whose averages are split."""
+    if not tl.load(commit):
+        return
+    piece = tl.program_id(0)
+    _, row, _ = entries(rows, pieces, hyper, piece)
+    is_row, line, mask, _, parts = lines_of(row, piece)
+    mask = mask & is_split(is_row, SPLIT)
+    tl.store(line_at(lines, row, is_row, line), line_totals(parts, partials), mask=mask)
+
+
+@triton.jit
+def came_settle(rows, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr):
+    """Stores averages that have been added up over all ranks."""
+    if not tl.load(commit):
+        return
+    piece = tl.program_id(0)
+    _, row, _ = entries(rows, pieces, hyper, piece)
+    is_row, line, mask, _, _ = lines_of(row, piece)
+    if RESIDUAL:
+        average = averages(row, tl.where(is_row, RES_ROW, RES_COL), line)
+    else:
+        average = averages(row, tl.where(is_row, SQ_ROW, SQ_COL), line)
+    mask = mask & is_split(is_row, SPLIT)
+    tl.store(average, tl.load(line_at(lines, row, is_row, line), mask=mask).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def is_split(is_row, SPLIT: tl.constexpr):
+    """Whether the average of a line is: of a row where columns are, and the other way round."""
+    return is_row & (SPLIT == "columns" or SPLIT == "both") | (is_row == 0) & (SPLIT == "rows" or SPLIT == "both")
+
+
+@triton.jit
+def line_at(lines, row, is_row, line):
+    """Where lines of a tensor stand among all lines."""
+    first = tl.load(row + FIRST_LINE) + tl.where(is_row, 0, tl.load(row + MATRICES) * tl.load(row + HEIGHT))
+    return lines + first + line
 
 
 # ---- unfactored ------------------------------------------------------------------------------------------------------
@@ -317,17 +410,15 @@ def apply(pointers, scales, shape, numbers, row_averages, c, S: tl.constexpr, VE
 @triton.jit
 def came_second_moment(
     rows, grads, tiles, hyper, grad_scale, commit, sums,
-    X: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The unfactored second moment, the sum of u^2 over each chunk, and that of x^2 where the size of x counts."""
     if not tl.load(commit):
         return
     chunk = tl.program_id(0)
-    index = tl.load(tiles + chunk).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, tiles, hyper, chunk)
     start, size = extent(row, chunk, CHUNK)
-    g, v, x = tl.load(grads + index), tl.load(row + EXP_AVG_SQ), tl.load(row + PARAM)
+    g, v = tl.load(grads + index), tl.load(row + EXP_AVG_SQ)
     rest = second_rest(row, option)
     numbers = gradient_scale(grad_scale, option), (1 - rest).to(tl.float32), rest.to(tl.float32), number(option + EPS1)
     whole = vectorised(g | v, size, BLOCK)
@@ -336,10 +427,10 @@ def came_second_moment(
     total += second_moment(pointers, numbers, whole, size, True, BLOCK)
     tl.store(sums + chunk * SUM + U_SQUARES, tl.sum(total, 0))
     if tl.load(option + SCALE_EPS) >= 0:
-        squares = tl.zeros((LANES,), tl.float64)
+        weight, squares = weight_at(row, start, X, ROUNDING), tl.zeros((LANES,), tl.float64)
         for i in range(0, size, BLOCK):
             offsets, mask = block(i, size, True, BLOCK)
-            value = read(at(x, start, X), offsets, mask).to(tl.float64)
+            value = read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
             squares += folded(value * value)
         tl.store(sums + chunk * SUM + X_SQUARES, tl.sum(squares, 0))
 
@@ -361,17 +452,16 @@ def second_moment(pointers, numbers, first, stop, MASKED: tl.constexpr, BLOCK: t
 @triton.jit
 def came_move(
     rows, grads, tiles, hyper, grad_scale, commit, sums,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
     if not tl.load(commit):
         return
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(tiles + chunk).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, tiles, hyper, chunk)
     start, size = extent(row, chunk, CHUNK)
-    x, g, m, v = tl.load(row + PARAM), tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
+    g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
     lr = rate(row, option, sums)
     numbers = (
         gradient_scale(grad_scale, option),
@@ -381,31 +471,35 @@ def came_move(
         lr.to(tl.float32),
         (lr * tl.load(option + DECAY)).to(tl.float32),
     )
-    whole = vectorised(x | g | m | v, size, BLOCK)
-    pointers = at(x, start, X), at(g, start, G), at(m, start, S), at(v, start, tl.float32)
-    scales = scales_of(row, start)
-    move(pointers, scales, numbers, 0, whole, False, S, BLOCK)
-    move(pointers, scales, numbers, whole, size, True, S, BLOCK)
+    whole = vectorised(weight_addresses(row) | g | m | v, size, BLOCK)
+    pointers = weight_at(row, start, X, ROUNDING), at(g, start, G), at(m, start, S), at(v, start, tl.float32)
+    scales, draw = scales_of(row, start), stream(row, count(row), ROUNDING == "stochastic")
+    move(pointers, scales, numbers, draw, 0, whole, False, S, ROUNDING, BLOCK)
+    move(pointers, scales, numbers, draw, whole, size, True, S, ROUNDING, BLOCK)
 
 
 @triton.jit
-def move(pointers, scales, numbers, first, stop, MASKED: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
+def move(
+    pointers, scales, numbers, draw, first, stop,
+    MASKED: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Elements `first` to `stop` of a chunk."""
     scale, clip, beta1, beta1_rest, lr, decay = numbers
     for i in range(first, stop, BLOCK):
         offsets, mask = block(i, stop, MASKED, BLOCK)
-        x = read(pointers[0], offsets, mask).to(tl.float32)
+        x = read_weight(pointers[0], offsets, mask, ROUNDING)
+        element = scales[2] + offsets
         if tl.int8 == S:
-            element = scales[2] + offsets
             place = element // scales[1] * tl.cdiv(scales[1], CODES) + element % scales[1] // CODES
-            m = decoded(read(pointers[2], offsets, mask), tl.load(scales[0] + place, mask=mask))
+            m = decoded(read(pointers[2], offsets, mask), tl.load(scales[0] + place, mask=mask), "linear")
         else:
             g = read(pointers[1], offsets, mask).to(tl.float32) * scale
             u = unfactored(g, read(pointers[3], offsets, mask)) * clip  # CAME-clip
             m = beta1 * read(pointers[2], offsets, mask).to(tl.float32) + beta1_rest * u  # CAME-m
             m = write(pointers[2], offsets, mask, m)
+        bits = random_bits(draw, element, ROUNDING == "stochastic")
         x -= decay * x
-        write(pointers[0], offsets, mask, x - lr * m)  # CAME-x
+        write_weight(pointers[0], offsets, mask, x - lr * m, bits, ROUNDING)  # CAME-x
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
@@ -420,23 +514,17 @@ def came_codes(
     if not tl.load(commit):
         return
     pack = tl.program_id(0)
-    index = tl.load(packs + pack).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, packs, hyper, pack)
     inner = tl.load(row + INNER)
-    in_row = tl.cdiv(inner, CODES)
-    lanes = tl.arange(0, CODES)
-    blocks = (pack - tl.load(row + FIRST_PACK)) * PACK + tl.arange(0, PACK)
-    within = (blocks % in_row)[:, None] * CODES + lanes[None, :]
-    first = (blocks // in_row) * inner + blocks % in_row * CODES
-    exists = blocks < tl.load(row + SIZE) // inner * in_row
-    mask = exists[:, None] & (within < inner)
-    offsets = first[:, None] + lanes[None, :]
+    stop = tl.load(row + SIZE) // inner * tl.cdiv(inner, CODES)
+    where = code_blocks((pack - tl.load(row + FIRST_PACK)) * PACK, stop, inner, 1)
+    offsets, mask = where[0], where[1]
 
     g = read(at(tl.load(grads + index), 0, G), offsets, mask).to(tl.float32) * gradient_scale(grad_scale, option)
     clip = clipping(row, option, sums)
     if FACTORED:
         height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
+        first, lanes = tl.min(offsets, 1), tl.arange(0, CODES)
         line, column = wrapped((first % width)[:, None] + lanes[None, :], width)
         matrix, _ = wrapped((first // width % height)[:, None] + line, height)
         matrix += (first // width // height)[:, None]
@@ -448,18 +536,10 @@ def came_codes(
     else:
         u = unfactored(g, read(at(tl.load(row + EXP_AVG_SQ), 0, tl.float32), offsets, mask)) * clip  # CAME-clip
 
-    codes = at(tl.load(row + EXP_AVG), 0, tl.int8)
-    scales = at(tl.load(row + EXP_AVG_SCALE), 0, tl.float32) + blocks
-    m = decoded(read(codes, offsets, mask), tl.load(scales, mask=exists, other=0.0)[:, None])
+    moment = moment_at(tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SCALE), 0, tl.int8, "linear")
+    m = read_moment(moment, where, "linear", 1)
     m = number(option + BETA1) * m + number(option + BETA1_REST) * u  # CAME-m
-    scale = tl.max(tl.where(mask, tl.abs(m), 0.0), 1)
-    known = tl.min(((tl.abs(m) < float("inf")) | (mask == 0)).to(tl.int32), 1) != 0
-    scale = tl.where(known, scale, float("nan"))
-    tl.store(scales, scale, mask=exists)
-    fraction = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None]) * 127
-    # Added to this, a number below 2^22 has no place left for a fraction, and is rounded to even.
-    nearest = tl.where((scale > 0)[:, None], fraction + 12582912.0 - 12582912.0, 0.0)
-    tl.store(codes + offsets, nearest.to(tl.int8), mask=mask)
+    write_moment(moment, where, m, None, "linear", 1)
 
 
 @triton.jit
@@ -469,22 +549,17 @@ def came_figures(rows, hyper, commit, sums, FACTORED: tl.constexpr):
         return
     row = rows + tl.program_id(0).to(tl.int64) * ROW
     option = hyper + tl.load(row + HYPER) * OPTION
-    size = tl.maximum(tl.load(row + SIZE), 1)
+    size, correction = tl.maximum(tl.load(row + NUMEL), 1), tl.sqrt(residual_correction(row, option))
     norms = at(tl.load(row + NORMS), 0, tl.float32)
     tl.store(norms, root_mean(row, sums, U_SQUARES).to(tl.float32))
     tl.store(norms + 1, clipping(row, option, sums))
-    tl.store(norms + 2, (tile_total(row, sums, CONFIDENCES) / size).to(tl.float32) if FACTORED else 1.0)
+    confidence = tile_total(row, sums, CONFIDENCES) * correction / size
+    tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
     step = at(tl.load(row + STEP), 0, tl.float32)
     tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)
 
 
 # ---- one number of a tensor ------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def count(row):
-    """The number of this step, from 1; `came_figures` counts it at last."""
-    return (tl.load(at(tl.load(row + STEP), 0, tl.float32)) + 1).to(tl.float64)
 
 
 @triton.jit
@@ -505,8 +580,8 @@ def residual_correction(row, option):
 def tile_total(row, sums, COLUMN: tl.constexpr):
     """A sum over all tiles of a tensor."""
     total = tl.zeros((LANES,), tl.float64)
-    stop = tl.load(row + STOP_TILE)
-    for i in range(tl.load(row + FIRST_TILE), stop, LANES):
+    stop = tl.load(row + STOP_SUM)
+    for i in range(tl.load(row + FIRST_SUM), stop, LANES):
         tile = i + tl.arange(0, LANES)
         total += tl.load(sums + tile * SUM + COLUMN, mask=tile < stop, other=0.0)
     return tl.sum(total, 0)
@@ -515,7 +590,7 @@ def tile_total(row, sums, COLUMN: tl.constexpr):
 @triton.jit
 def root_mean(row, sums, COLUMN: tl.constexpr):
     """The root of the mean square of all elements of a tensor."""
-    return tl.sqrt(tile_total(row, sums, COLUMN) / tl.maximum(tl.load(row + SIZE), 1))
+    return tl.sqrt(tile_total(row, sums, COLUMN) / tl.maximum(tl.load(row + NUMEL), 1))
 
 
 @triton.jit
@@ -537,6 +612,15 @@ def rate(row, option, sums):
 
 
 @triton.jit
+def row_root(row, matrix, line_sums, root, SPLIT: tl.constexpr):
+    """The root of the mean of the averages of a matrix's rows, which shards find where it is kept."""
+    if SPLIT is None:
+        return tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
+    else:
+        return tl.load(root)
+
+
+@triton.jit
 def row_mean(row, matrix, line_sums):
     """The mean of the averages of a matrix's rows."""
     height = tl.load(row + HEIGHT)
@@ -547,12 +631,6 @@ def row_mean(row, matrix, line_sums):
         piece = i + tl.arange(0, LANES)
         total += tl.load(line_sums + first + piece, mask=piece < pieces, other=0.0)
     return tl.sum(total, 0) / height
-
-
-@triton.jit
-def gradient_scale(grad_scale, option):
-    """What the gradient is multiplied with."""
-    return (tl.load(grad_scale) * tl.load(option + SIGN)).to(tl.float32)
 
 
 # ---- blocks of elements ----------------------------------------------------------------------------------------------
@@ -594,27 +672,21 @@ def unfactored(g, v):
 @triton.jit
 def momentum(pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: tl.constexpr):
     """The average as it is stored, of the rows from the tile's `i`-th on."""
-    values = read_patch(pointer, offsets, mask, VECTOR)
+    values = read(pointer, offsets, mask, VECTOR)
     if tl.int8 == S:
         # A matrix's row lies within one of dim 0, so only its first element is divided.
         first = scales[2] + (i + tl.arange(0, HIGH)) * shape[2]
         within = (first % scales[1])[:, None] + tl.arange(0, WIDE)[None, :]
         scale = (first // scales[1] * tl.cdiv(scales[1], CODES))[:, None] + within // CODES
-        return decoded(values, tl.load(scales[0] + scale, mask=mask, other=0.0))
+        return decoded(values, tl.load(scales[0] + scale, mask=mask, other=0.0), "linear")
     else:
         return values.to(tl.float32)
 
 
 @triton.jit
-def decoded(codes, scale):
-    """Values of 8-bit codes: the quotient first, so that nothing overflows or vanishes whatever the scale."""
-    return tl.div_rn(codes.to(tl.float32), 127.0) * scale
-
-
-@triton.jit
 def scales_of(row, start):
     """The scales of an 8-bit average, the elements of a row of dim 0, and a tile's or chunk's first element."""
-    return at(tl.load(row + EXP_AVG_SCALE), 0, tl.float32), tl.maximum(tl.load(row + INNER), 1), start
+    return at(tl.load(row + EXP_AVG_SCALE), 0, tl.float32), tl.load(row + INNER), start
 
 
 @triton.jit
@@ -670,29 +742,44 @@ def patch(i, shape, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def read_patch(pointer, offsets, mask, VECTOR: tl.constexpr):
-    """A patch, with 0 where there is no element."""
-    pointers = pointer + offsets
-    if VECTOR > 1:
-        pointers = tl.multiple_of(pointers, (1, 16))
-    return tl.load(pointers, mask=mask, other=0)
+def lines_of(row, piece):
+    """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
+    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
+    local = piece - tl.load(row + FIRST_PIECE)
+    of_rows = matrices * tl.cdiv(height, LINES)
+    is_row = local < of_rows
+    local = tl.where(is_row, local, local - of_rows)
+    lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
+    matrix, first = local // tl.cdiv(lines, LINES), local % tl.cdiv(lines, LINES) * LINES
+    line = first + tl.arange(0, LINES)
+    mask = line < lines
+    line += matrix * lines
+    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
+    return (
+        is_row,
+        line,
+        mask,
+        length,
+        (tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS)), parts, matrices * lines, line, mask),
+    )
 
 
 @triton.jit
-def write_patch(pointer, offsets, mask, value, VECTOR: tl.constexpr):
-    """Store a patch, rounded, and return it as it is stored."""
-    stored = value.to(pointer.dtype.element_ty)
-    pointers = pointer + offsets
-    if VECTOR > 1:
-        pointers = tl.multiple_of(pointers, (1, 16))
-    tl.store(pointers, stored, mask=mask)
-    return stored.to(tl.float32)
+def line_totals(where, partials):
+    """The sums of lines, of their partial ones."""
+    start, parts, lines, line, mask = where
+    total = tl.zeros((PARTS, LINES), tl.float64)
+    for i in range(0, parts, PARTS):
+        part = i + tl.arange(0, PARTS).to(tl.int64)
+        offsets = start + (part * lines)[:, None] + line[None, :]
+        total += tl.load(partials + offsets, mask=(part < parts)[:, None] & mask[None, :], other=0.0).to(tl.float64)
+    return tl.sum(total, 0)
 
 
 @triton.jit
-def averages(row, COLUMN: tl.constexpr, first):
+def averages(row, column, first):
     """A pointer to the averages of a tensor's rows or columns, from one on."""
-    return at(tl.load(row + COLUMN), first, tl.float32)
+    return at(tl.load(row + column), first, tl.float32)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ TYPES = {
     torch.float16: tl.float16,
     torch.float64: tl.float64,  # gradients may be
     torch.int8: tl.int8,  # codes
+    torch.uint8: tl.uint8,
 }
 LANES = tl.constexpr(256)  # threads of a program; a block is a multiple of it
 
@@ -23,7 +24,16 @@ STEP = tl.constexpr(5)
 NORMS = tl.constexpr(6)
 COUNTS = tl.constexpr(7)  # 1 where it advances `step`, which the slices of a parameter share
 HYPER = tl.constexpr(8)  # its row in the table of hyper-parameters
-ROW = tl.constexpr(26)
+KEPT = tl.constexpr(9)  # what is kept beside the parameter: an address
+INNER = tl.constexpr(10)  # elements for each index of dim 0: blocks of codes do not cross it
+KEY = tl.constexpr(11)  # what its random bits start from
+PLACE = tl.constexpr(12)  # the place of its first element in the whole parameter
+RUN = tl.constexpr(13)  # elements that follow one another there too; 0: all
+RUNS = tl.constexpr(14)  # how many of these runs lie RUN_STEP apart
+RUN_STEP = tl.constexpr(15)
+RUNS_STEP = tl.constexpr(16)  # how far apart so many runs lie
+OWN = tl.constexpr(17)
+ROW = tl.constexpr(48)
 
 # The table of hyper-parameters: float64, one row per bucket (`options` is a name of Triton's own).
 LR = tl.constexpr(0)
@@ -56,11 +66,34 @@ def sum_of_squares(pointer, first, stop, MASKED: tl.constexpr, BLOCK: tl.constex
     return total
 
 
+# ---- where things lie ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def entries(rows, owners, hyper, program):
+    """What a program works for: a tensor's number, its row, and its bucket's row of hyper-parameters."""
+    index = tl.load(owners + program).to(tl.int64)
+    row = rows + index * ROW
+    return index, row, hyper + tl.load(row + HYPER) * OPTION
+
+
+@triton.jit
+def count(row):
+    """The number of this step, from 1, until the step is counted."""
+    return (tl.load(at(tl.load(row + STEP), 0, tl.float32)) + 1).to(tl.float64)
+
+
+@triton.jit
+def gradient_scale(grad_scale, option):
+    """What the gradient is multiplied with."""
+    return (tl.load(grad_scale) * tl.load(option + SIGN)).to(tl.float32)
+
+
 @triton.jit
 def extent(row, chunk, CHUNK: tl.constexpr):
-    """Where a chunk starts in its tensor, and how many elements it has."""
+    """Where a chunk starts in its tensor, and how many elements it has: none, where chunks are filled up."""
     start = (chunk - tl.load(row + FIRST)) * CHUNK
-    return start, tl.minimum(tl.load(row + SIZE) - start, CHUNK).to(tl.int32)
+    return start, tl.minimum(tl.maximum(tl.load(row + SIZE) - start, 0), CHUNK).to(tl.int32)
 
 
 @triton.jit
@@ -82,30 +115,42 @@ def block(i, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     return offsets, offsets < stop if MASKED else None
 
 
+# ---- blocks of elements ----------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def read(pointer, offsets, mask):
+def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
     """A block, with 0 where there is no element."""
     if mask is None:
         return tl.load(tl.multiple_of(pointer + offsets, 16))
     else:
-        return tl.load(pointer + offsets, mask=mask, other=0)
+        return tl.load(aligned_to(pointer, offsets, VECTOR), mask=mask, other=0)
 
 
 @triton.jit
-def write(pointer, offsets, mask, value):
+def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return it as it is stored."""
     stored = value.to(pointer.dtype.element_ty)
     if mask is None:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)
     else:
-        tl.store(pointer + offsets, stored, mask=mask)
+        tl.store(aligned_to(pointer, offsets, VECTOR), stored, mask=mask)
     return stored.to(tl.float32)
+
+
+@triton.jit
+def aligned_to(pointer, offsets, VECTOR: tl.constexpr):
+    """Pointers, of which the compiler is told that VECTOR of them at a time are aligned to what these take."""
+    if VECTOR > 1:
+        return tl.multiple_of(pointer + offsets, (1, VECTOR * pointer.dtype.element_ty.primitive_bitwidth // 8))
+    else:
+        return pointer + offsets
 
 
 @triton.jit
 def folded(values):
     """Sums over what a thread holds of a block, one for each lane: one for each element would take its registers."""
-    return tl.sum(tl.reshape(values, (LANES, values.shape[0] // LANES)), 1)
+    return tl.sum(tl.reshape(values, (LANES, values.numel // LANES)), 1)
 
 
 @triton.jit

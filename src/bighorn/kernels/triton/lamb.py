@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.device import guard
 from bighorn.kernels.triton.stepper import CHUNK, Part, Place, Stepper
+from bighorn.kernels.triton.tables import table
 
 UNBOUNDED = (0.0, math.inf)
+
+FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
+"""What `codec_kernels.py` calls the forms of both moments in blocks."""
 
 
 def why_not(param: Tensor, options: LambOptions) -> str | None:
@@ -22,8 +29,12 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
     reason = stepper.why_not(param, options)
     if options.cautious and not reason:
         return "cautious updates are not in Triton: they would take one more pass over each tensor"
-    if options.blocks and not reason:
-        return "LAMB's moments in blocks (float16, int8) are not in Triton"
+    if (
+        options.blocks
+        and not reason
+        and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
+    ):
+        return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
     return reason
 
 
@@ -36,15 +47,10 @@ class LambPart(Part[LambOptions]):
         self.kernels = lamb_kernels
         super().__init__(buckets, sorted(places, key=lambda place: not buckets[place[0]].options.adapt))
         adapts = [buckets[index].options.adapt for index, _ in self.places]
-        self.adapted = sum(stepper.chunks(x) for x, adapting in zip(self.params, adapts, strict=True) if adapting)
+        self.adapted = sum(itertools.compress(self.chunks, adapts))
         self.sums = torch.empty(2 * len(self.owners), dtype=torch.float64, device=self.device)
         factors = lamb_kernels.FACTOR.value * len(self.places)
         self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
-
-    @staticmethod
-    def kind(options: LambOptions) -> tuple[object, ...]:
-        """As `Part.kind`."""
-        return options.decay_mode, options.second_moment == "amsgrad"
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LambOptions) -> dict[str, Any]:
@@ -54,18 +60,29 @@ class LambPart(Part[LambOptions]):
         # A thread moves 16 bytes of the widest dtype: more of them, and the narrow ones pass through shared memory.
         narrow = all(dtype.itemsize == 2 for dtype in (x, g, m))
         narrow &= options.decay_mode != "l2"  # with 8 elements a thread, ptxas of CUDA 13.1 spills 8 bytes there
+        narrow &= options.weight_rounding == "nearest" and not options.blocks
+        m_form, v_form = FORMS[m] if options.blocks else ("", "")
         return {
             **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+            "V": TYPES[torch.uint8 if m == torch.int8 else m],
+            "M_FORM": m_form,
+            "V_FORM": v_form,
+            "ROUNDING": options.weight_rounding,
             "DECAY_MODE": options.decay_mode,
             "AMSGRAD": options.second_moment == "amsgrad",
             "CHUNK": CHUNK,
             "BLOCK": LANES.value * (8 if narrow else 4),
         }
 
+    @staticmethod
+    def chunks_of(x: Tensor, options: LambOptions) -> int:
+        """As `Part.chunks_of`; moments in blocks of codes are cut up as if these were full."""
+        codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
+        return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
+
     def own_columns(self) -> list[list[int]]:
         """As `Part.own_columns`: `lamb_kernels.py` numbers them."""
-        states = [(self.buckets[index].state, i) for index, i in self.places]
-        names = "exp_avg_sq", "max_exp_avg_sq"
+        states, names = [(self.buckets[index].state, i) for index, i in self.places], self.kernels.ADDRESSES
         return [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
 
     def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
@@ -78,10 +95,14 @@ class LambPart(Part[LambOptions]):
         tables = self.rows, self.grads, self.owners, hyper, scale, commit, self.sums, self.factors
         self.launch(self.kernels.lamb_moments, len(self.owners), tables, compile_only)
 
+    @functools.cached_property
+    def chunks_per_row(self) -> Tensor:
+        """How many chunks each row has, which steps of shards alone ask for."""
+        return table(self.chunks, torch.int64, self.device)
+
     def row_sums(self) -> Tensor:
         """These sums for each row, flat: of x, of u, and so on."""
-        sums = self.sums.view(-1, 2)
-        return torch.segment_reduce(sums, "sum", lengths=self.owners.bincount(minlength=len(self.places))).view(-1)
+        return torch.segment_reduce(self.sums.view(-1, 2), "sum", lengths=self.chunks_per_row, unsafe=True).view(-1)
 
     def take_row_sums(self, sums: Tensor) -> None:
         """Go on with these sums instead: they stand where each row's first chunk has its own."""
@@ -98,18 +119,21 @@ class LambPart(Part[LambOptions]):
 class Lamb(Stepper[LambOptions]):
     """LAMB for some buckets on one device."""
 
-    PART = LambPart
+    def part(self, places: list[Place]) -> LambPart:
+        """As `Stepper.part`."""
+        return LambPart(self.buckets, places)
 
-    def lay_out(self) -> None:
-        """As `Stepper.lay_out`, for these decisions which buckets adapt."""
-        self.adapts = [bucket.options.adapt for bucket in self.buckets]
-        super().lay_out()
+    @staticmethod
+    def kind(bucket: Bucket[LambOptions], i: int) -> tuple[object, ...]:
+        """As `Stepper.kind`."""
+        del i
+        o = bucket.options
+        return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks
 
-    def prepare(self) -> None:
-        """As `Stepper.prepare`; weight decay may have switched adaptation on or off."""
-        if self.adapts != [bucket.options.adapt for bucket in self.buckets]:
-            self.lay_out()
-        super().prepare()
+    @staticmethod
+    def laid_by(options: LambOptions) -> tuple[object, ...]:
+        """As `Stepper.laid_by`; weight decay may switch adaptation on and off."""
+        return options.rounding_seed, options.adapt
 
     def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
         """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""

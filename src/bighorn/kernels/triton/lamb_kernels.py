@@ -9,34 +9,50 @@ each tensor, in float64.
 import triton
 import triton.language as tl
 
+from bighorn.kernels.triton.codec_kernels import CODES, blocks_at, moment_at, read_moment, write_moment
 from bighorn.kernels.triton.common_kernels import (
     COUNTS,
     DECAY,
     EXP_AVG,
     FIRST,
     HYPER,
+    INNER,
     LANES,
     LR,
     NORMS,
     OPTION,
-    PARAM,
+    OWN,
     ROW,
-    SIGN,
+    SIZE,
     STEP,
     STOP,
     at,
-    block,
+    count,
+    entries,
     extent,
     folded,
+    gradient_scale,
     number,
     read,
     vectorised,
     write,
 )
+from bighorn.kernels.triton.weight_kernels import (
+    chance,
+    random_bits,
+    read_weight,
+    stream,
+    weight_addresses,
+    weight_at,
+    write_weight,
+)
 
 # Columns of the table of rows, after the common ones.
-EXP_AVG_SQ = tl.constexpr(9)
-MAX_EXP_AVG_SQ = tl.constexpr(10)
+ADDRESSES = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+EXP_AVG_SQ = tl.constexpr(OWN + 0)
+MAX_EXP_AVG_SQ = tl.constexpr(OWN + 1)
+EXP_AVG_SCALE = tl.constexpr(OWN + 2)  # where moments are kept in blocks
+EXP_AVG_SQ_SCALE = tl.constexpr(OWN + 3)
 
 # Columns of the table of hyper-parameters, likewise.
 BETA1 = tl.constexpr(3)
@@ -63,44 +79,61 @@ FACTOR = tl.constexpr(3)
 @triton.jit
 def lamb_moments(
     rows, grads, owners, hyper, grad_scale, commit, sums, factors,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first pass: moments, the sums of the squares of x and u for each chunk, and x itself where nothing adapts."""
     if not tl.load(commit):
         return
     chunk = tl.program_id(0)
-    index = tl.load(owners + chunk).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    index, row, option = entries(rows, owners, hyper, chunk)
     factor = factors + index * FACTOR
-    start, size = extent(row, chunk, CHUNK)
+    first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
 
-    t = tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))) + 1
+    t = count(row)
     m_factor, root_eps, stride = corrections(t, option)
-    if start == 0:
+    if first == 0:
         tl.store(factor + M_FACTOR, m_factor)
         tl.store(factor + ROOT_EPS, root_eps)
         tl.store(factor + STRIDE, stride)
 
-    x, g, m, v = tl.load(row + PARAM), tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
+    g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
     v_max = tl.load(row + MAX_EXP_AVG_SQ)
-    whole = vectorised(x | g | m | v | v_max, size, BLOCK)
-    pointers = at(x, start, X), at(g, start, G), at(m, start, S), at(v, start, S), at(v_max, start, S)
-    scale = (tl.load(grad_scale) * tl.load(option + SIGN)).to(tl.float32)
-    numbers = scale, m_factor.to(tl.float32), root_eps.to(tl.float32), stride.to(tl.float32)
-    x1, u1 = moments(pointers, numbers, option, 0, whole, False, DECAY_MODE, AMSGRAD, BLOCK)
-    x2, u2 = moments(pointers, numbers, option, whole, size, True, DECAY_MODE, AMSGRAD, BLOCK)
+    whole = aligned(weight_addresses(row) | g | m | v | v_max, row, size, M_FORM, BLOCK)
+    pointers = (
+        weight_at(row, start, X, ROUNDING),
+        at(g, start, G),
+        moment_at(m, tl.load(row + EXP_AVG_SCALE), start, S, M_FORM),
+        moment_at(v, tl.load(row + EXP_AVG_SQ_SCALE), start, V, V_FORM),
+        at(v_max, start, V),
+    )
+    numbers = (
+        gradient_scale(grad_scale, option),
+        m_factor.to(tl.float32),
+        root_eps.to(tl.float32),
+        stride.to(tl.float32),
+    )
+    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic" or V_FORM == "unsigned")
+    x1, u1 = moments(
+        pointers, numbers, option, places, 0, whole, False, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK
+    )
+    x2, u2 = moments(
+        pointers, numbers, option, places, whole, size, True, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK
+    )
     tl.store(sums + 2 * chunk, tl.sum(x1 + x2, 0))
     tl.store(sums + 2 * chunk + 1, tl.sum(u1 + u2, 0))
 
 
 @triton.jit
 def moments(
-    pointers, numbers, option, first, stop,
-    MASKED: tl.constexpr, DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
+    pointers, numbers, option, places, first, stop,
+    MASKED: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk; returns the sums of x^2 and u^2, one for each lane."""
+    VECTOR: tl.constexpr = 1 if MASKED else 4
+    DRAWS: tl.constexpr = ROUNDING == "stochastic" or V_FORM == "unsigned"
     scale, m_factor, root_eps, stride = numbers
     beta1, beta2 = number(option + BETA1), number(option + BETA2)
     beta3, beta4 = number(option + BETA3), number(option + BETA4)
@@ -109,26 +142,29 @@ def moments(
     x_squares = tl.zeros((LANES,), tl.float64)
     u_squares = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        x = read(pointers[0], offsets, mask).to(tl.float32)
-        g = read(pointers[1], offsets, mask).to(tl.float32) * scale
+        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
+        offsets, mask = where[0], where[1]
+        bits = random_bits(places[3], places[1] + offsets, DRAWS)
+        x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
+        g = read(pointers[1], offsets, mask, VECTOR).to(tl.float32) * scale
         if DECAY_MODE == "l2":
             g += decay * x
-        m = beta1 * read(pointers[2], offsets, mask).to(tl.float32) + beta3 * g  # LAMB-m
-        v = beta2 * read(pointers[3], offsets, mask).to(tl.float32) + beta4 * (g * g)  # LAMB-v
-        m, v = write(pointers[2], offsets, mask, m), write(pointers[3], offsets, mask, v)
+        m = beta1 * read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
+        v = beta2 * read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
+        m = write_moment(pointers[2], where, m, None, M_FORM, VECTOR)
+        v = write_moment(pointers[3], where, v, chance(bits) if V_FORM == "unsigned" else None, V_FORM, VECTOR)
         if AMSGRAD:
             v_max = read(pointers[4], offsets, mask).to(tl.float32)
             v = write(pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL))
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        if MASKED:
+        if mask is not None:
             u = tl.where(mask, u, 0.0)  # without eps, 0 / 0 where there is no element
         x_squares += folded(x.to(tl.float64) * x.to(tl.float64))
         u_squares += folded(u.to(tl.float64) * u.to(tl.float64))
         if writes_x:
-            write(pointers[0], offsets, mask, x - stride * u)  # LAMB-x
+            write_weight(pointers[0], offsets, mask, x - stride * u, bits, ROUNDING, VECTOR)  # LAMB-x
     return x_squares, u_squares
 
 
@@ -171,46 +207,79 @@ def trust_ratio(weight_norm, update_norm, option):
 @triton.jit
 def lamb_apply(
     rows, owners, hyper, commit, factors,
-    X: tl.constexpr, S: tl.constexpr, DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The second pass: x. It goes backwards, since the last chunks of the first pass may lie in the cache still."""
     if not tl.load(commit):
         return
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(owners + chunk).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
-    factor = factors + index * FACTOR
-    start, size = extent(row, chunk, CHUNK)
+    index, row, option = entries(rows, owners, hyper, chunk)
+    first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
 
-    x, m = tl.load(row + PARAM), tl.load(row + EXP_AVG)
-    v = tl.load(row + (MAX_EXP_AVG_SQ if AMSGRAD else EXP_AVG_SQ))
-    whole = vectorised(x | m | v, size, BLOCK)
-    pointers = at(x, start, X), at(m, start, S), at(v, start, S)
-    apply(pointers, factor, option, 0, whole, False, DECAY_MODE, BLOCK)
-    apply(pointers, factor, option, whole, size, True, DECAY_MODE, BLOCK)
+    m, v = tl.load(row + EXP_AVG), tl.load(row + (MAX_EXP_AVG_SQ if AMSGRAD else EXP_AVG_SQ))
+    whole = aligned(weight_addresses(row) | m | v, row, size, M_FORM, BLOCK)
+    pointers = (
+        weight_at(row, start, X, ROUNDING),
+        moment_at(m, tl.load(row + EXP_AVG_SCALE), start, S, M_FORM),
+        moment_at(v, tl.load(row + EXP_AVG_SQ_SCALE), start, V, V_FORM),
+    )
+    factor = factors + index * FACTOR
+    t = count(row) - 1  # lamb_norms has counted the step
+    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic")
+    apply(pointers, factor, option, places, 0, whole, False, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    apply(pointers, factor, option, places, whole, size, True, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
 
 @triton.jit
 def apply(
-    pointers, factor, option, first, stop, MASKED: tl.constexpr, DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr
+    pointers, factor, option, places, first, stop,
+    MASKED: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk."""
+    VECTOR: tl.constexpr = 1 if MASKED else 4
     m_factor, root_eps, stride = number(factor + M_FACTOR), number(factor + ROOT_EPS), number(factor + STRIDE)
     decay, shrink = number(option + DECAY), shrinkage(option)
     for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        x = read(pointers[0], offsets, mask).to(tl.float32)
-        m = read(pointers[1], offsets, mask).to(tl.float32)
-        v = read(pointers[2], offsets, mask).to(tl.float32)
+        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
+        x = read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
+        m = read_moment(pointers[1], where, M_FORM, VECTOR)
+        v = read_moment(pointers[2], where, V_FORM, VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        write(pointers[0], offsets, mask, x - stride * u)  # LAMB-x
+        bits = random_bits(places[3], places[1] + where[0], ROUNDING == "stochastic")
+        write_weight(pointers[0], where[0], where[1], x - stride * u, bits, ROUNDING, VECTOR)  # LAMB-x
 
 
 # ---- what both passes compute --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chunk_of(row, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk's first element, from where its offsets count, and its size; with codes, as if blocks of these were full.
+
+    Offsets then count from the tensor.
+    """
+    if FORM == "":
+        start, size = extent(row, chunk, CHUNK)
+        return start, start, size
+    else:
+        inner = tl.load(row + INNER)
+        full = tl.load(row + SIZE) // inner * tl.cdiv(inner, CODES) * CODES
+        first = (chunk - tl.load(row + FIRST)) * CHUNK
+        return first, 0, tl.minimum(full - first, CHUNK).to(tl.int32)
+
+
+@triton.jit
+def aligned(addresses, row, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """How many elements of a chunk are moved some at a time."""
+    if FORM == "":
+        return vectorised(addresses, size, BLOCK)
+    else:
+        return tl.where((addresses % 16 == 0) & (tl.load(row + INNER) % 4 == 0), size, 0)
 
 
 @triton.jit

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar, Generic
+import math
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options
+from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
+from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.rounding import kept_for, stream
 from bighorn.kernels.triton.device import guard, launch, unsupported
 from bighorn.kernels.triton.tables import Mirror, in_order_of, keep, table
 
@@ -21,11 +24,16 @@ Place = tuple[int, int]
 def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """Why no algorithm of this backend can serve such a tensor with such options, or None."""
     reason = unsupported(param)
-    if options.weight_rounding != "nearest" and not reason:
-        return f'weight_rounding="{options.weight_rounding}" is not in Triton'
     if options.centre and not reason:
         return "gradient centralisation is not in Triton: it would take one more pass over each gradient"
     return reason
+
+
+def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+    """Why no algorithm of this backend can serve such a shard of a tensor that it would serve whole, or None."""
+    if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
+        return "Triton's random bits are for tensors that are cut up along three dims at most"
+    return None
 
 
 class Part(Generic[Options]):
@@ -38,7 +46,10 @@ class Part(Generic[Options]):
         self.places: list[Place] = places
         self.device, self.common = buckets[0].norms.device, common_kernels
         self.params = [buckets[index].params[i] for index, i in places]
-        self.owners = self.table_of_owners(list(map(chunks, self.params)))
+        self.chunks = [
+            self.chunks_of(x, buckets[index].options) for (index, _), x in zip(places, self.params, strict=True)
+        ]
+        self.owners = self.table_of_owners(self.chunks)
         self.rows = table(list(itertools.chain.from_iterable(self._rows())), torch.int64, self.device)
         self.addresses = Mirror(torch.int64, self.device)
         self.strays = [
@@ -51,14 +62,15 @@ class Part(Generic[Options]):
         self.constants = self.compiled_for(x.dtype, g.dtype, m.dtype, buckets[index].options)
 
     @staticmethod
-    def kind(options: Options) -> tuple[object, ...]:
-        """What rows must agree in, besides dtypes, to be served by the same compiled kernels."""
-        raise NotImplementedError
-
-    @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
         """The constants of the kernels, for dtypes of parameter, gradient and average."""
         raise NotImplementedError
+
+    @staticmethod
+    def chunks_of(x: Tensor, options: Options) -> int:
+        """Programs of a tensor. An empty one has one too: its step is counted and its norms are written."""
+        del options
+        return max(1, -(-x.numel() // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
         """The algorithm's columns in the table of rows."""
@@ -104,12 +116,15 @@ class Part(Generic[Options]):
         rows: list[list[int]] = []
         counted: set[int] = set()
         first, width = 0, self.common.ROW.value
-        for (index, i), own in zip(self.places, self.own_columns(), strict=True):
+        for (index, i), own, programs in zip(self.places, self.own_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
             x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
-            stop = first + chunks(x)
+            stop = first + programs
             row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.norms[i].data_ptr()]
             row += step not in counted, index
+            row.append(sum(bucket.state[name][i].data_ptr() for name in kept_for(bucket.options.weight_rounding)))
+            row.append(max(1, math.prod(x.shape[1:])))
+            row += random_columns(bucket, i) if draws(bucket) else [0] * 6
             row += own
             rows.append(row + [0] * (width - len(row)))
             counted.add(step)
@@ -119,8 +134,6 @@ class Part(Generic[Options]):
 
 class Stepper(Generic[Options]):
     """An algorithm for some buckets on one device."""
-
-    PART: ClassVar[type[Part[Any]]]
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
@@ -134,6 +147,15 @@ class Stepper(Generic[Options]):
         self.rowless = [step for bucket in buckets for step in bucket.counts if step.data_ptr() not in served]
         self.lay_out()
 
+    def part(self, places: list[Place]) -> Part[Options]:
+        """Rows that are of one kind."""
+        raise NotImplementedError
+
+    @staticmethod
+    def kind(bucket: Bucket[Options], i: int) -> tuple[object, ...]:
+        """What rows must agree in, besides dtypes, to be served by the same compiled kernels."""
+        raise NotImplementedError
+
     @staticmethod
     def numbers(options: Options) -> list[float]:
         """A row of the table of hyper-parameters: `common_kernels.py` numbers its first columns."""
@@ -141,15 +163,23 @@ class Stepper(Generic[Options]):
 
     def lay_out(self) -> None:
         """Sort the rows into parts, and compile what they need, so that no kernel fails after another has written."""
+        self.laid = [self.laid_by(bucket.options) for bucket in self.buckets]
         with guard(self.device):
-            self.parts: list[Part[Options]] = [self.PART(self.buckets, places) for places in self._alike()]
+            self.parts: list[Part[Options]] = list(map(self.part, self._alike()))
             hyper = self._hyper()
             for part in self.parts:
                 part.square_sums(compile_only=True)
                 part.step(hyper, self.one, self.true, compile_only=True)
 
+    @staticmethod
+    def laid_by(options: Options) -> tuple[object, ...]:
+        """What the layout hangs on besides tensors."""
+        return (options.rounding_seed,)
+
     def prepare(self) -> None:
         """Whatever can fail: memory, and copies of gradients that lie in another order than their parameters."""
+        if self.laid != [self.laid_by(bucket.options) for bucket in self.buckets]:
+            self.lay_out()
         with guard(self.device):
             for part in self.parts:
                 part.find_gradients()
@@ -200,13 +230,26 @@ class Stepper(Generic[Options]):
         """The rows of all buckets, sorted by what kernels are compiled for."""
         parts: dict[tuple[object, ...], list[Place]] = {}
         for index, bucket in enumerate(self.buckets):
-            kind = self.PART.kind(bucket.options)
             for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True)):
-                key = x.dtype, g.dtype, bucket.state["exp_avg"][i].dtype, kind
+                key = x.dtype, g.dtype, bucket.state["exp_avg"][i].dtype, self.kind(bucket, i)
                 parts.setdefault(key, []).append((index, i))
         return list(parts.values())
 
 
-def chunks(x: Tensor) -> int:
-    """Programs of a tensor. An empty one has one too: its step is counted and its norms are written."""
-    return max(1, -(-x.numel() // CHUNK))
+def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
+    """What a row's random bits are made from, and the places of its elements in the whole parameter."""
+    shard = bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
+    strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
+    first = bucket.firsts[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
+    key = stream(bucket.options.rounding_seed, bucket.numbers[i])
+    runs = [(1, 1)]  # how many, and how far apart; from the innermost on
+    for size, stride in reversed(list(zip(shard.size, strides, strict=True))):
+        count, step = runs[-1]
+        if size != 1 and stride == count * step:
+            runs[-1] = count * size, step
+        elif size != 1:
+            runs.append((size, stride))
+    if len(runs) == 1:
+        return [key, first, 0, 0, 0, 0]
+    (run, _), (count, step), (_, far) = (*runs, (1, 0))[:3]
+    return [key, first, max(1, run), max(1, count), step, far]

@@ -24,7 +24,7 @@ class Cut:
     height: int
     width: int
     inner: int
-    """Elements for each index of dim 0, which blocks of 8 bits do not cross."""
+    """Elements for each index of dim 0, which blocks of codes do not cross."""
 
     @property
     def tiles(self) -> int:
@@ -35,6 +35,11 @@ class Cut:
     def pieces(self) -> int:
         """Pieces of all matrices' rows and columns."""
         return self.count * (ceil(self.height, LINES) + ceil(self.width, LINES))
+
+    @property
+    def lines(self) -> int:
+        """Rows and columns of all matrices."""
+        return self.count * (self.height + self.width)
 
     @property
     def row_parts(self) -> int:

@@ -1,0 +1,157 @@
+"""CAME's launches: seven for the factored tensors of a model, three for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.bucket import Bucket, CameOptions
+from bighorn.kernels.triton.stepper import CHUNK, Part, Place
+from bighorn.kernels.triton.tiles import Cut, cut
+
+
+class CamePart(Part[CameOptions]):
+    """Rows that are all factored, or none is."""
+
+    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place]) -> None:
+        from bighorn.kernels.triton import came_kernels
+
+        self.kernels = came_kernels
+        super().__init__(buckets, places)
+        cuts, device = self.cuts(), self.device
+        self.factored = factored = self.constants["FACTORED"]
+        coded = "exp_avg_scale" in buckets[places[0][0]].state
+        self.tiles = self.table_of_owners(self.tile_counts())
+        self.pieces = self.table_of_owners([each.pieces for each in cuts if factored])
+        self.packs = self.table_of_owners([each.packs for each in cuts if coded])
+        partials = sum(each.row_parts + each.col_parts for each in cuts if factored)
+        self.lines = torch.empty(0, dtype=torch.float64, device=device)  # of shards
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.roots = torch.empty(sum(each.count for each in cuts if factored), dtype=torch.float32, device=device)
+        self.line_sums = torch.empty(len(self.pieces), dtype=torch.float64, device=device)
+        self.sums = torch.empty(came_kernels.SUM.value * len(self.tiles), dtype=torch.float64, device=device)
+
+    @staticmethod
+    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
+        """As `Part.compiled_for`; the statistics are float32."""
+        from bighorn.kernels.triton.common_kernels import LANES, TYPES
+
+        return {
+            **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+            "FACTORED": options.factor is not None,
+            "ROUNDING": options.weight_rounding,
+            "SPLIT": None,
+            "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
+            "CHUNK": CHUNK,
+            "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is
+        }
+
+    def cuts(self) -> list[Cut]:
+        """How each row is cut up."""
+        return [
+            cut(self.buckets[index].params[i].shape, self.buckets[index].options.factor) for index, i in self.places
+        ]
+
+    def tile_counts(self) -> list[int]:
+        """The programs of each row; an unfactored one has those of its chunks."""
+        if self.buckets[self.places[0][0]].options.factor is None:
+            return self.chunks
+        return [each.tiles for each in self.cuts()]
+
+    def own_columns(self) -> list[list[int]]:
+        """As `Part.own_columns`: `came_kernels.py` numbers them."""
+        columns: list[list[int]] = []
+        tile = piece = matrix = part = pack = line = 0
+        for (index, i), tiles, each in zip(self.places, self.tile_counts(), self.cuts(), strict=True):
+            state = self.buckets[index].state
+            addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.kernels.ADDRESSES]
+            parts = [part, part + each.row_parts]
+            sums = self.sums_of(len(columns), tile, tile + tiles)
+            own = [*addresses, each.height, each.width, each.count, tile, *sums, piece, matrix, *parts, pack]
+            columns.append([*own, *self.whole_columns(index, i, each), line])
+            tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
+            part, pack, line = parts[1] + each.col_parts, pack + each.packs, line + each.lines
+        return columns
+
+    def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
+        """Where the sums of a row's tiles begin and end; `number` is the row's."""
+        del number
+        return first, stop
+
+    def whole_columns(self, index: int, i: int, each: Cut) -> list[int]:
+        """Of a row's whole tensor: elements, height, width, and whether old averages of rows and columns count here."""
+        return [self.buckets[index].params[i].numel(), each.height, each.width, 1, 1]
+
+    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+        """One CAME step: the second moment and the size of u, then the average with its residual, then x."""
+        self.given = hyper, scale, commit, compile_only
+        if self.factored:
+            self.squares()
+            self.average_lines(residual=False)
+            self.update_squares()
+            self.codes()
+            self.average()
+            self.average_lines(residual=True)
+            self.apply()
+        else:
+            self.second_moment()
+            self.codes()
+            self.move()
+        self.figures()
+
+    def squares(self) -> None:
+        """The partial sums of g^2."""
+        self.run_tiles(self.kernels.came_squares, self.partials, self.sums)
+
+    def average_lines(self, residual: bool) -> None:
+        """The averages of rows and columns, of squares or of residuals."""
+        tables = self.partials, self.line_sums, self.lines
+        self.run_pieces(self.kernels.came_lines, *tables, RESIDUAL=residual)
+
+    def update_squares(self) -> None:
+        """The size of u."""
+        self.run_tiles(self.kernels.came_update_squares, self.line_sums, self.roots, self.sums)
+
+    def codes(self) -> None:
+        """The average, where it is kept in 8 bits."""
+        hyper, scale, commit, compile_only = self.given
+        tables = self.rows, self.grads, self.packs, hyper, scale, commit, self.roots, self.sums
+        self.launch(self.kernels.came_codes, len(self.packs), tables, compile_only)
+
+    def average(self) -> None:
+        """The average, and the partial sums of its residual's squares."""
+        self.run_tiles(self.kernels.came_average, self.roots, self.sums, self.partials)
+
+    def apply(self) -> None:
+        """X, of factored tensors."""
+        hyper, _, commit, compile_only = self.given
+        tables = self.rows, self.tiles, hyper, commit, self.line_sums, self.roots, self.sums
+        self.launch(self.kernels.came_apply, len(self.tiles), tables, compile_only)
+
+    def second_moment(self) -> None:
+        """It and the size of u, of unfactored tensors."""
+        self.run_tiles(self.kernels.came_second_moment, self.sums)
+
+    def move(self) -> None:
+        """The average and x, of unfactored tensors."""
+        self.run_tiles(self.kernels.came_move, self.sums)
+
+    def figures(self) -> None:
+        """What telemetry shows, and the count of steps."""
+        hyper, _, commit, compile_only = self.given
+        tables = self.rows, hyper, commit, self.sums
+        self.launch(self.kernels.came_figures, len(self.places), tables, compile_only)
+
+    def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
+        """Launch a program for each tile."""
+        hyper, scale, commit, compile_only = self.given
+        given = self.rows, self.grads, self.tiles, hyper, scale, commit
+        self.launch(kernel, len(self.tiles), (*given, *tables), compile_only)
+
+    def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
+        """Launch a program for each piece of rows or columns."""
+        hyper, _, commit, compile_only = self.given
+        given = self.rows, self.pieces, hyper, commit
+        self.launch(kernel, len(self.pieces), (*given, *tables), compile_only, **constants)

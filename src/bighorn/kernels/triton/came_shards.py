@@ -1,0 +1,286 @@
+"""CAME's shards in Triton: the kernels of whole tensors, and between them sums that are added up over all ranks.
+
+What is added up, and that it is so little, is the reference's (`Averages` in `reference/came.py`). Kernels leave the
+averages of rows and columns as lines, one after the other; what is computed of lines, for all tensors at once, is plain
+torch in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels import rounding
+from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard, matrix_shape
+from bighorn.kernels.triton.came_part import CamePart
+from bighorn.kernels.triton.stepper import Place
+from bighorn.kernels.triton.tables import table
+from bighorn.kernels.triton.tiles import Cut
+
+Split = Literal["none", "rows", "columns", "both"]
+
+
+def split_of(shard: Shard, factor: Factor | None) -> Split:
+    """What of a matrix is cut up: the averages of the other are then sums over shards."""
+    axis = row_axis(shard, factor)
+    rows, columns = shard.splits([axis]), shard.splits(range(axis + 1, len(shard.shape)))
+    if factor is None or not (rows or columns):
+        return "none"
+    return "both" if rows and columns else "rows" if rows else "columns"
+
+
+def row_axis(shard: Shard, factor: Factor | None) -> int:
+    """The dim that counts a matrix's rows."""
+    return len(shard.shape) - 2 if factor == "last_two" else 0
+
+
+@dataclass
+class Lines:
+    """The rows, or the columns, of all matrices of a part.
+
+    Attributes:
+        here: Which of the lines that kernels write they are.
+        places: Where these stand among those of all ranks.
+        per_matrix: How many lines each matrix has here.
+        in_all: And on all ranks.
+        size: How many lines there are on all ranks.
+    """
+
+    here: Tensor
+    places: Tensor
+    per_matrix: Tensor
+    in_all: Tensor
+    size: int
+
+    def spread(self, lines: Tensor) -> Tensor:
+        """Lines in their places among those of all ranks, with 0 for those of others."""
+        return lines.new_zeros(self.size).index_copy_(0, self.places, lines[self.here])
+
+    def take(self, lines: Tensor, whole: Tensor) -> None:
+        """Put the lines of all ranks in the place of those here."""
+        lines[self.here] = whole[self.places]
+
+    def sums_here(self, lines: Tensor) -> Tensor:
+        """The sum over each matrix's lines."""
+        return segment_sums(lines[self.here], self.per_matrix)
+
+
+class ShardPart(CamePart):
+    """Shards of tensors whose matrices are all cut up in the same way."""
+
+    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place]) -> None:
+        super().__init__(buckets, places)
+        (index, i), tiles, device = places[0], len(self.tiles), self.device
+        self.factor = buckets[index].options.factor
+        self.split = split_of(self.shard(index, i), self.factor)
+        self.constants = {**self.constants, "SPLIT": self.split}
+        # Behind the sums of tiles stand those of whole tensors.
+        self.sums = torch.zeros(self.kernels.SUM.value * (tiles + len(places)), dtype=torch.float64, device=device)
+        sums = self.sums.view(-1, self.kernels.SUM.value)
+        self.tile_sums, self.totals = sums[:tiles], sums[tiles:]
+        self.tiles_per_row = table(self.tile_counts(), torch.int64, device)
+        if self.factored:
+            cuts, shards = self.cuts(), [self.shard(*place) for place in places]
+            self.lines = torch.zeros(sum(each.lines for each in cuts), dtype=torch.float64, device=device)
+            self.inner = torch.zeros_like(self.lines)
+            self.by_row, self.by_col = (self._lines(cuts, shards, of_rows) for of_rows in (True, False))
+            counts = [self._whole(shard)[0] for shard in shards]
+            firsts = itertools.accumulate(counts[:-1], initial=0)
+            which = [first + numbers(shard, self.factor) for first, shard in zip(firsts, shards, strict=True)]
+            self.matrices = torch.cat(which).to(device)
+            self.matrices_per_row = table(counts, torch.int64, device)
+
+    def rounds(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> Iterator[Tensor]:
+        """One step: yields sums, which must have been added up over all ranks, in place, before it goes on."""
+        self.given = hyper, scale, commit, compile_only
+        if self.factored:
+            self.squares()
+            self.average_lines(residual=False)
+            u_sums, x_sums = yield from self.update_sums()
+        else:
+            self.second_moment()
+            u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
+        self.totals[:, self.kernels.U_SQUARES.value] = u_sums
+        self.totals[:, self.kernels.X_SQUARES.value] = x_sums
+        self.codes()
+        if self.factored:
+            self.average()
+            self.average_lines(residual=True)
+            self.totals[:, self.kernels.CONFIDENCES.value] = yield from self.confidence_sums()
+            self.apply()
+        else:
+            self.move()
+        self.figures()
+
+    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+        """One step where all ranks' sums are those here."""
+        for _ in self.rounds(hyper, scale, commit, compile_only=compile_only):
+            pass
+
+    def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
+        """The sums of u^2 and x^2 over each tensor; the averages of squares become whole."""
+        if self.split in ("rows", "columns"):
+            self.run_tiles(self.kernels.came_known_squares, self.partials)
+            self.run_pieces(self.kernels.came_line_sums, self.partials, self.inner)
+            inner = self.split_lines.spread(self.inner)
+            inner, lines, mean, x_sums = yield from self.one_whole(inner, self.sums_of_tiles()[1], residual=False)
+            return self.over_matrices(mean * segment_sums(inner / lines, self.split_lines.in_all)), x_sums
+        yield from self.both_whole(residual=False)
+        self.update_squares()
+        u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
+        return u_sums, x_sums
+
+    def confidence_sums(self) -> Generator[Tensor, None, Tensor]:
+        """The sums of 1 / sqrt of the residuals' averages over each tensor; these become whole."""
+        if self.split in ("rows", "columns"):
+            inner = self.spread(self.known_lines.sums_here(self.lines.rsqrt()))
+            inner, lines, mean = yield from self.one_whole(inner, residual=True)
+            return self.over_matrices(mean.sqrt() * inner * segment_sums(lines.rsqrt(), self.split_lines.in_all))
+        whole = yield from self.both_whole(residual=True)
+        if whole is not None:
+            (row, col), mean = whole
+            inner = segment_sums(row.rsqrt(), self.by_row.in_all)
+            return self.over_matrices(mean.sqrt() * inner * segment_sums(col.rsqrt(), self.by_col.in_all))
+        rsqrt, mean = self.lines.rsqrt(), self.mean_here()
+        inner = mean.sqrt() * self.by_row.sums_here(rsqrt) * self.by_col.sums_here(rsqrt)
+        (sums,) = yield from added_up(self.over_matrices(self.spread(inner)), dtype=torch.float32)
+        return sums
+
+    def one_whole(self, inner: Tensor, *also: Tensor, residual: bool) -> Generator[Tensor, None, tuple[Tensor, ...]]:
+        """Add up `inner`, the averages that are split, and more: `inner`, they, the means of rows, and the rest."""
+        known = self.spread(self.known_lines.sums_here(self.lines))
+        dtype = torch.float32 if residual else torch.float64
+        sent = inner, self.split_lines.spread(self.lines), known, *also
+        inner, lines, total, *rest = yield from added_up(*sent, dtype=dtype)
+        total = total if self.split == "rows" else segment_sums(lines, self.by_row.in_all)
+        self.settle([self.split_lines], [lines], total / self.by_row.in_all, residual)
+        return inner, lines, total / self.by_row.in_all, *rest
+
+    def both_whole(self, residual: bool) -> Generator[Tensor, None, tuple[tuple[Tensor, Tensor], Tensor] | None]:
+        """Add up all averages where both are split: they, and the means of rows."""
+        if self.split == "none":
+            self.roots.copy_(self.mean_here().sqrt())
+            return None
+        sent = self.by_row.spread(self.lines), self.by_col.spread(self.lines)
+        row, col = yield from added_up(*sent, dtype=torch.float32)
+        mean = segment_sums(row, self.by_row.in_all) / self.by_row.in_all
+        self.settle([self.by_row, self.by_col], [row, col], mean, residual)
+        return (row, col), mean
+
+    def settle(self, which: list[Lines], whole: list[Tensor], mean: Tensor, residual: bool) -> None:
+        """Store averages, and the roots of the means of rows, which are whole now."""
+        for lines, values in zip(which, whole, strict=True):
+            lines.take(self.lines, values)
+        self.roots.copy_(mean[self.matrices].sqrt())
+        self.run_pieces(self.kernels.came_settle, self.lines, RESIDUAL=residual)
+
+    @property
+    def split_lines(self) -> Lines:
+        """Those whose averages are split, where one of both is."""
+        return self.by_col if self.split == "rows" else self.by_row
+
+    @property
+    def known_lines(self) -> Lines:
+        """The others."""
+        return self.by_row if self.split == "rows" else self.by_col
+
+    def mean_here(self) -> Tensor:
+        """The mean of the averages of rows of each matrix here, all of which is."""
+        return self.by_row.sums_here(self.lines) / self.by_row.per_matrix.clamp(min=1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """A number for each matrix here in its place among those of all ranks."""
+        return values.new_zeros(len(self.by_row.in_all)).index_copy_(0, self.matrices, values)
+
+    def over_matrices(self, values: Tensor) -> Tensor:
+        """Sums over the matrices of each tensor."""
+        return segment_sums(values, self.matrices_per_row)
+
+    def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
+        """The sums of u^2 and x^2 over what is here of each tensor."""
+        sums = torch.segment_reduce(self.tile_sums, "sum", lengths=self.tiles_per_row, unsafe=True)
+        return sums[:, self.kernels.U_SQUARES.value], sums[:, self.kernels.X_SQUARES.value]
+
+    # ---- tables ----------------------------------------------------------------------------------------------------
+
+    def shard(self, index: int, i: int) -> Shard:
+        """Where a row lies in its whole tensor."""
+        return self.buckets[index].shards[i]
+
+    def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
+        """As `CamePart.sums_of`."""
+        del first, stop
+        tiles = sum(self.tile_counts())
+        return tiles + number, tiles + number + 1
+
+    def whole_columns(self, index: int, i: int, each: Cut) -> list[int]:
+        """As `CamePart.whole_columns`."""
+        del each
+        shard, factor = self.shard(index, i), self.buckets[index].options.factor
+        axis = row_axis(shard, factor)
+        _, height, width = matrix_shape(torch.Size(shard.shape), factor)
+        return [shard.numel, height, width, shard.leads(range(axis + 1, len(shard.shape))), shard.leads([axis])]
+
+    def _whole(self, shard: Shard) -> tuple[int, int, int]:
+        return matrix_shape(torch.Size(shard.shape), self.factor)
+
+    def _lines(self, cuts: list[Cut], shards: list[Shard], of_rows: bool) -> Lines:
+        here, places, per_matrix, in_all = [], [], [], []
+        start = first = 0
+        for x, shard, each in zip(self.params, shards, cuts, strict=True):
+            count, height, width = self._whole(shard)
+            mine, length = (each.height, height) if of_rows else (each.width, width)
+            along = rows_of(shard, self.factor) if of_rows else columns_of(x, shard, self.factor)
+            line = start + (0 if of_rows else each.count * each.height)
+            here.append(torch.arange(line, line + each.count * mine))
+            places.append((first + numbers(shard, self.factor)[:, None] * length + along[None, :]).flatten())
+            per_matrix += [mine] * each.count
+            in_all += [length] * count
+            start, first = start + each.lines, first + count * length
+        return Lines(
+            torch.cat(here).to(self.device),
+            torch.cat(places).to(self.device),
+            table(per_matrix, torch.int64, self.device),
+            table(in_all, torch.int64, self.device),
+            first,
+        )
+
+
+def numbers(shard: Shard, factor: Factor | None) -> Tensor:
+    """Which of the matrices of the whole tensor are here, `[matrices]`."""
+    stop = len(shard.shape) - 2 if factor == "last_two" else 0
+    return _places(shard, slice(0, stop)).flatten()
+
+
+def rows_of(shard: Shard, factor: Factor | None) -> Tensor:
+    """Which rows of a matrix are here, `[rows]`."""
+    axis = row_axis(shard, factor)
+    return _places(shard, slice(axis, axis + 1))
+
+
+def columns_of(x: Tensor, shard: Shard, factor: Factor | None) -> Tensor:
+    """Which columns of a matrix are here, `[columns]`, in the order of memory."""
+    first = row_axis(shard, factor) + 1
+    order = sorted(range(first, x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
+    return _places(shard, slice(first, x.dim())).permute([dim - first for dim in order]).flatten()
+
+
+def _places(shard: Shard, dims: slice) -> Tensor:
+    return rounding.places(shard.size[dims], shard.offset[dims], shard.shape[dims], torch.device("cpu"))
+
+
+def added_up(*parts: Tensor, dtype: torch.dtype = torch.float64) -> Generator[Tensor, None, tuple[Tensor, ...]]:
+    """Yield tensors as one, of a dtype, and return what stands there afterwards, in float64."""
+    sums = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
+    yield sums
+    return torch.split(sums.double(), [part.numel() for part in parts])
+
+
+def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums over consecutive values, so many each time; always in the same order."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

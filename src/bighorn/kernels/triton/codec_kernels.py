@@ -1,0 +1,132 @@
+"""Moments in blocks of few bits: `kernels/codec.py` on the device, under its names."""
+
+import triton
+import triton.language as tl
+
+from bighorn.kernels import codec
+from bighorn.kernels.triton import tiles
+from bighorn.kernels.triton.common_kernels import at, block, read, write
+
+CODES = tl.constexpr(codec.BLOCK)
+PACK = tl.constexpr(tiles.PACK)  # blocks that are worked on at a time
+
+
+@triton.jit
+def blocks_at(first, i, stop, inner, MASKED: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a block of a chunk lies: offsets, a mask, and where there are codes their blocks, and which there are.
+
+    Without codes, offsets begin at the chunk. With them, all blocks of codes count as full ones in a chunk, whose
+    elements begin at `first`, and offsets begin at the tensor.
+    """
+    if FORM == "":
+        offsets, mask = block(i, stop, MASKED, BLOCK)
+        return offsets, mask, None, None
+    else:
+        return code_blocks(
+            ((first + i) // CODES).to(tl.int32),
+            ((first + stop) // CODES).to(tl.int32),
+            inner.to(tl.int32),
+            1 if MASKED else 4,
+        )
+
+
+@triton.jit
+def code_blocks(first, stop, inner, VECTOR: tl.constexpr):
+    """PACK blocks from one on: where their elements lie, VECTOR at a time, and which there are, of these and of blocks.
+
+    Elements and blocks are counted within a tensor, whose rows of dim 0 have `inner` elements.
+    """
+    numbers = first + tl.arange(0, PACK)
+    exist = numbers < stop
+    in_row = tl.cdiv(inner, CODES)
+    line, part = (numbers // in_row).to(tl.int64), numbers % in_row * CODES
+    columns = part[:, None] + tl.arange(0, CODES)[None, :]
+    # The quotients are exact, and the compiler sees so that the products are multiples.
+    offsets = (line * (inner // VECTOR * VECTOR))[:, None] + columns
+    return offsets, exist[:, None] & (columns < inner // VECTOR * VECTOR), numbers, exist
+
+
+@triton.jit
+def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
+    """Pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor."""
+    if FORM == "":
+        return at(address, start, S), None
+    else:
+        return at(address, 0, S), at(scales, 0, tl.float32)
+
+
+@triton.jit
+def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
+    """A block of a moment as it was stored, float32."""
+    values = read(moment[0], where[0], where[1], VECTOR)
+    if FORM == "":
+        return values.to(tl.float32)
+    else:
+        return decoded(values, tl.load(moment[1] + where[2], mask=where[3], other=0.0)[:, None], FORM)
+
+
+@triton.jit
+def write_moment(moment, where, value, chance, FORM: tl.constexpr, VECTOR: tl.constexpr):
+    """Store a block of a moment, and return it as it is stored."""
+    if FORM == "":
+        return write(moment[0], where[0], where[1], value, VECTOR)
+    else:
+        codes, scale = encoded(value, where[1], chance, FORM)
+        tl.store(moment[1] + where[2], scale, mask=where[3])
+        return decoded(write(moment[0], where[0], where[1], codes, VECTOR), scale[:, None], FORM)
+
+
+@triton.jit
+def decoded(codes, scale, FORM: tl.constexpr):
+    """Values of codes: their share of the scale first, so that nothing overflows or vanishes whatever that is."""
+    code = codes.to(tl.float32)
+    if FORM == "linear":
+        return tl.div_rn(code, 127.0) * scale
+    elif FORM == "signed":
+        return tl.div_rn(code, 127.0) * tl.div_rn(tl.abs(code), 127.0) * scale
+    elif FORM == "unsigned":
+        root = tl.div_rn(code, 255.0)
+        value = root * root * scale
+        return value * value
+    elif FORM == "half":
+        return code * scale
+    else:
+        return code * scale * (code * scale)
+
+
+@triton.jit
+def encoded(values, mask, chance, FORM: tl.constexpr):
+    """Codes, in float32, of some blocks, and these blocks' scales; a block that is not finite has scale NaN."""
+    if FORM == "unsigned" or FORM == "half_root":
+        values = tl.sqrt_rn(values)
+    scale = tl.max(tl.where(mask, tl.abs(values), 0.0), 1)
+    known = tl.min(((tl.abs(values) < float("inf")) | (mask == 0)).to(tl.int32), 1) != 0
+    scale = tl.where(known, scale, float("nan"))
+    share = tl.where((scale > 0)[:, None], tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0)
+    size = tl.abs(share)
+    if FORM == "linear":
+        code = nearest(size * 127)
+    elif FORM == "signed":
+        code = nearest(tl.sqrt_rn(size) * 127)
+    elif FORM == "unsigned":
+        code = fourth_root(size, chance)
+    else:
+        code = tl.where(size == 0, 0.0, tl.maximum(size, 2.0**-24))
+    return tl.where(share < 0, -code, code), scale
+
+
+@triton.jit
+def fourth_root(share, chance):
+    """The code of a square's root, rounded so that the mean of the square is what it was."""
+    code = tl.sqrt_rn(share) * 255
+    below = tl.floor(code)
+    fourth, low, high = code * code, below * below, (below + 1) * (below + 1)
+    fourth, low, high = fourth * fourth, low * low, high * high
+    below += tl.where(fourth - low > chance * (high - low), 1.0, 0.0)
+    return tl.where(share == 0, 0.0, tl.maximum(below, 1.0))
+
+
+@triton.jit
+def nearest(x):
+    """The nearest integer of a number from 0 to 2^22, the even one of two."""
+    return x + 12582912.0 - 12582912.0  # added to this, it has no place left for a fraction

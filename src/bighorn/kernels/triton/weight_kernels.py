@@ -1,0 +1,139 @@
+"""Parameters of 16 bits as they are read and written: `kernels/rounding.py` on the device, under its names."""
+
+import triton
+import triton.language as tl
+
+from bighorn.kernels import rounding
+from bighorn.kernels.triton.common_kernels import (
+    KEPT,
+    KEY,
+    PARAM,
+    PLACE,
+    RUN,
+    RUN_STEP,
+    RUNS,
+    RUNS_STEP,
+    at,
+    read,
+    write,
+)
+
+SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
+
+
+@triton.jit
+def weight_at(row, start, X: tl.constexpr, ROUNDING: tl.constexpr):
+    """Pointers to a parameter from an element on, and to what is kept beside it."""
+    if ROUNDING == "kahan":
+        return at(tl.load(row + PARAM), start, X), at(tl.load(row + KEPT), start, tl.int16)
+    else:
+        return at(tl.load(row + PARAM), start, X), at(tl.load(row + KEPT), start, tl.float32)
+
+
+@triton.jit
+def weight_addresses(row):
+    """The bits of the addresses of a parameter and of what is kept beside it."""
+    return tl.load(row + PARAM) | tl.load(row + KEPT)
+
+
+@triton.jit
+def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
+    """What a parameter stands for, float32; 0 where there is no element."""
+    stored = read(weight[0], offsets, mask, VECTOR).to(tl.float32)
+    if ROUNDING == "kahan":
+        shift = raised(stored, weight[0].dtype.element_ty)
+        lost = read(weight[1], offsets, mask, VECTOR).to(tl.int32)
+        return as_float(as_bits(stored + shift) + lost) - shift
+    elif ROUNDING == "master":
+        master = read(weight[1], offsets, mask, VECTOR)
+        return tl.where(master.to(weight[0].dtype.element_ty).to(tl.float32) == stored, master, stored)
+    else:
+        return stored
+
+
+@triton.jit
+def write_weight(weight, offsets, mask, value, bits, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
+    """Store a parameter, and what is kept beside it; `bits` are random ones for "stochastic"."""
+    if ROUNDING == "stochastic":
+        value = stochastic(value, bits, weight[0].dtype.element_ty)
+    near = write(weight[0], offsets, mask, value, VECTOR)
+    if ROUNDING == "kahan":
+        shift = raised(near, weight[0].dtype.element_ty)
+        lost = as_bits(value + shift) - as_bits(near + shift)
+        lost = tl.where(tl.abs(near) < float("inf"), tl.minimum(tl.maximum(lost, -(2**15)), 2**15 - 1), 0)
+        write(weight[1], offsets, mask, lost, VECTOR)
+    elif ROUNDING == "master":
+        write(weight[1], offsets, mask, value, VECTOR)
+
+
+@triton.jit
+def raised(x, X: tl.constexpr):
+    """What takes a number to where the bits that its dtype lacks are float32's last ones: mostly 0."""
+    if tl.float16 == X:
+        return tl.where(tl.abs(x) < SMALLEST_NORMAL, tl.where(as_bits(x) < 0, -SMALLEST_NORMAL, SMALLEST_NORMAL), 0.0)
+    else:
+        return tl.zeros_like(x)
+
+
+@triton.jit
+def stochastic(value, bits, X: tl.constexpr):
+    """One of the two neighbours in a 16-bit dtype, each as likely as the value is near it."""
+    DROPPED: tl.constexpr = 13 if tl.float16 == X else 16
+    shift = raised(value, X)
+    moved = (as_bits(value + shift) + (bits >> (32 - DROPPED)).to(tl.int32)) & -(1 << DROPPED)
+    return tl.where(tl.abs(value) < float("inf"), as_float(moved) - shift, value)
+
+
+# ---- random bits -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def stream(row, t, DRAWS: tl.constexpr):
+    """What the random bits of a tensor at step `t` are made from; nothing where none are drawn."""
+    if DRAWS:
+        key = mixed((tl.load(row + KEY) + t.to(tl.int64)).to(tl.uint32))
+        runs = tl.load(row + RUN), tl.load(row + RUNS), tl.load(row + RUN_STEP), tl.load(row + RUNS_STEP)
+        return key, tl.load(row + PLACE), runs
+    else:
+        return None
+
+
+@triton.jit
+def random_bits(stream, elements, DRAWS: tl.constexpr):
+    """32 random bits for each of some elements, which are counted as they lie here."""
+    if DRAWS:
+        key, first, runs = stream
+        place = elements.to(tl.int64)
+        if runs[0] > 0:  # what lies here is not of one piece
+            run = place // runs[0]
+            place += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
+        place += first
+        return mixed(place.to(tl.uint32) ^ mixed(key + (place >> 32).to(tl.uint32)))
+    else:
+        return None
+
+
+@triton.jit
+def chance(bits):
+    """A number in (0, 1) from the lower 16 of random bits."""
+    return ((bits & 0xFFFF).to(tl.float32) + 0.5) / 65536
+
+
+@triton.jit
+def mixed(h):
+    """A permutation of 32 bits: lowbias32."""
+    h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    h = (h ^ (h >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def as_bits(x):
+    """The bits of a float32 as an int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """The inverse."""
+    return bits.to(tl.float32, bitcast=True)

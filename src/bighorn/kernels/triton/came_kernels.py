@@ -170,9 +170,9 @@ def came_lines(
         rest, eps = second_rest(row, option), tl.load(option + EPS1)
         average = averages(row, tl.where(is_row, SQ_ROW, SQ_COL), line)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
-    new = rest * ((total + length * eps) / tl.load(row + tl.where(is_row, WHOLE_WIDTH, WHOLE_HEIGHT)))
-    old = tl.where(tl.load(row + tl.where(is_row, LEADS_ROWS, LEADS_COLS)) != 0, (1 - rest) * old, 0.0)
-    new += old  # CAME-row, CAME-col, CAME-res
+    whole = tl.load(row + tl.where(is_row, WHOLE_WIDTH, WHOLE_HEIGHT))
+    kept = tl.where(tl.load(row + tl.where(is_row, LEADS_ROWS, LEADS_COLS)) != 0, 1 - rest, 0.0)
+    new = kept * old + rest * (total / whole + eps * length / whole)  # CAME-row, CAME-col, CAME-res
     stored = new.to(tl.float32)
     if SPLIT is None:
         tl.store(average, stored, mask=mask)
@@ -284,9 +284,9 @@ def came_apply(
     root = row_root(row, matrix, line_sums, roots + tl.load(row + FIRST_MATRIX) + matrix, SPLIT)
     row_averages = averages(row, RES_ROW, matrix * tl.load(row + HEIGHT) + line)
     c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape)
+    c *= tl.sqrt(residual_correction(row, option)).to(tl.float32)
     lr = rate(row, option, sums)
-    corrected = lr * tl.sqrt(residual_correction(row, option))
-    numbers = corrected.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
+    numbers = lr.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
     draw = start, stream(row, count(row), ROUNDING == "stochastic")
     pointers = weight_at(row, start, X, ROUNDING), at(m, start, S)
     scales = scales_of(row, start)
@@ -543,17 +543,19 @@ def came_codes(
 
 
 @triton.jit
-def came_figures(rows, hyper, commit, sums, FACTORED: tl.constexpr):
+def came_figures(rows, hyper, commit, sums, FACTORED: tl.constexpr, SPLIT: tl.constexpr):
     """One program per tensor, when all else is done: what telemetry shows, and its step count."""
     if not tl.load(commit):
         return
     row = rows + tl.program_id(0).to(tl.int64) * ROW
     option = hyper + tl.load(row + HYPER) * OPTION
-    size, correction = tl.maximum(tl.load(row + NUMEL), 1), tl.sqrt(residual_correction(row, option))
+    size = tl.maximum(tl.load(row + NUMEL), 1)
     norms = at(tl.load(row + NORMS), 0, tl.float32)
     tl.store(norms, root_mean(row, sums, U_SQUARES).to(tl.float32))
     tl.store(norms + 1, clipping(row, option, sums))
-    confidence = tile_total(row, sums, CONFIDENCES) * correction / size
+    confidence = tile_total(row, sums, CONFIDENCES) / size
+    if SPLIT is not None:  # averages that ranks have added up are not corrected yet
+        confidence *= tl.sqrt(residual_correction(row, option))
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
     step = at(tl.load(row + STEP), 0, tl.float32)
     tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)

@@ -91,9 +91,9 @@ def gradient_scale(grad_scale, option):
 
 @triton.jit
 def extent(row, chunk, CHUNK: tl.constexpr):
-    """Where a chunk starts in its tensor, and how many elements it has: none, where chunks are filled up."""
+    """Where a chunk starts in its tensor, and how many elements it has: fewer than none where it starts behind it."""
     start = (chunk - tl.load(row + FIRST)) * CHUNK
-    return start, tl.minimum(tl.maximum(tl.load(row + SIZE) - start, 0), CHUNK).to(tl.int32)
+    return start, tl.minimum(tl.load(row + SIZE) - start, CHUNK).to(tl.int32)
 
 
 @triton.jit

@@ -273,13 +273,13 @@ VARIANTS = [
         ("rounded", ROUNDED, [], [(BF16, BF16, F32)], ["sm_90"]),
         ("blocks", BLOCKS[:1], [], [(F32, F32, INT8), (BF16, F32, F16)], ["sm_90"]),
         ("all-modes", MODES, SLOW, itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16)), TARGETS),
-        ("all-rounded", ROUNDED, SLOW, itertools.product((BF16, F16), (F32, BF16, F16), (F32, BF16)), TARGETS),
-        ("all-blocks", BLOCKS, SLOW, itertools.product((F32, BF16, F16), (F32, BF16, F16), (INT8, F16)), TARGETS),
+        ("all-rounded", ROUNDED, SLOW, itertools.product((BF16, F16), (F32, BF16), (F32, BF16)), TARGETS),
+        ("all-blocks", BLOCKS, SLOW, itertools.product((F32, BF16), (F32, BF16, F16), (INT8, F16)), TARGETS),
         (
             "rounded-blocks",
             [replace(options, blocks=True) for options in ROUNDED],
             SLOW,
-            itertools.product((BF16, F16), (F32, BF16), (INT8, F16)),
+            itertools.product((BF16,), (F32, BF16), (INT8, F16)),
             TARGETS,
         ),
     )

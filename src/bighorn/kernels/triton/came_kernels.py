@@ -271,7 +271,8 @@ def average(
 @triton.jit
 def came_apply(
     rows, tiles, hyper, commit, line_sums, roots, sums,
-    X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr,
+    ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The parameter. It goes backwards, since the last tiles of the pass before may lie in the cache still."""
     if not tl.load(commit):
@@ -287,7 +288,7 @@ def came_apply(
     c *= tl.sqrt(residual_correction(row, option)).to(tl.float32)
     lr = rate(row, option, sums)
     numbers = lr.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
-    draw = start, stream(row, count(row), ROUNDING == "stochastic")
+    draw = start, stream(row, count(row), ROUNDING == "stochastic", CUT)
     pointers = weight_at(row, start, X, ROUNDING), at(m, start, S)
     scales = scales_of(row, start)
     if aligned(weight_addresses(row) | m, shape, VECTOR):
@@ -313,7 +314,7 @@ def apply(
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
         r = row_factors(row_averages, i, shape, root)
-        bits = random_bits(draw[1], draw[0] + offsets, ROUNDING == "stochastic")
+        bits = random_bits(draw[1], draw[0] + offsets)
         x -= decay * x
         write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), bits, ROUNDING, VECTOR)  # CAME-x
         total += tl.where(i + tl.arange(0, HIGH) < shape[0], r, 0.0).to(tl.float64)
@@ -452,7 +453,7 @@ def second_moment(pointers, numbers, first, stop, MASKED: tl.constexpr, BLOCK: t
 @triton.jit
 def came_move(
     rows, grads, tiles, hyper, grad_scale, commit, sums,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
@@ -473,7 +474,7 @@ def came_move(
     )
     whole = vectorised(weight_addresses(row) | g | m | v, size, BLOCK)
     pointers = weight_at(row, start, X, ROUNDING), at(g, start, G), at(m, start, S), at(v, start, tl.float32)
-    scales, draw = scales_of(row, start), stream(row, count(row), ROUNDING == "stochastic")
+    scales, draw = scales_of(row, start), stream(row, count(row), ROUNDING == "stochastic", CUT)
     move(pointers, scales, numbers, draw, 0, whole, False, S, ROUNDING, BLOCK)
     move(pointers, scales, numbers, draw, whole, size, True, S, ROUNDING, BLOCK)
 
@@ -497,7 +498,7 @@ def move(
             u = unfactored(g, read(pointers[3], offsets, mask)) * clip  # CAME-clip
             m = beta1 * read(pointers[2], offsets, mask).to(tl.float32) + beta1_rest * u  # CAME-m
             m = write(pointers[2], offsets, mask, m)
-        bits = random_bits(draw, element, ROUNDING == "stochastic")
+        bits = random_bits(draw, element)
         x -= decay * x
         write_weight(pointers[0], offsets, mask, x - lr * m, bits, ROUNDING)  # CAME-x
 

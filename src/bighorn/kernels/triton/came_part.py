@@ -43,6 +43,7 @@ class CamePart(Part[CameOptions]):
             "FACTORED": options.factor is not None,
             "ROUNDING": options.weight_rounding,
             "SPLIT": None,
+            "CUT": False,
             "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
             "CHUNK": CHUNK,
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is

@@ -99,9 +99,9 @@ def encoded(values, mask, chance, FORM: tl.constexpr):
     """Codes, in float32, of some blocks, and these blocks' scales; a block that is not finite has scale NaN."""
     if FORM == "unsigned" or FORM == "half_root":
         values = tl.sqrt_rn(values)
-    scale = tl.max(tl.where(mask, tl.abs(values), 0.0), 1)
-    known = tl.min(((tl.abs(values) < float("inf")) | (mask == 0)).to(tl.int32), 1) != 0
-    scale = tl.where(known, scale, float("nan"))
+    size = tl.where(tl.abs(values) < float("inf"), tl.abs(values), float("inf"))
+    scale = tl.max(tl.where(mask, size, 0.0), 1)
+    scale = tl.where(scale < float("inf"), scale, float("nan"))
     share = tl.where((scale > 0)[:, None], tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0)
     size = tl.abs(share)
     if FORM == "linear":

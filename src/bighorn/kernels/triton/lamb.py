@@ -68,6 +68,7 @@ class LambPart(Part[LambOptions]):
             "M_FORM": m_form,
             "V_FORM": v_form,
             "ROUNDING": options.weight_rounding,
+            "CUT": False,
             "DECAY_MODE": options.decay_mode,
             "AMSGRAD": options.second_moment == "amsgrad",
             "CHUNK": CHUNK,

@@ -80,7 +80,7 @@ FACTOR = tl.constexpr(3)
 def lamb_moments(
     rows, grads, owners, hyper, grad_scale, commit, sums, factors,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
-    M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first pass: moments, the sums of the squares of x and u for each chunk, and x itself where nothing adapts."""
@@ -114,7 +114,7 @@ def lamb_moments(
         root_eps.to(tl.float32),
         stride.to(tl.float32),
     )
-    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic" or V_FORM == "unsigned")
+    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
     x1, u1 = moments(
         pointers, numbers, option, places, 0, whole, False, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK
     )
@@ -133,7 +133,6 @@ def moments(
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk; returns the sums of x^2 and u^2, one for each lane."""
     VECTOR: tl.constexpr = 1 if MASKED else 4
-    DRAWS: tl.constexpr = ROUNDING == "stochastic" or V_FORM == "unsigned"
     scale, m_factor, root_eps, stride = numbers
     beta1, beta2 = number(option + BETA1), number(option + BETA2)
     beta3, beta4 = number(option + BETA3), number(option + BETA4)
@@ -144,7 +143,7 @@ def moments(
     for i in range(first, stop, BLOCK):
         where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
         offsets, mask = where[0], where[1]
-        bits = random_bits(places[3], places[1] + offsets, DRAWS)
+        bits = random_bits(places[3], places[1] + offsets)
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         g = read(pointers[1], offsets, mask, VECTOR).to(tl.float32) * scale
         if DECAY_MODE == "l2":
@@ -208,7 +207,7 @@ def trust_ratio(weight_norm, update_norm, option):
 def lamb_apply(
     rows, owners, hyper, commit, factors,
     X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
-    M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The second pass: x. It goes backwards, since the last chunks of the first pass may lie in the cache still."""
@@ -227,7 +226,7 @@ def lamb_apply(
     )
     factor = factors + index * FACTOR
     t = count(row) - 1  # lamb_norms has counted the step
-    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic")
+    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic", CUT)
     apply(pointers, factor, option, places, 0, whole, False, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
     apply(pointers, factor, option, places, whole, size, True, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
@@ -250,7 +249,7 @@ def apply(
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        bits = random_bits(places[3], places[1] + where[0], ROUNDING == "stochastic")
+        bits = random_bits(places[3], places[1] + where[0])
         write_weight(pointers[0], where[0], where[1], x - stride * u, bits, ROUNDING, VECTOR)  # LAMB-x
 
 

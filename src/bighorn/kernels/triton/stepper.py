@@ -59,7 +59,8 @@ class Part(Generic[Options]):
         self.find_gradients()
         (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
         m = buckets[index].state["exp_avg"][i]
-        self.constants = self.compiled_for(x.dtype, g.dtype, m.dtype, buckets[index].options)
+        cut = any(shard.split - {0} for index, _ in places for shard in buckets[index].shards)
+        self.constants = {**self.compiled_for(x.dtype, g.dtype, m.dtype, buckets[index].options), "CUT": cut}
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
@@ -249,7 +250,5 @@ def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
             runs[-1] = count * size, step
         elif size != 1:
             runs.append((size, stride))
-    if len(runs) == 1:
-        return [key, first, 0, 0, 0, 0]
-    (run, _), (count, step), (_, far) = (*runs, (1, 0))[:3]
+    (run, _), (count, step), (_, far) = (*runs, (1, 0), (1, 0))[:3]
     return [key, first, max(1, run), max(1, count), step, far]

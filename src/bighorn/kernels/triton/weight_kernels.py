@@ -88,29 +88,32 @@ def stochastic(value, bits, X: tl.constexpr):
 
 
 @triton.jit
-def stream(row, t, DRAWS: tl.constexpr):
-    """What the random bits of a tensor at step `t` are made from; nothing where none are drawn."""
+def stream(row, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
+    """What the random bits of a tensor at step `t` are made from; CUT: it may be a shard that is not of one piece."""
     if DRAWS:
         key = mixed((tl.load(row + KEY) + t.to(tl.int64)).to(tl.uint32))
-        runs = tl.load(row + RUN), tl.load(row + RUNS), tl.load(row + RUN_STEP), tl.load(row + RUNS_STEP)
-        return key, tl.load(row + PLACE), runs
+        if CUT:
+            runs = tl.load(row + RUN), tl.load(row + RUNS), tl.load(row + RUN_STEP), tl.load(row + RUNS_STEP)
+            return key, tl.load(row + PLACE), runs
+        else:
+            return key, tl.load(row + PLACE), None
     else:
         return None
 
 
 @triton.jit
-def random_bits(stream, elements, DRAWS: tl.constexpr):
-    """32 random bits for each of some elements, which are counted as they lie here."""
-    if DRAWS:
+def random_bits(stream, elements):
+    """32 random bits for each of some elements, which are counted as they lie here; None where there is no stream."""
+    if stream is None:
+        return None
+    else:
         key, first, runs = stream
         place = elements.to(tl.int64)
-        if runs[0] > 0:  # what lies here is not of one piece
+        if runs is not None:
             run = place // runs[0]
             place += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
         place += first
         return mixed(place.to(tl.uint32) ^ mixed(key + (place >> 32).to(tl.uint32)))
-    else:
-        return None
 
 
 @triton.jit

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ahead_of_time import TARGETS, build, found_in_amdgcn, found_in_ptx, spilled_by_amdgcn, spilled_by_ptxas
+from ahead_of_time import (
+    TARGETS,
+    all_in_amdgcn,
+    build,
+    found_in_amdgcn,
+    found_in_ptx,
+    spilled_by_amdgcn,
+    spilled_by_ptxas,
+)
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
 from bighorn.kernels.bucket import DecayMode, SecondMoment
@@ -318,15 +326,17 @@ def test_kernels_compile_without_spills_and_load_128_bits(
             )
             if target.startswith("sm"):
                 assert found_in_ptx(kernel) == wide(name, constants), name
-                # ptxas of CUDA 13.1 spills 8 bytes on sm_100 with amsgrad where 16-bit weights meet wider gradients.
-                amsgrad = options.second_moment == "amsgrad"
-                allowed = 8 if target == "sm_100" and amsgrad and dtypes[0].itemsize == 2 else 0
+                # ptxas of CUDA 13.1 spills 8 bytes on sm_100 with amsgrad where 16-bit weights meet wider gradients, and
+                # with random bits; and with blocks of codes up to 16, to stay at 64 or 128 registers.
+                heavy = options.second_moment == "amsgrad" or options.weight_rounding == "stochastic"
+                allowed = 8 if target == "sm_100" and heavy and dtypes[0].itemsize == 2 else 16 * options.blocks
                 assert spilled_by_ptxas(kernel, tmp_path) <= allowed, name
             else:
                 assert spilled_by_amdgcn(kernel) == 0, name
                 loads, stores = wide(name, constants)
-                assert kernel.asm["amdgcn"].count("global_load_dwordx4") >= loads, name
-                if name == "lamb_moments" and stores:  # the others have no block that both loads and stores
+                assert all(a >= b for a, b in zip(all_in_amdgcn(kernel), (loads, stores), strict=True)), name
+                # Others have no basic block that both loads and stores.
+                if name == "lamb_moments" and stores and not options.blocks:
                     assert found_in_amdgcn(kernel) == (loads, stores)
 
 

@@ -136,8 +136,13 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
 
 
 @interpreted
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", [{}, OTHER], ids=["usual", "other"])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        *(pytest.param(layout, {}, id=layout) for layout in LAYOUTS),
+        *(pytest.param(layout, OTHER, id=f"{layout}-other") for layout in ("columns", "rows-of-matrices")),
+    ],
+)
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:
     """And adds up as many sums, in as many rounds, as the reference does."""
     factor, shapes, cuts = LAYOUTS[layout]

@@ -1,4 +1,4 @@
-"""The pages in docs: their Python runs as it stands there."""
+"""The README and the pages in docs: their Python runs as it stands there, and the README's links lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-PAGES = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def blocks(text: str) -> list[str]:
@@ -50,3 +51,11 @@ def test_blocks_are_found_with_their_lines() -> None:
 
 def test_what_a_page_imports_is_seen() -> None:
     assert set(imported("```python\nimport a.b, c\n```\n```python\nfrom d.e import f\n```\n")) == {"a", "c", "d"}
+
+
+def test_the_readme_is_two_screens_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert len(links) > 20

@@ -24,19 +24,21 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
     "bighorn": {"groups", "optim", "scaling", "parallel", "schedules", "telemetry"},
-    "optim": {"optim", "kernels", "sharding", "state", "gradients", "names", "schedules"},
+    "arguments": set(),
+    "late": set(),
+    "optim": {"arguments", "optim", "kernels", "sharding", "state", "gradients", "names", "schedules"},
     "kernels": {"kernels"},
     "sharding": {"kernels"},
     "state": {"kernels", "sharding"},
     "gradients": {"sharding"},
     "groups": {"names"},
     "names": set(),
-    "schedules": set(),
-    "telemetry": set(),
-    "integrations": {"telemetry"},
-    "scaling": {"sharding"},
-    "parallel": {"sharding"},
-    "compat": {"bighorn", "compat", "schedules"},
+    "schedules": {"arguments"},
+    "telemetry": {"arguments"},
+    "integrations": {"arguments", "telemetry"},
+    "scaling": {"arguments", "late", "sharding"},
+    "parallel": {"late", "sharding"},
+    "compat": {"arguments", "bighorn", "compat", "schedules"},
     "cli": {"bighorn", "kernels", "schedules", "cli"},
 }
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy"}

@@ -107,7 +107,7 @@ BAD: dict[str, Bad] = {
     "npu-steps-1.5": (
         lambda: npu_bridge.ExponentialUpdateLossScaleManager(8.0, 1.5),  # type: ignore[arg-type]
         TypeError,
-        "^incr_every_n_steps must be a whole number",
+        "^incr_every_n_steps must be an integer",
     ),
     "mindspore-fixed": (lambda: mindspore.FixedLossScaleManager(0.99), ValueError, "^loss_scale=0.99"),
     "mindspore-drop": (lambda: mindspore.FixedLossScaleManager(8.0, 1), TypeError, "^drop_overflow_update"),  # type: ignore[arg-type]

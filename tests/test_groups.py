@@ -133,6 +133,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "same name": (twice(), [], ValueError, "two parameters are called 'embed.weight'"),
     "same parameter": (tied(), [], ValueError, "'a' and 'b' are the same parameter"),
     "no rule": (model().named_parameters(), ["bias"], TypeError, "rules must be a list of Rule, not of str"),
+    "one rule": (model().named_parameters(), NO_DECAY, TypeError, "rules must be a list of Rule, not a Rule"),
 }
 
 
@@ -157,3 +158,8 @@ def test_wrong_input_is_refused(case: str) -> None:
 def test_a_wrong_rule_is_refused(match: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         Rule(match, **options)
+
+
+def test_the_report_wants_groups() -> None:
+    with pytest.raises(TypeError, match=r"as optimizer.param_groups, not a Lamb"):
+        groups.report(Lamb(model().parameters()))  # type: ignore[arg-type]

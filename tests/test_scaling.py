@@ -583,10 +583,10 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scale-text": (lambda: FixedScale("8"), TypeError, "init_scale must be a number, not '8'"),  # type: ignore[arg-type]
     "scale-bool": (lambda: FixedScale(True), TypeError, "init_scale must be a number"),
     "growth-1": (lambda: WindowScale(growth_factor=1.0), ValueError, "growth_factor=1.0 .*above 1"),
-    "backoff-1": (lambda: ExponentialScale(backoff_factor=1), ValueError, "backoff_factor=1 .*between 0 and 1"),
+    "backoff-1": (lambda: ExponentialScale(backoff_factor=1), ValueError, "backoff_factor=1 .*in .0, 1.$"),
     "backoff-0": (lambda: ExponentialScale(backoff_factor=0), ValueError, "backoff_factor=0 "),
     "interval-0": (lambda: WindowScale(growth_interval=0), ValueError, "growth_interval=0 .*at least 1"),
-    "interval-half": (lambda: WindowScale(growth_interval=1.5), TypeError, "growth_interval must be a whole"),  # type: ignore[arg-type]
+    "interval-half": (lambda: WindowScale(growth_interval=1.5), TypeError, "growth_interval must be an integer"),  # type: ignore[arg-type]
     "bad-0": (lambda: ExponentialScale(backoff_interval=-2), ValueError, "backoff_interval=-2"),
     "policy-number": (lambda: LossScaler(1024.0), TypeError, "policy must be a FixedScale.*1024.0"),  # type: ignore[arg-type]
     "policy-device": (lambda: LossScaler("cuda"), TypeError, "policy must be .*'cuda'"),  # type: ignore[arg-type]
@@ -603,6 +603,13 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "torchs-option": (lambda: LossScaler(init_scale=2.0), TypeError, r"LossScaler\(WindowScale\(init_scale="),
     "device": (lambda: LossScaler(device="cuda"), TypeError, "'device'; the scale lives where"),
     "typo": (lambda: LossScaler(min_scal=2.0), TypeError, "'min_scal'; did you mean 'min_scale'"),
+    "no-optimizer": (lambda: LossScaler().step(3), TypeError, "must be a torch.optim.Optimizer, not 3"),  # type: ignore[arg-type]
+    "no-state": (lambda: LossScaler().load_state_dict(None), TypeError, "must be what state_dict.*not None"),  # type: ignore[arg-type]
+    "half-a-state": (
+        lambda: LossScaler().load_state_dict({"scale": 1.0}),
+        ValueError,
+        r"misses \['_growth_tracker'\]: it",
+    ),
     "foreign": (lambda: LossScaler(xyz=2.0), TypeError, "'xyz'; known are policy, min_scale"),
 }
 

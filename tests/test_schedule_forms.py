@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb
 from bighorn.schedules import Cosine, Polynomial, WarmUp
-from test_errors import refused
+from refusals import refused
 
 LRS = (0.1, 0.05, 0.2, 0.08)
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import bighorn
 from bighorn import schedules
 from bighorn.schedules import (
     Chain,
@@ -34,6 +35,7 @@ from bighorn.schedules import (
     WarmUp,
     large_batch,
     scaled_lr,
+    values,
 )
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
@@ -191,11 +193,11 @@ def test_a_schedule_after_no_warmup_is_itself() -> None:
 def test_schedules_need_no_torch() -> None:
     """In a fresh interpreter, with the package's own import of torch out of the way."""
     code = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("schedules", {schedules.__file__!r})
-module = sys.modules["schedules"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-assert module.Values.of([1.0])(0) == 1.0 and "torch" not in sys.modules and "numpy" not in sys.modules
+import sys, types
+package = sys.modules["bighorn"] = types.ModuleType("bighorn")
+package.__path__ = [{bighorn.__path__[0]!r}]
+from bighorn.schedules import Values
+assert Values.of([1.0])(0) == 1.0 and "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -270,6 +272,7 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Exponential(1.0, 10.0, 1)(400), ValueError, f"Exponential(...)(400)=inf is out of range: {NUMBERS}"),
     (lambda: WarmUp(0.1, 1).then(lambda step: -step, at=1)(3), ValueError, "Chain(...)(3)=-2 is out of range"),
     (lambda: scaled_lr(0.1, 1, 4, "square"), ValueError, "rule='square' is not known: use 'sqrt' or 'linear'"),
+    (lambda: untyped.scaled_lr(0.1, 1, 4, ["sqrt"]), ValueError, "is not known: use 'sqrt' or 'linear'"),
     (lambda: scaled_lr(0.1, 0, 4), ValueError, f"base_batch=0 is out of range: {COUNTS} 1"),
     (lambda: untyped.scaled_lr(0.1, 4, 2.5), TypeError, "batch must be an integer, not 2.5"),
     (lambda: scaled_lr(math.nan, 1, 4), ValueError, "base_lr=nan is out of range"),
@@ -292,7 +295,7 @@ def test_errors(make: Callable[[], object], error: type[Exception], message: str
 
 
 def test_an_endless_iterable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "MAX_VALUES", 100)
+    monkeypatch.setattr(values, "MAX_VALUES", 100)
     assert len(Values.of(itertools.repeat(0.1, 100)).as_list(100)) == 100
     with pytest.raises(
         ValueError, match="go on after 100 steps, perhaps without an end: give a schedule or a function"

@@ -151,7 +151,7 @@ def test_what_is_refused() -> None:
         telemetry.scalars(torch.optim.AdamW(net.parameters()))
     optimizer = Lamb(net.parameters())
     for steps, error, message in (
-        (0, ValueError, "steps=0 between two reports is out of range"),
+        (0, ValueError, "steps=0 is out of range: it must be an integer, at least 1"),
         (True, TypeError, "must be an integer, not True"),
         (2.0, TypeError, r"must be an integer, not 2\.0 \(float\)"),
     ):

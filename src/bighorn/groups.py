@@ -94,6 +94,8 @@ def by_rules(
         >>> optimizer = Lamb(groups, lr=0.01, weight_decay=0.01)
     """
     params = _checked(named_parameters)
+    if isinstance(rules, Rule) or not isinstance(rules, Sequence):
+        raise TypeError(f"rules must be a list of Rule, not a {type(rules).__name__}")
     for rule in rules:
         if not isinstance(rule, Rule):
             raise TypeError(f"rules must be a list of Rule, not of {type(rule).__name__} ({rule!r})")
@@ -117,7 +119,12 @@ def report(groups: Iterable[Mapping[str, Any]]) -> str:
 
     Args:
         groups: Dicts with `params`, as optimizers take and keep them.
+
+    Raises:
+        TypeError: They are in no list.
     """
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"groups must be dicts in a list, as optimizer.param_groups, not a {type(groups).__name__}")
     lines = []
     for index, group in enumerate(groups):
         params = [param if isinstance(param, tuple) else (None, param) for param in group["params"]]

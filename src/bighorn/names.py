@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,14 @@ Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
 
 Names = nn.Module | Mapping[str, Tensor]
 """Where names come from when a trainer hands over bare parameters."""
+
+
+REMEDIES = {
+    Tensor: "pass [tensor]",
+    nn.Module: "pass model.named_parameters()",
+    Mapping: "pass its items(), if it holds parameters by name, or [group], if it is a group",
+}
+"""What to give instead of what is often given for a list of parameters."""
 
 
 def check_exclusion(name: str, value: object) -> Exclusion | None:
@@ -49,12 +57,10 @@ def named(params: object, names: Names | None) -> list[Any]:
     """Parameters in a list, as (name, parameter) pairs where `names` is given and they are not pairs already.
 
     Raises:
-        TypeError: `params` has no order.
+        TypeError: As `listed`.
         ValueError: `names` does not know a parameter.
     """
-    if isinstance(params, set):
-        raise TypeError("params must be ordered, but a set is not: pass a list")
-    params = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[call-overload]
+    params = [params] if isinstance(params, Tensor) else listed(params)
     if names is None or any(isinstance(param, tuple) for param in params):
         return params
     known = names_of(names)
@@ -62,6 +68,22 @@ def named(params: object, names: Names | None) -> list[Any]:
     if missing:
         raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
     return [(known[id(param)], param) for param in params]
+
+
+def listed(params: object) -> list[Any]:
+    """What is given as `params`, in a list.
+
+    Raises:
+        TypeError: It has no order, or is no kind of list.
+    """
+    for kind, remedy in REMEDIES.items():
+        if isinstance(params, kind):
+            raise TypeError(f"params must be a list, not a {type(params).__name__}: {remedy}")
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must be ordered, but a set is not: pass a list")
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be parameters, pairs of name and parameter, or groups in a list, not {params!r}")
+    return list(params)
 
 
 def names_of(names: object) -> dict[int, str]:

@@ -9,6 +9,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from bighorn.arguments import integer
+
 __all__ = ["Log", "log_every", "scalars"]
 
 Log = Callable[[dict[str, float], int], Any]
@@ -86,7 +88,7 @@ def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
         2 0.009999999776482582
         4 0.009999999776482582
     """
-    check_every(steps)
+    integer("steps", steps, least=1)
     inner, taken = _telemetric(optimizer), 0
 
     def after(*_: object) -> None:
@@ -97,20 +99,6 @@ def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
 
     handle: RemovableHandle = inner.register_step_post_hook(after)
     return handle
-
-
-def check_every(steps: object) -> int:
-    """How many steps lie between two reports, if it is that.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is less than 1.
-    """
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps between two reports must be an integer, not {steps!r} ({type(steps).__name__})")
-    if steps < 1:
-        raise ValueError(f"steps={steps} between two reports is out of range: it must be at least 1")
-    return steps
 
 
 def _telemetric(optimizer: Any) -> Any:

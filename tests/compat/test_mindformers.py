@@ -14,7 +14,7 @@ import bighorn
 from bighorn.compat.mindformers import Came
 from bighorn.compat.mindspore import CosineDecayLR, FixedLossScaleManager
 from compat.training import LRS, STEPS, assert_close, gradient, step, trained, weights
-from test_errors import refused
+from refusals import refused
 
 
 class Layer(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from bighorn.compat.npu_bridge import LAMBOptimizer
 from compat.training import LRS, assert_close, by_scalar, trained
-from test_errors import weights
+from refusals import weights
 
 
 class Block(nn.Module):

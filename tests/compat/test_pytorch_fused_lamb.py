@@ -11,7 +11,7 @@ from bighorn import ConvertedStateWarning
 from bighorn.compat.pytorch_fused_lamb import Lamb
 from compat.training import LRS, assert_close, by_scalar, gradient, trained
 from compat.training import weights as named_weights
-from test_errors import weights
+from refusals import weights
 
 
 def test_the_documents_example() -> None:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from bighorn.compat.torch_npu import NpuFusedLamb
 from compat.training import LRS, assert_close, by_scalar, trained
-from test_errors import weights
+from refusals import weights
 
 
 def test_the_documents_example() -> None:

@@ -15,7 +15,8 @@ from bighorn.cli.options import option
 from bighorn.cli.schedule import DECAYS, warmup_steps
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, positive
-from bighorn.schedules import RULES, scaled_lr
+from bighorn.schedules import scaled_lr
+from bighorn.schedules.large_batch import RULES
 
 BASE_BATCH = 256
 """The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""

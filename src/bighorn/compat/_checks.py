@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from bighorn.schedules import real_number
+from bighorn.arguments import flag as flag
+from bighorn.arguments import number
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
@@ -21,29 +22,11 @@ class ElementError(TypeError, ValueError):
     """An element of `params` that cannot be one: a wrong type, and in a list that its author took for a good value."""
 
 
-def number(name: str, value: object, low: float, high: float = math.inf, *, inside: bool = False) -> float:
-    """A finite number from `low` to `high`; without these two where `inside`."""
-    exact = real_number(name, value)
-    if not math.isfinite(exact) or not (low < exact < high if inside else low <= exact <= high):
-        opens, closes = "()" if inside else "[]"
-        least = f"above {low:g}" if inside else f"at least {low:g}"
-        span = f"in {opens}{low:g}, {high:g}{closes}" if high < math.inf else least
-        raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {span}")
-    return exact
-
-
 def floating(name: str, value: object, low: float, high: float = math.inf, *, inside: bool = False) -> float:
-    """The same, and a float: their documents refuse integers here."""
+    """A finite number from `low` to `high`, without these two where `inside`; a float: they refuse integers here."""
     if not isinstance(value, float):
         raise TypeError(f"{name} must be a float, not {value!r} ({type(value).__name__})")
-    return number(name, value, low, high, inside=inside)
-
-
-def flag(name: str, value: object) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r} ({type(value).__name__})")
-    return value
+    return number(name, value, low, high, above=inside, below=inside)
 
 
 def weight_decay(name: str, value: object, high: float = math.inf) -> float | Callable[[int], Any]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from bighorn import schedules
+from bighorn.arguments import integer
 from bighorn.compat import _checks
 
 _positive = partial(_checks.floating, low=0, inside=True)
 _not_negative = partial(_checks.floating, low=0)
-_length = partial(schedules.check_count, least=1)
+_length = partial(integer, least=1)
 
 CHECKS: dict[str, Callable[[str, object], object]] = {
     "learning_rate": _positive,

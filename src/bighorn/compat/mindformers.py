@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
+from bighorn.arguments import number
 from bighorn.compat import _checks
 from bighorn.compat._mindspore import MindSporeOptimizer
 
@@ -70,7 +71,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
         compression: bool = False,
         loss_scale: float = 1,
     ) -> None:
-        self.loss_scale = _checks.number("loss_scale", loss_scale, 0, inside=True)
+        self.loss_scale = number("loss_scale", loss_scale, above=True)
         if not isinstance(eps, (tuple, list)):
             raise TypeError(f"eps must be three floats in a tuple, not {eps!r} ({type(eps).__name__})")
         if len(eps) != 3:

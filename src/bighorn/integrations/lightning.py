@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from bighorn.telemetry import check_every, scalars
+from bighorn.arguments import integer
+from bighorn.telemetry import scalars
 
 
 class TelemetryCallback(Callback):  # type: ignore[misc]
@@ -21,7 +22,7 @@ class TelemetryCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, every: int = 50) -> None:
-        self.every, self._last = check_every(every), 0
+        self.every, self._last = integer("every", every, least=1), 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Report, if a step was taken and it is time to, in the process that reports."""

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from bighorn.telemetry import check_every, scalars
+from bighorn.arguments import integer
+from bighorn.telemetry import scalars
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
@@ -25,7 +26,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Trainer, every: int = 50) -> None:
-        self.trainer, self.every = trainer, check_every(every)
+        self.trainer, self.every = trainer, integer("every", every, least=1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report, if it is time to, in the process that reports."""

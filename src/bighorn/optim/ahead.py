@@ -26,10 +26,13 @@ class Ahead:
 
         Raises:
             RuntimeError: The parameter has taken it already.
-            ValueError: It is not the optimizer's.
+            ValueError: It is not the optimizer's, or has no gradient.
         """
         if id(param) not in self.places:
-            raise ValueError(f"a tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
+            what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+            raise ValueError(f"{what} is no parameter of this optimizer")
+        if param.grad is None:
+            raise ValueError(f"{name(self.places[id(param)])} has no gradient to be stepped with: run backward() first")
         if param in self.plans:
             raise RuntimeError(
                 f"{name(self.places[id(param)])} has taken this step already, and now has another gradient: call "

@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn.optim import checks, explain, foreign, order, param_groups
 from bighorn.optim.ahead import Ahead
 from bighorn.optim.algorithm import Algorithm, Variant
-from bighorn.optim.checkpoints import loaded_states, only_initialises
+from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
 from bighorn.optim.commit import scale_and_commit, square_sum_of
 from bighorn.optim.parts import Part, Places, check_backend, parameters, part_of
 from bighorn.optim.plan import Plan, build
@@ -261,13 +261,19 @@ class KernelOptimizer(Optimizer):
         return drive
 
     def _take_over_schedules(self) -> None:
+        if len(self.param_groups) != len(self._drivers):
+            raise ValueError(
+                f"param_groups has {len(self.param_groups)} groups, where {len(self._drivers)} were added: add groups "
+                "with add_param_group(), and make a new optimizer to do without some"
+            )
         for group, drivers in zip(self.param_groups, self._drivers, strict=True):
-            if any(not isinstance(group[name], (float, int, Tensor)) for name in SCHEDULED):
+            values = [group.setdefault(name, self.defaults[name]) for name in SCHEDULED]
+            if not all(isinstance(value, (float, int, Tensor)) for value in values):
                 group.update(self.algorithm.checked({name: group[name] for name in SCHEDULED}))
                 take_over(group, drivers)
 
     def _refresh_options(self) -> None:
-        if not self._watch.refresh(self.param_groups, self.defaults, self.algorithm):
+        if not self._watch.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
             self._forget_plans()
 
     def _plans_of(self, divided: list[Ready], all_of_them: bool, places: Places | None = None) -> list[Plan]:
@@ -398,8 +404,7 @@ class KernelOptimizer(Optimizer):
             ValueError: It is no optimizer's state, belongs to another model or algorithm, is of a newer format, or
                 holds an option out of range; the optimizer is as before.
         """
-        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError("state_dict must be what optimizer.state_dict() returned, with 'state' and 'param_groups'")
+        check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
         state_dict = foreign.converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: hold(loaded))

@@ -16,6 +16,33 @@ from bighorn.optim.scheduling import COUNT
 from bighorn.state import complete, local_view, release
 
 
+def check_structure(state_dict: object) -> None:
+    """Refuse what no optimizer's `state_dict()` has returned.
+
+    Raises:
+        ValueError: It is another thing, or it holds state of parameters that are in none of its groups.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("state_dict must be what optimizer.state_dict() returned, with 'state' and 'param_groups'")
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+        raise ValueError(
+            "state_dict must hold a dict, 'state', and a list, 'param_groups', not a "
+            f"{type(states).__name__} and a {type(groups).__name__}"
+        )
+    for index, group in enumerate(groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"param_groups[{index}] of state_dict must be a dict with a list of 'params'")
+    known = {param for group in groups for param in group["params"]}
+    for param, state in states.items():
+        if param not in known:
+            raise ValueError(
+                f"state_dict is damaged: it has a state of {param!r}, which is in none of its param_groups"
+            )
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state_dict is damaged: its state of {param!r} is a {type(state).__name__}, not a dict")
+
+
 def loaded_states(groups: list[Group], held: Mapping[Any, Any], algorithm: Algorithm[Any]) -> defaultdict[Any, Any]:
     """Every parameter's state, checked, in the dtypes that are declared for it. Groups get their count of steps.
 

@@ -11,8 +11,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from bighorn import sharding
-from bighorn.schedules import Values, real_number
+from bighorn import arguments, sharding
+from bighorn.arguments import flag as flag
+from bighorn.schedules import Values
 from bighorn.state import overlaps
 
 Check = Callable[[str, object], object]
@@ -22,15 +23,7 @@ StepFunction = Callable[[int], Any]
 
 def number(low: float, high: float = math.inf, *, exclusive: bool = False) -> Check:
     """A real number from `low` to `high`, without `high` itself where `exclusive`."""
-    span = f"in [{low:g}, {high:g}{')' if exclusive else ']'}" if high < math.inf else f"at least {low:g}"
-
-    def check(name: str, value: object) -> float:
-        exact = real_number(name, value)
-        if not (low <= exact <= high) or (exclusive and exact == high) or math.isinf(exact):
-            raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {span}")
-        return exact
-
-    return check
+    return lambda name, value: arguments.number(name, value, low, high, below=exclusive)
 
 
 def scheduled(value: object) -> StepFunction | None:
@@ -54,7 +47,7 @@ def learning_rate(name: str, value: object) -> float | Tensor | StepFunction:
     if value.numel() != 1 or value.is_complex():
         raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
     if value.device.type == "cpu":  # elsewhere the host would have to wait for the value
-        number(0)(name, value.detach().item())
+        arguments.number(name, value.detach().item())
     return value.detach() if value.requires_grad else value
 
 
@@ -81,7 +74,7 @@ def _number_or_schedule(name: str, value: object) -> float:
             f"{name} must be a number, a tensor, an iterable of numbers (one for each step) or a schedule (called with "
             f"the step), not {value!r} ({type(value).__name__})"
         )
-    return float(number(0)(name, value))  # type: ignore[arg-type]
+    return arguments.number(name, value)
 
 
 def _are(value: object, count: int) -> TypeGuard[Sequence[Any]]:
@@ -121,20 +114,16 @@ def came_eps(name: str, value: object) -> tuple[object, ...]:
 
 
 def count(name: str, value: object) -> int:
-    """A whole number that is not negative, below 2**63."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})")
-    if not 0 <= value < 2**63:
+    """An integer that is not negative, below 2**63."""
+    exact = arguments.integer(name, value)
+    if exact >= 2**63:
         raise ValueError(f"{name}={value!r} is out of range: it must be at least 0 and below 2**63")
-    return value
+    return exact
 
 
 def positive(name: str, value: object) -> float:
     """A finite number above 0."""
-    exact = number(0)(name, value)
-    if exact == 0:
-        raise ValueError(f"{name}={value!r} is out of range: it must be above 0")
-    return float(exact)  # type: ignore[arg-type]
+    return arguments.number(name, value, above=True)
 
 
 def optional(check: Check) -> Check:
@@ -154,13 +143,6 @@ def bounds(name: str, value: object) -> tuple[float, float] | None:
     if not 0 <= low <= high or low == math.inf or high == 0:
         raise ValueError(f"{name}={value!r} must be (low, high) with 0 <= low <= high and high above 0")
     return low, high
-
-
-def flag(name: str, value: object) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value
 
 
 def choice(*allowed: str | bool) -> Check:
@@ -191,9 +173,10 @@ def max_norm(name: str, value: object) -> float | None:
     """None, or a positive number."""
     if value is None:
         return None
-    if number(0)(name, value) == 0:
+    norm = arguments.number(name, value)
+    if norm == 0:
         raise ValueError(f"{name}={value!r} would stop all training: it must be above 0, or None for no clip")
-    return float(value)  # type: ignore[arg-type]
+    return norm
 
 
 def process_group(value: object, *, used: bool) -> Any:
@@ -207,16 +190,20 @@ def process_group(value: object, *, used: bool) -> Any:
     return value
 
 
-def parameter(name: str | None, param: object, *, stacked: bool) -> None:
+def parameter(name: object, param: object, *, stacked: bool) -> None:
     """A tensor that can be optimized here.
 
     Raises:
         TypeError: It is no tensor.
         ValueError: Its dtype, layout or kind cannot be optimized.
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"params must be tensors or pairs of a name and a tensor, but a name is {_brief(name)}")
     what = f"parameter {name!r}" if name is not None else "a parameter"
     if not isinstance(param, Tensor):
-        raise TypeError(f"params must be tensors, but {what} is {param!r} ({type(param).__name__})")
+        raise TypeError(f"params must be tensors, but {what} is {_brief(param)}")
+    if not (param.is_leaf or param.retains_grad):
+        raise ValueError(f"{what} is no leaf: it was computed from others, which get the gradients; pass those")
     if not (param.is_floating_point() or param.is_complex()):
         raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
     if param.layout != torch.strided:
@@ -237,6 +224,12 @@ TORCH_ONLY = {
     "differentiable": "steps are not differentiable on any backend=...; use torch.optim for that",
     "amsgrad": 'use second_moment="amsgrad"',
 }
+
+
+def _brief(value: object) -> str:
+    """What something is, without the contents of tensors and of what holds them."""
+    kind = type(value).__name__
+    return f"{value!r} ({kind})" if isinstance(value, (str, bytes, int, float, complex, type(None))) else f"a {kind}"
 
 
 def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:

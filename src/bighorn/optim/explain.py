@@ -38,11 +38,12 @@ def explained(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[A
 
 
 def bytes_of_state(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:
-    """By a parameter's label: how large its state will be here."""
-    sizes = {}
+    """By a parameter's label: how large its state will be here. Those of one name are added up."""
+    sizes: dict[str, int] = {}
     for part in parts:
         spec, here = algorithm.state_spec(groups[part.variant.group], part.param), local_view(part.param)
-        sizes[part.label] = STEP_BYTES + sum(kept.like(here).nbytes for kept in spec.values())
+        size = STEP_BYTES + sum(kept.like(here).nbytes for kept in spec.values())
+        sizes[part.label] = sizes.get(part.label, 0) + size
     return sizes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn.kernels import LambOptions
 from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
 from bighorn.kernels.rounding import WAYS, Rounding
-from bighorn.names import Exclusion, Names
+from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import checks, presets
 from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.base import KernelOptimizer
@@ -251,5 +251,5 @@ class Lamb(KernelOptimizer):
             >>> optimizer.defaults["weight_decay"], optimizer.defaults["always_adapt"]
             (0.01, False)
         """
-        params = list(params) if isinstance(params, Iterator) else params  # some presets look at them too
+        params = listed(params)  # some presets look at them too
         return cls(params, **presets.options(name, params, overrides))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+
+from bighorn.names import listed
 
 Order = list[tuple[int, int]]
 """Group and position of each parameter, in the order that was asked for; empty for the groups' own."""
@@ -16,12 +17,10 @@ def split(params: Any) -> tuple[Any, list[Tensor] | None]:
     """Parameters or groups without the dict that orders them, and the tensors in the order that it asks for.
 
     Raises:
-        TypeError: It names something that is no tensor.
+        TypeError: There is no list of parameters, or it names something that is no tensor.
         ValueError: There are two such dicts, or it names a tensor twice.
     """
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        return params, None
-    params = list(params) if not isinstance(params, set) else params
+    params = listed(params)
     orders = [group for group in params if isinstance(group, dict) and "order_params" in group]
     if not orders:
         return params, None

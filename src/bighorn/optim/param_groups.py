@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from bighorn.arguments import integer
 from bighorn.names import named
 from bighorn.optim import checks, foreign
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.parts import place_of
 from bighorn.optim.scheduling import COUNT
 from bighorn.optim.settings import Settings
-from bighorn.schedules import check_count
 
 LABELS = ("params", "param_names", "name")
 """Keys of a group that are no options: torch's own, and the one by which people label a group."""
@@ -53,11 +53,16 @@ def joining(
     checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *algorithm.options], "a parameter group")
     group.update(algorithm.checked(group))
     group["params"] = named(group["params"], settings.names)
-    if "param_names" not in group and not all(isinstance(param, tuple) for param in group["params"]):
+    pairs = [isinstance(param, tuple) for param in group["params"]]
+    if any(pairs) and not all(pairs):
+        raise ValueError("some of params have a name and some have none: name all of them, or none")
+    if "param_names" not in group and not all(pairs):
         settings.refuse_nameless()
     stacked = (defaults | group)["stacked"]
     tensors = []
     for param in group["params"]:
+        if isinstance(param, tuple) and len(param) != 2:
+            raise TypeError(f"params must be tensors or pairs of a name and a tensor, not tuples of {len(param)}")
         name, tensor = param if isinstance(param, tuple) else (None, param)
         checks.parameter(name, tensor, stacked=stacked)
         settings.refuse_to_add_up_twice(tensor)
@@ -88,10 +93,14 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
         checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *algorithm.options], "it")
         group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
         if COUNT in group:
-            group[COUNT] = check_count(COUNT, group[COUNT])
+            group[COUNT] = integer(COUNT, group[COUNT])
         return {**group, **algorithm.checked(group)}
     except (TypeError, ValueError) as error:
         raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+
+
+REMOVED = object()
+"""What an option is that somebody took out of a group; it will be the default's again."""
 
 
 class Watch:
@@ -100,17 +109,19 @@ class Watch:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[object, ...]] = {}
 
-    def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any]) -> bool:
+    def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings) -> bool:
         """Check what was written into groups, and put it into its canonical form; whether plans still hold.
 
         Raises:
             TypeError: A value of a wrong type.
-            ValueError: A value out of range. No group has changed.
+            ValueError: A value out of range, or one that is no group's. No group has changed.
         """
         fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
         for index, group in enumerate(groups):
-            values = tuple(group.get(name, defaults[name]) for name in algorithm.options)
+            settings.refuse_own(group, f"param_groups[{index}]")
+            values = tuple(group.get(name, REMOVED) for name in algorithm.options)
             if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
+                values = tuple((defaults | group)[name] for name in algorithm.options)
                 try:
                     fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
                 except (TypeError, ValueError) as error:

@@ -38,8 +38,14 @@ class Ready(NamedTuple):
         return tuple(map(id, self.params))
 
     def divided(self, parts: list[list[Tensor]]) -> list[Ready]:
-        """Those of each part."""
+        """Those of each part.
+
+        Raises:
+            ValueError: A parameter is in none of the parts.
+        """
         part_of = {id(param): i for i, part in enumerate(parts) for param in part}
+        if missing := sum(id(param) not in part_of for param in self.params):
+            raise ValueError(f"parts leave out {missing} of {len(self.params)} parameters that have a gradient")
         divided = [Ready([], []) for _ in parts]
         for param, grad in zip(*self, strict=True):
             part = divided[part_of[id(param)]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.optim import checks
+from bighorn.arguments import number
 from bighorn.optim.checks import StepFunction
 
 SCHEDULED = ("lr", "weight_decay")
@@ -48,7 +48,10 @@ def value_at(name: str, schedule: StepFunction, step: int) -> float:
     value = schedule(step)
     if isinstance(value, Tensor):
         value = value.item()
-    return float(checks.number(0)(f"{name}, by its schedule at step {step},", value))  # type: ignore[arg-type]
+    try:
+        return number(name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the schedule of {name} at step {step}: {error}") from None
 
 
 def take_over(group: Group, drivers: Drivers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +56,16 @@ class Settings:
         """A group without these very options, which ZeroRedundancyOptimizer writes into every one."""
         return {name: value for name, value in group.items() if name not in vars(self) or value != vars(self)[name]}
 
+    def refuse_own(self, group: dict[str, Any], what: str) -> None:
+        """Raise where one of these options was written into a group, where it would change nothing."""
+        if OF_THE_WHOLE.isdisjoint(group):
+            return
+        for name in OF_THE_WHOLE & self.without_own(group).keys():
+            raise ValueError(
+                f"{what} has {name}={group[name]!r}, which belongs to the whole optimizer and changes nothing there: "
+                "give it to the constructor, and remove it from the group"
+            )
+
     def refuse_nameless(self) -> None:
         """Raise where an exclusion by name needs names that parameters do not have."""
         for name in EXCLUSIONS:
@@ -77,3 +87,7 @@ class Settings:
         if self.process_group is not None:
             raise TypeError("an optimizer with a process_group cannot be pickled: save state_dict() instead")
         return Settings, tuple(vars(self).values())
+
+
+OF_THE_WHOLE = frozenset(field.name for field in fields(Settings))
+"""The names of these options."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from bighorn.late import Late
+
 if TYPE_CHECKING:
     from bighorn.parallel.overlap import TailOverlap
 
@@ -29,7 +31,8 @@ class Scaled:
         self.verdict: tuple[dist.Work, Tensor] | None = None
         self.inv_scale: Tensor | None = None
         self.late: Tensor | None = None
-        self.latch: Latch | None = None
+        self.late_before: Late | None = None
+        """Whether the last step has used sums that overflowed."""
 
     def launch_verdict(self, overflows: list[Tensor]) -> None:
         """Ask all ranks whether any gradient of any of them is not finite."""
@@ -39,7 +42,7 @@ class Scaled:
 
     def step_all(self, on_wire: bool) -> None:
         """Step as `scaler.step(optimizer)` does."""
-        if self.latch is not None and self.latch.is_set():
+        if self.late_before is not None and self.late_before.read():
             self.overlap.synchronize()  # a process that ends with gradients on the wire may be aborted by gloo
             raise RuntimeError(
                 "gradients that were finite on every rank overflowed as they were summed, at the top of their dtype, "
@@ -78,7 +81,7 @@ class Scaled:
         finally:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
-        self.latch = Latch(self.late * (self.found_inf == 0))
+        self.late_before = Late(self.late * (self.found_inf == 0))
 
     def on_arrival(self, buffer: Tensor) -> None:
         """Unscale what has come, unless the optimizer does, and note where it is not finite."""
@@ -87,23 +90,6 @@ class Scaled:
         late = self.late.to(buffer.device)
         unscale(buffer, late, self.inv_scale.to(buffer.device))
         self.late = torch.maximum(self.late, late.to(self.late.device))
-
-
-class Latch:
-    """A device's flag that the host reads at the next step, when it has long been computed."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self.flag = flag.to("cpu", non_blocking=True)
-        self.event: torch.Event | None = None
-        if flag.device.type != "cpu":
-            self.event = torch.Event(flag.device)
-            self.event.record()
-
-    def is_set(self) -> bool:
-        """Waits for the last step's end, not for this one's: a query could tell ranks apart."""
-        if self.event is not None:
-            self.event.synchronize()
-        return bool(self.flag)
 
 
 def unscale(buffer: Tensor, overflow: Tensor, inv_scale: Tensor) -> None:

@@ -39,23 +39,6 @@ class Suspects:
         return "; ".join(f"{_shortened(names)} on rank {rank}" for rank, names in by_rank.items() if names)
 
 
-class Late:
-    """A device's number that the host reads a step later, when it has long been computed."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value.to("cpu", non_blocking=True)
-        self.event: torch.Event | None = None
-        if value.device.type != "cpu":
-            self.event = torch.Event(value.device)
-            self.event.record(torch.accelerator.current_stream(value.device))
-
-    def read(self) -> int:
-        """Its value. All ranks know the same at the same step, which a query of the event would not promise."""
-        if self.event is not None:
-            self.event.synchronize()
-        return int(self.value)
-
-
 def group_of(optimizer: Optimizer) -> Any:
     """The ranks that see different gradients: all, if a parameter is sharded. Gradients may be missing on a rank."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from numbers import Real
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from bighorn.arguments import integer, number
 
 
 class ScaleState(NamedTuple):
@@ -27,37 +28,20 @@ class ScaleState(NamedTuple):
     bad_steps: Tensor
 
 
-def number(low: float, high: float, span: str) -> Callable[[str, object], float]:
-    """A check: a real number in [low, high]."""
-
-    def check(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-        if not low <= float(value) <= high:
-            raise ValueError(f"{name}={value!r} is out of range: it must be a number {span}")
-        return float(value)
-
-    return check
-
-
-def check_count(name: str, value: object, low: int = 1) -> int:
-    """A check: a whole number of steps."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number of steps, not {value!r} ({type(value).__name__})")
-    if value < low:
-        raise ValueError(f"{name}={value!r} is out of range: it must be at least {low}")
-    return value
-
-
 FLOAT32 = torch.finfo(torch.float32)
-check_scale = number(FLOAT32.tiny, FLOAT32.max, "above 0 that float32 can hold")
+
+
+def check_scale(name: str, value: object) -> float:
+    """A number above 0 that float32 can hold."""
+    return number(name, value, FLOAT32.tiny, FLOAT32.max, span="above 0 that float32 can hold")
+
 
 CHECKS: dict[str, Callable[[str, object], float]] = {
     "init_scale": check_scale,
-    "growth_factor": number(math.nextafter(1, 2), FLOAT32.max, "above 1"),
-    "backoff_factor": number(FLOAT32.tiny, math.nextafter(1, 0), "between 0 and 1, both excluded"),
-    "growth_interval": check_count,
-    "backoff_interval": check_count,
+    "growth_factor": partial(number, low=1, high=FLOAT32.max, above=True, span="above 1 that float32 can hold"),
+    "backoff_factor": partial(number, low=0, high=1, above=True, below=True),
+    "growth_interval": partial(integer, least=1),
+    "backoff_interval": partial(integer, least=1),
 }
 """What each number of a policy may be."""
 

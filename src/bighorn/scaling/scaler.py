@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from bighorn.scaling.overflow import Late, Suspects, batches, group_of, local_grads, names_of, unscale
-from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_count, check_scale
+from bighorn.arguments import flag, integer
+from bighorn.late import Late
+from bighorn.scaling.overflow import Suspects, batches, group_of, local_grads, names_of, unscale
+from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
 
 
 class LossScaler(GradScaler):
@@ -81,13 +84,12 @@ class LossScaler(GradScaler):
             policy = WindowScale()
         if not isinstance(policy, ScalePolicy):
             raise TypeError(f"policy must be a FixedScale, WindowScale or ExponentialScale, not {policy!r}")
-        for name, flag in (("skip_on_overflow", skip_on_overflow), ("enabled", enabled)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, not {flag!r}")
+        flag("skip_on_overflow", skip_on_overflow)
+        flag("enabled", enabled)
         if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, not {process_group!r}")
         if max_consecutive_overflows is not None:
-            check_count("max_consecutive_overflows", max_consecutive_overflows)
+            integer("max_consecutive_overflows", max_consecutive_overflows, least=1)
         self.policy = policy
         self.min_scale = check_scale("min_scale", min_scale)
         self.max_scale = FLOAT32.max if max_scale is None else check_scale("max_scale", max_scale)
@@ -161,12 +163,15 @@ class LossScaler(GradScaler):
 
         Raises:
             RuntimeError: A closure is given, or this is the second step since `update`.
+            TypeError: It is no optimizer.
             ValueError: A gradient is float16, and the optimizer does not unscale by itself.
             FloatingPointError: `max_consecutive_overflows` steps before this one overflowed. It names the parameters
                 and the ranks; nothing has changed.
         """
         if self._enabled and any(arg is not None for arg in args):
             raise RuntimeError("LossScaler.step takes no closure: gradients from a second backward would not be scaled")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
         # Only for the time of this call: Lightning clips for no optimizer that always says so.
         says_so = self._enabled and not hasattr(optimizer, "_step_supports_amp_scaling")
         hand_over = says_so and getattr(optimizer, "takes_grad_scale", False)
@@ -281,12 +286,14 @@ class LossScaler(GradScaler):
 
         Raises:
             RuntimeError: It is empty, since its scaler was not enabled.
-            TypeError: A value is no number.
+            TypeError: It is no mapping, or a value is no number.
             ValueError: It is of another policy, misses a key or has one too many, or holds a value out of range; the
                 scaler is as before.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be what state_dict() of a scaler returned, not {state_dict!r}")
         if not state_dict:
             raise RuntimeError("the state dict is empty, probably that of a scaler with enabled=False")
         kind, ours = state_dict.get("policy", "WindowScale"), type(self.policy).__name__
@@ -300,10 +307,11 @@ class LossScaler(GradScaler):
         missing = {"scale", "_growth_tracker"} - state_dict.keys()
         extra = state_dict.keys() - numbers - counters - {"policy", "scale"}
         if missing or extra:
-            raise ValueError(f"the state dict misses {sorted(missing)} and has unknown {sorted(extra)}")
+            wrong = [f"misses {sorted(missing)}"] * bool(missing) + [f"has unknown {sorted(extra)}"] * bool(extra)
+            raise ValueError(f"the state dict {' and '.join(wrong)}: it is not that of a LossScaler or GradScaler")
         policy = replace(self.policy, **{name: state_dict[name] for name in numbers & state_dict.keys()})
         scale = self._check_bounds("scale", state_dict["scale"])
-        counts = {name: check_count(name, state_dict.get(name, 0), low=0) for name in counters}
+        counts = {name: integer(name, state_dict.get(name, 0)) for name in counters}
         self.policy = policy
         super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": counts["_growth_tracker"]})
         self._bad_steps, self._overflows = counts["bad_steps"], counts["overflows"]

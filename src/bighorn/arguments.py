@@ -1,0 +1,84 @@
+"""What an argument may be: checks that return it in its canonical form, or name it, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import operator
+from numbers import Real
+
+
+def real_number(name: str, value: object) -> float:
+    """A real number as a float, infinite where that cannot hold it.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def number(
+    name: str,
+    value: object,
+    low: float = 0.0,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+    span: str | None = None,
+) -> float:
+    """A finite number from `low` to `high`.
+
+    Args:
+        name: The argument.
+        value: What it is.
+        low: The least.
+        high: The most.
+        above: Not `low` itself.
+        below: Not `high` itself.
+        span: What is allowed, in words; by default the interval.
+
+    Raises:
+        TypeError: It is no real number.
+        ValueError: It is out of range.
+    """
+    exact = real_number(name, value)
+    if not math.isfinite(exact) or not low <= exact <= high or (above and exact == low) or (below and exact == high):
+        least = f"above {low:g}" if above else f"at least {low:g}"
+        interval = f"in {'[('[above]}{low:g}, {high:g}{'])'[below]}"
+        allowed = span or (interval if high < math.inf else least)
+        raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {allowed}")
+    return exact
+
+
+def integer(name: str, value: object, least: int = 0) -> int:
+    """An integer of any type that is one, not less than `least`.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is less.
+    """
+    try:
+        exact = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        exact = None
+    if exact is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r} ({type(value).__name__})")
+    if exact < least:
+        raise ValueError(f"{name}={value!r} is out of range: it must be an integer, at least {least}")
+    return exact
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r} ({type(value).__name__})")
+    return value

@@ -1,0 +1,128 @@
+"""What all schedules can do, and the two that join others: a warm-up before one, and one after another."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from bighorn.arguments import integer
+from bighorn.schedules.checks import CHECKS, check_value
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """What all schedules can do.
+
+    Raises:
+        TypeError: An argument, or the step, is of a wrong type.
+        ValueError: An argument, the step or the value at that step is not finite or out of range.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
+
+    def __call__(self, step: int) -> float:
+        """The value at a step, counted from 0."""
+        step = integer("step", step)
+        try:
+            value = self._at(step)
+        except OverflowError:
+            value = math.inf
+        return check_value(f"{type(self).__name__}(...)({step})", value)
+
+    @abstractmethod
+    def _at(self, step: int) -> float:
+        """The formula, for a step that is an integer and not negative."""
+
+    def as_list(self, steps: int) -> list[float]:
+        """The values of the first `steps` steps.
+
+        Example:
+            >>> WarmUp(lr=1.0, warmup_steps=4).as_list(6)
+            [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+        """
+        return [self(step) for step in range(integer("steps", steps))]
+
+    def then(self, second: Callable[[int], float], at: int) -> Chain:
+        """This schedule before step `at`, and from there on another one, which sees steps from 0 again.
+
+        Args:
+            second: A schedule, or any callable from the step to a number.
+            at: The first step of the second schedule, at least 1.
+
+        Example:
+            >>> from bighorn.schedules import PiecewiseConstant, Polynomial
+            >>> WarmUp(1.0, 2).then(Polynomial(1.0, 4), at=2).then(PiecewiseConstant([], [0.1]), at=5).as_list(7)
+            [0.0, 0.5, 1.0, 0.75, 0.5, 0.1, 0.1]
+        """
+        return Chain(self, second, at)
+
+    def after_warmup(self, warmup_steps: int) -> Schedule:
+        """A linear warm-up to this schedule's first value, and then this schedule from its beginning.
+
+        The warm-up does not start from zero, since a step at a learning rate of 0 is a step lost: see
+        `WarmUp.from_zero`.
+
+        Args:
+            warmup_steps: Steps of the warm-up; 0 for none.
+
+        Example:
+            >>> from bighorn.schedules import Polynomial
+            >>> Polynomial(lr=1.0, decay_steps=4).after_warmup(2).as_list(7)
+            [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+        """
+        if integer("warmup_steps", warmup_steps) == 0:
+            return self
+        return WarmUp(self(0), warmup_steps, from_zero=False).then(self, at=warmup_steps)
+
+
+@dataclass(frozen=True)
+class WarmUp(Schedule):
+    """lr * min(s, W) / W, where W is `warmup_steps`: from 0 to `lr`, and `lr` ever after.
+
+    Args:
+        lr: The value after the warm-up.
+        warmup_steps: W, at least 1.
+        from_zero: Whether step 0 gets 0, which moves nothing. If not, s is counted from 1: step 0 gets lr / W, and step
+            W - 1 gets `lr`. Default: True.
+
+    Example:
+        >>> WarmUp(lr=1.0, warmup_steps=4).as_list(5)
+        [0.0, 0.25, 0.5, 0.75, 1.0]
+        >>> WarmUp(lr=1.0, warmup_steps=4, from_zero=False).as_list(5)
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+
+    lr: float
+    warmup_steps: int
+    from_zero: bool = True
+
+    def _at(self, step: int) -> float:
+        done = step if self.from_zero else step + 1
+        return self.lr * min(done, self.warmup_steps) / self.warmup_steps
+
+
+@dataclass(frozen=True)
+class Chain(Schedule):
+    """first(s) before step `at`, and second(s - at) from there on: what `Schedule.then` returns.
+
+    Args:
+        first: A schedule, or any callable from the step to a number.
+        second: Another one; its steps are counted from its own start.
+        at: The first step of the second one, at least 1.
+
+    Example:
+        >>> from bighorn.schedules import Polynomial
+        >>> Chain(WarmUp(1.0, 2), Polynomial(1.0, 2), at=2).as_list(5)
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+
+    first: Callable[[int], float]
+    second: Callable[[int], float]
+    at: int
+
+    def _at(self, step: int) -> float:
+        return self.first(step) if step < self.at else self.second(step - self.at)

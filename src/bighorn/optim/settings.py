@@ -58,7 +58,7 @@ class Settings:
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
         """Raise where one of these options was written into a group, where it would change nothing."""
-        if OF_THE_WHOLE.isdisjoint(group):
+        if group.keys().isdisjoint(OF_THE_WHOLE):
             return
         for name in OF_THE_WHOLE & self.without_own(group).keys():
             raise ValueError(

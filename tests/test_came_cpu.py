@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket, CameOptions, codec, cpu, reference
-from bighorn.kernels.bucket import Factor
+from bighorn.kernels.bucket import Factor, Shard
 from bighorn.kernels.cpu import came as face
 from bighorn.kernels.cpu.library import loaded
 from bighorn.kernels.cpu.tensors import Gradient
@@ -336,6 +336,51 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
         print(len(set(one)))
     """
     assert run(code, **ENVIRONMENTS[environment]).split() == ["4"], "the options made no difference"
+
+
+def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:
+    """Parameters and figures after two steps of boxes that so many cuts of rows and of columns make."""
+    torch.manual_seed(0)
+    x = leaf.values(torch.float32)
+    split = frozenset(dim for dim in (0, 1) if parts[dim] > 1)
+    places = torch.stack([torch.arange(x.numel()).view_as(x)]).chunk(parts[0], 1)
+    boxes = [box[0] for rows in places for box in rows.chunk(parts[1], 2)]
+    buckets = []
+    for box in boxes:
+        offset = divmod(int(box[0, 0]), x.shape[1])
+        bucket = bucket_of([x.take(box)], replace(DEFAULTS, **OPTIONS["everything"]))
+        bucket.shards = [Shard(tuple(x.shape), tuple(box.shape), offset, split)]
+        buckets.append(bucket)
+    ranks: list[cpu.Came] = []
+    for _ in range(2):
+        g = leaf.gradient(torch.float32)
+        for bucket, box in zip(buckets, boxes, strict=True):
+            bucket.grads = [g.take(box)]
+        ranks = ranks or [cpu.Came([bucket]) for bucket in buckets]
+        for sums in zip(*(rank.rounds() for rank in ranks), strict=True):
+            total = torch.stack(sums).sum(dim=0)
+            for part in sums:
+                part.copy_(total)
+    for bucket, box in zip(buckets, boxes, strict=True):
+        x.put_(box, bucket.params[0])
+    return [x, *(bucket.norms for bucket in buckets)]
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(30, 20), (300, 17), (40, 20_000), (1300, 1100), (2300, 1000)], ids=str)
+def test_shards_are_the_whole_on_any_number_of_threads(
+    shape: tuple[int, int], parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaf = Leaf("shards", shape)
+    whole = in_shards(leaf, (1, 1))
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))
+        results.append(in_shards(leaf, parts))
+    assert all(map(torch.equal, *results))
+    assert size(results[0][0] - whole[0]) <= 1e-6 * size(whole[0])
+    for norms in results[0][1:]:
+        torch.testing.assert_close(norms, whole[1], rtol=1e-5, atol=0)
 
 
 def test_eps_survives_where_denormals_are_flushed() -> None:

@@ -1,0 +1,265 @@
+/* What the loops of a CAME step know of rows and columns: averages, as sums grow and when they are done, and the factors
+ * that come from them. */
+#ifndef BIGHORN_CAME_LINES_H
+#define BIGHORN_CAME_LINES_H
+
+#include "came_tiles.h"
+
+#include <float.h>
+#include <math.h>
+
+/* ---- averages -------------------------------------------------------------------------------------------- */
+
+/* What becomes of `n` lines from `first` on. */
+static void put_lines(const Lines *lines, int64_t first, int n, const double *restrict sums) {
+    if (!lines->values) return;
+    const double old = lines->old, scale = lines->scale, shift = lines->shift;
+    float *restrict values = lines->values + first;
+#pragma omp simd
+    for (int i = 0; i < n; i++) /* CAME-row, CAME-col, CAME-res */
+        values[i] = (float)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
+}
+
+/* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
+static double row_mean(const Job *job, const Average *average, int64_t matrix) {
+    const int64_t height = job->grid.height;
+    const float *row = average->row.values;
+    if (!row || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
+    if (average->means) return average->means[matrix];
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = matrix * height; i < (matrix + 1) * height; i++) sum += row[i];
+    return sum / (double)height;
+}
+
+/* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
+typedef struct {
+    double rows[PIECE], columns[PIECE];
+    _Alignas(64) float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
+    int64_t row; /* of the first of `lines` that wait in `rows` */
+    int lines;
+} Sums;
+
+static void begin(const Job *job, const Tile *t, Sums *s) {
+    const Grid *g = &job->grid;
+    s->row = s->lines = 0;
+    if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
+    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE : t->columns) * sizeof(float));
+    memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(float));
+    if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
+}
+
+/* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
+static void put_rows(const Job *job, const Average *average, const Tile *t, Sums *s) {
+    const Grid *g = &job->grid;
+    const int64_t first = t->matrix * g->height + t->row + s->row;
+    if (g->strips == 1) {
+        put_lines(&average->row, first, s->lines, s->rows);
+    } else {
+        float *out = job->row_sums + t->strip * g->matrices * g->height + first;
+        for (int i = 0; i < s->lines; i++) out[i] = (float)s->rows[i];
+    }
+    memset(s->rows, 0, (size_t)s->lines * sizeof(double));
+    s->row += s->lines;
+    s->lines = 0;
+}
+
+/* The averages of columns [first, first + n) of a matrix from the sums of blocks, which lie `stride` apart; returns the
+ * sum of u^2 in them. */
+static double put_columns(const Job *job, const Average *average, int64_t matrix, int64_t first, int n, int64_t blocks,
+                          int64_t stride, const float *elements, const float *ratios) {
+    const Grid *g = &job->grid;
+    double sums[COLUMNS] = {0}, sums_of_ratios[COLUMNS] = {0}, total = 0;
+    for (int64_t block = 0; block < blocks; block++)
+        for (int i = 0; i < n; i++) sums[i] += elements[block * stride + i];
+    put_lines(&average->col, matrix * g->width + first, n, sums);
+    if (!g->read_once || average != &job->square) return 0;
+    for (int64_t block = 0; block < blocks; block++)
+        for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[block * stride + i];
+    if (is_split(job->shard)) {
+        put_lines(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
+        return 0;
+    }
+    const float *restrict col = average->col.values + matrix * g->width + first;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
+    return total * row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
+}
+
+/* Sums of rows and columns of `matrices` of height x width, one after the other. */
+ALWAYS void fold(int matrices, const int height, const int width, const float *restrict values, double *restrict rows,
+                 double *restrict columns) {
+    for (int k = 0; k < matrices; k++)
+        for (int i = 0; i < height; i++) {
+            double sum = 0;
+            for (int j = 0; j < width; j++) {
+                double value = values[(k * height + i) * width + j];
+                sum += value;
+                columns[k * width + j] += value;
+            }
+            rows[k * height + i] = sum;
+        }
+}
+
+/* out = r c, of `matrices` one after the other; not infinite, since 0 times infinity would be NaN. */
+ALWAYS void expand(int matrices, const int height, const int width, const float *restrict r, const float *restrict c,
+                   float *restrict out) {
+    for (int k = 0; k < matrices; k++)
+        for (int i = 0; i < height; i++)
+            for (int j = 0; j < width; j++) {
+                float product = r[k * height + i] * c[k * width + j];
+                out[(k * height + i) * width + j] = product > FLT_MAX ? FLT_MAX : product;
+            }
+}
+
+/* For each row the mean of its matrix's. */
+ALWAYS void spread_means(int matrices, const int height, const int width, const float *restrict row,
+                         double *restrict means) {
+    (void)width;
+    for (int k = 0; k < matrices; k++) {
+        double mean = 0;
+        for (int i = 0; i < height; i++) mean += row[k * height + i];
+        mean /= height;
+        for (int i = 0; i < height; i++) means[k * height + i] = mean;
+    }
+}
+
+/* Common kernels get loops of their own. */
+#define FOR_SHAPE(function, matrices, height, width, ...)                                        \
+    ((height) == 1 && (width) == 1   ? function(matrices, 1, 1, __VA_ARGS__)                       \
+     : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__)                       \
+                                     : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
+
+/* A span was added to `elements`; `row_sums` are what was added for each row. */
+static void put_span(const Job *job, const Average *average, const Tile *t, const Span *span, const float *row_sums,
+                     Sums *s) {
+    const Grid *g = &job->grid;
+    if (!is_narrow(g)) {
+        for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
+        return;
+    }
+    s->lines = span->lines;
+    if (g->whole) FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
+    else FOR_SHAPE(fold, 1, span->lines, g->width, s->elements, s->rows, s->columns);
+    memset(s->elements, 0, (size_t)span->n * sizeof(float));
+    put_rows(job, average, t, s);
+}
+
+/* Puts what is left; returns the sum of u^2, if it is known. */
+static double end(const Job *job, const Average *average, const Tile *t, Sums *s) {
+    const Grid *g = &job->grid;
+    double total = 0;
+    if (s->row < t->rows) {
+        s->lines = (int)(t->rows - s->row);
+        put_rows(job, average, t, s);
+    }
+    if (is_narrow(g)) {
+        const int n = (int)(t->matrices * t->columns);
+        const int64_t first = t->matrix * g->width + t->column;
+        if (g->blocks == 1) {
+            put_lines(&average->col, first, n, s->columns);
+        } else {
+            float *out = job->col_sums + t->block * g->matrices * g->width + first;
+            for (int i = 0; i < n; i++) out[i] = (float)s->columns[i];
+        }
+    } else if (g->blocks == 1) {
+        for (int64_t i = 0; i < t->columns; i += COLUMNS) {
+            int n = (int)(t->columns - i < COLUMNS ? t->columns - i : COLUMNS);
+            total += put_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
+        }
+    } else {
+        const int64_t to = (t->block * g->matrices + t->matrix) * g->width + t->column;
+        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(float));
+        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(float));
+    }
+    return total;
+}
+
+static void finish_rows(const Job *job, const Average *average, int64_t matrix, int64_t block) {
+    const Grid *g = &job->grid;
+    const int64_t from = share(g->height, block, g->blocks), to = share(g->height, block + 1, g->blocks);
+    double sums[PIECE];
+    for (int64_t row = from; row < to; row += PIECE) {
+        int n = (int)(to - row < PIECE ? to - row : PIECE);
+        int64_t first = matrix * g->height + row;
+        for (int i = 0; i < n; i++) sums[i] = 0;
+        for (int64_t strip = 0; strip < g->strips; strip++)
+            for (int i = 0; i < n; i++) sums[i] += job->row_sums[strip * g->matrices * g->height + first + i];
+        put_lines(&average->row, first, n, sums);
+    }
+}
+
+static double finish_columns(const Job *job, const Average *average, int64_t matrix, int64_t piece) {
+    const Grid *g = &job->grid;
+    const int64_t first = piece * COLUMNS, at = matrix * g->width + first;
+    const int n = (int)(g->width - first < COLUMNS ? g->width - first : COLUMNS);
+    return put_columns(job, average, matrix, first, n, g->blocks, g->matrices * g->width, job->col_sums + at,
+                       job->ratio_sums + at);
+}
+
+/* ---- factors --------------------------------------------------------------------------------------------- */
+
+/* The factor of a row: sqrt(mean(row) / row), in double, since a row of zeros beside large ones is a ratio of 1e42. */
+static inline float row_factor(double mean, const float *rows, int64_t i) {
+    return (float)sqrt(rows ? mean / rows[i] : mean);
+}
+
+static inline float column_factor(float col) { return 1 / sqrtf(col); }
+
+/* Of columns from `first` on; NULL: 1. */
+static void column_factors(const float *restrict columns, int64_t first, int n, float *restrict out) {
+    for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
+}
+
+static void set_columns(const Job *job, const Average *average, const Tile *t, Columns *columns) {
+    const Grid *g = &job->grid;
+    if (g->whole || (columns->matrix == t->matrix && columns->strip == t->strip)) return;
+    if (columns->matrix != t->matrix) columns->row_mean = row_mean(job, average, t->matrix);
+    columns->matrix = t->matrix;
+    columns->strip = t->strip;
+    column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < t->columns; i++) sum += columns->factor[i];
+    columns->sum = sum;
+}
+
+/* The factors of a span's elements are r * c[i]; their sum over c is `sum`. */
+typedef struct {
+    const float *c;
+    float r[TOGETHER];
+    double sum;
+    float buffer[PIECE];
+} Factors;
+
+static void set_factors(const Job *job, const Average *average, const Tile *t, const Span *span,
+                        const Columns *columns, Factors *f) {
+    const Grid *g = &job->grid;
+    const float *rows = average->row.values;
+    const int64_t first = t->matrix * g->height + t->row + span->row;
+    if (!is_narrow(g)) {
+        f->c = columns->factor + span->column, f->sum = span->column == 0 ? columns->sum : 0;
+        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, rows, first + k * span->apart);
+        return;
+    }
+    float r[PIECE], c[PIECE];
+    if (!g->whole) {
+        for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->row_mean, rows, first + i);
+        FOR_SHAPE(expand, 1, span->lines, g->width, r, columns->factor, f->buffer);
+    } else {
+        double means[PIECE];
+        column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
+        if (is_split(job->shard))
+            for (int i = 0; i < span->lines; i++) means[i] = row_mean(job, average, t->matrix + i / g->height);
+        else
+            FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, means);
+        for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], rows, first + i);
+        FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
+    }
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < span->n; i++) sum += f->buffer[i];
+    f->c = f->buffer, f->r[0] = 1, f->sum = sum;
+}
+
+#endif

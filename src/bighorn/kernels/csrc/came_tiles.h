@@ -1,0 +1,66 @@
+/* How the loops of a CAME step go over a tensor: tiles, and spans of consecutive elements in them. */
+#ifndef BIGHORN_CAME_TILES_H
+#define BIGHORN_CAME_TILES_H
+
+#include "came.h"
+
+enum { TOGETHER = 4 }; /* rows of a wide matrix */
+
+typedef struct {
+    int64_t matrix, matrices, block, strip;
+    int64_t row, rows, column, columns; /* of the first matrix */
+} Tile;
+
+static Tile tile_at(const Grid *g, int64_t index) {
+    int64_t group = index / (g->strips * g->blocks), rest = index % (g->strips * g->blocks);
+    Tile t = {.matrix = group * g->per_tile, .strip = rest / g->blocks, .block = rest % g->blocks};
+    t.matrices = g->matrices - t.matrix < g->per_tile ? g->matrices - t.matrix : g->per_tile;
+    t.row = share(g->height, t.block, g->blocks);
+    t.rows = share(g->height, t.block + 1, g->blocks) - t.row;
+    t.column = t.strip * PIECE;
+    t.columns = g->strips == 1 ? g->width : g->width - t.column < PIECE ? g->width - t.column : PIECE;
+    return t;
+}
+
+/* Consecutive elements of a tile, a piece at most: `lines` rows from `row` on, or a part of one. Rows of a wide matrix
+ * are taken together from all quarters of a tile: memory serves long streams faster than short ones, and column sums are
+ * read and written less often. They are an odd number of rows apart, since a cache confuses addresses that differ by
+ * whole pages. */
+typedef struct {
+    int64_t start, row, column; /* of the first of `count` spans */
+    int64_t apart;              /* rows from one span to the next */
+    int64_t left;               /* rows of the first span's quarter */
+    int count, n, lines;
+} Span;
+
+static int is_narrow(const Grid *g) { return g->whole || g->width < NARROW; }
+
+/* Moves on, from zeros to the first, or from a count of 1 if spans are wanted one by one; false after the last. */
+static int next_span(const Grid *g, const Tile *t, Span *s) {
+    const int64_t rows = t->matrices * t->rows;
+    if (is_narrow(g)) {
+        const int most = PIECE / (int)g->width;
+        s->row += s->lines;
+        s->lines = rows - s->row < most ? (int)(rows - s->row) : most;
+        s->n = s->lines * (int)g->width;
+        s->count = 1;
+    } else {
+        s->column += s->n;
+        if (s->column == t->columns) s->column = 0, s->row++, s->left--;
+        if (s->left == 0) {
+            s->row += s->apart * (s->count - 1);
+            const int64_t rest = rows - s->row;
+            s->count = s->count == 1 || rest < TOGETHER ? 1 : TOGETHER;
+            s->left = s->apart = s->count == 1 ? rest : (rest / TOGETHER - 1) | 1;
+        }
+        s->lines = 1;
+        s->n = t->columns - s->column < PIECE ? (int)(t->columns - s->column) : PIECE;
+    }
+    s->start = (t->matrix * g->height + t->row + s->row) * g->width + t->column + s->column;
+    return s->row < rows;
+}
+
+/* Where span k begins. */
+static int64_t start_of(const Grid *g, const Span *s, int k) { return s->start + k * s->apart * g->width; }
+
+#endif

@@ -30,7 +30,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cautious",),
     "triton": ("cautious", "grad_centralization"),
 }
-"""The options that a compiled backend leaves to others; "cpu" does so with LAMB's moments in blocks, too."""
+"""The options that a compiled backend leaves to others."""
 
 INTERPRETED = {
     *("paper-v5", "paper-v3", "correction-in-lr", "adamw", "adam-l2", "decoupled", "both-bounds", "everything"),
@@ -128,7 +128,6 @@ class Case:
             return True
         groups = (self.options, *self.groups)
         left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
-        left_out |= backend == "cpu" and self.kind is Lamb and any(map(in_blocks, groups))
         return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
 
     def in_double(self) -> Case:

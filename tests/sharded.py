@@ -148,6 +148,9 @@ def not_matrices(name: str, param: Tensor) -> bool:
     return param.dim() < 2 or name == "even"
 
 
+ALONE: Mapping[str, Any] = {"adam": True, "decay_mode": "decoupled"}
+BITWISE: Mapping[str, Any] = {"dtype": torch.bfloat16, "backend": "cpu", "tolerance": 0}
+
 RUNS: Mapping[str, Run] = {
     "lamb": Run(Lamb, steps=10, compares_state=True),
     "lamb-clip": Run(
@@ -187,16 +190,14 @@ RUNS: Mapping[str, Run] = {
         Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
     # Without trust ratios no sums are exchanged, so every bit is that of the unsharded run.
-    "lamb-cpu-stochastic": Run(
-        Lamb, {"adam": True, "weight_rounding": "stochastic"}, dtype=torch.bfloat16, backend="cpu", tolerance=0
-    ),
-    "lamb-cpu-stochastic-stacked": Run(
+    "lamb-cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
+    "lamb-cpu-stochastic-stacked": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, {"stacked": True}, **BITWISE),
+    "lamb-cpu-int8": Run(
         Lamb,
-        {"adam": True, "weight_rounding": "stochastic"},
-        {"stacked": True},
-        dtype=torch.bfloat16,
-        backend="cpu",
-        tolerance=0,
+        {"weight_rounding": "stochastic", "state_dtype": "int8", **ALONE},
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+        compares_state=True,
+        **BITWISE,
     ),
     "lamb-auto": Run(
         Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="auto", tolerance=1e-5

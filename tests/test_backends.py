@@ -365,8 +365,7 @@ def test_without_skip_nonfinite_only_the_bad_parameter_suffers(kind: Kind, backe
 
 REFUSED = ["cautious", "cautious-l2", "stacked-cautious", "float64-paper-v5", "complex128-paper-v5"]
 REFUSED += ["came-float64-published", "came-complex128-published"]
-REFUSED += ["float32-states-int8-paper-v5", "float32-states-float16-paper-v5"]
-WORDS = ("cautious", "float64", "complex128", "int8", "weight_rounding")
+WORDS = ("cautious", "float64", "complex128")
 
 
 @pytest.mark.parametrize("id_", REFUSED)

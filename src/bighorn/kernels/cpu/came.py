@@ -15,9 +15,8 @@ from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
 from bighorn.kernels.cpu.came_shards import Shards, Whole
 from bighorn.kernels.cpu.library import Run, address, loaded, run
 from bighorn.kernels.cpu.stepper import Stepper
-from bighorn.kernels.cpu.tensors import TYPES, Weights, unsupported, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
 
-STATE_TYPES = {**TYPES, torch.int8: 4}
 STATE = (
     "exp_avg",
     "exp_avg_scale",

@@ -13,7 +13,8 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.cpu.library import address, loaded, run, scratch
 from bighorn.kernels.cpu.stepper import Stepper
-from bighorn.kernels.cpu.tensors import TYPES, Weights, unsupported, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
+from bighorn.kernels.rounding import kept_for
 
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
@@ -41,6 +42,8 @@ class Row(ctypes.Structure):
     _fields_ = [
         ("weights", Weights),
         *((name, ctypes.c_void_p) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale")),
+        ("inner", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("step", "norms")),
         *((name, ctypes.c_int32) for name in ("state_type", "options")),
     ]
@@ -51,8 +54,6 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
     reason = unsupported(param, options)
     if reason is None and options.cautious:
         return "cautious updates are not in the C library"
-    if reason is None and options.blocks:
-        return "LAMB's moments in blocks (float16, int8) are not in the C library"
     return reason
 
 
@@ -65,7 +66,8 @@ class Lamb(Stepper[LambOptions]):
         rows = [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
         self.rows = (Row * len(rows))(*rows)
         # Sums of squares of x and u for each block of a large row, twice.
-        self.partial = torch.empty(4 * max(self.blocks, default=0), dtype=torch.float64, device="cpu")
+        most = loaded().bighorn_lamb_blocks(self.rows, self.gradients, len(rows))
+        self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
 
     def prepare(self) -> None:
         """Whatever can fail, as `reference.Lamb.prepare`."""
@@ -108,15 +110,15 @@ class Lamb(Stepper[LambOptions]):
 
 def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> Row:
     """Row `i` of a bucket, which is the `index`-th."""
-    state = {name: tensors[i] for name, tensors in bucket.state.items()}
+    x, beside = bucket.params[i], kept_for(bucket.options.weight_rounding)
+    state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
     return Row(
         weights=weights(bucket, i, places),
-        exp_avg=state["exp_avg"].data_ptr(),
-        exp_avg_sq=state["exp_avg_sq"].data_ptr(),
-        max_exp_avg_sq=state["max_exp_avg_sq"].data_ptr() if "max_exp_avg_sq" in state else None,
+        **{name: tensor.data_ptr() for name, tensor in state.items()},
         step=bucket.steps[i].data_ptr(),
         norms=bucket.norms[i].data_ptr(),
-        state_type=TYPES[state["exp_avg"].dtype],
+        inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
+        state_type=STATE_TYPES[state["exp_avg"].dtype],
         options=index,
     )
 

@@ -58,6 +58,8 @@ def declare(library: ctypes.CDLL) -> None:
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
+    library.bighorn_lamb_blocks.argtypes = [address, address, count]
+    library.bighorn_lamb_blocks.restype = count
     library.bighorn_lamb_step.argtypes = [
         run,
         *[address] * 5,

@@ -20,6 +20,7 @@ LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRAD_TYPES = {**TYPES, torch.float64: 3}
+STATE_TYPES = {**TYPES, torch.int8: 4}
 WAYS = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
 

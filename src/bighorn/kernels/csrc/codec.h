@@ -1,18 +1,20 @@
-/* State in 8 bits: kernels/codec.py, which is the specification. */
+/* State in few bits: kernels/codec.py, which is the specification. */
 #ifndef BIGHORN_CODEC_H
 #define BIGHORN_CODEC_H
 
-#include "numbers.h"
+#include "rounding.h"
+
+#include <math.h>
 
 enum { CODEC_BLOCK = 256 };
 
-/* Codes and scales of a tensor whose rows of dim 0 have `inner` elements each. */
-typedef struct {
-    int8_t *codes;
-    float *scales;
-    int64_t inner;
-} Int8;
+/* How a value's share of its block's scale becomes a code. Of second moments the roots are stored: these are what is
+ * given and taken. */
+enum Form { LINEAR, SIGNED, UNSIGNED, HALF, HALF_ROOT };
 
+/* ---- where blocks lie ------------------------------------------------------------------------------------ */
+
+/* Blocks run inside rows of dim 0, which have `inner` elements each. */
 static inline int64_t blocks_in_row(int64_t inner) { return (inner + CODEC_BLOCK - 1) / CODEC_BLOCK; }
 
 /* The part of elements [start, start + n) that lies in the block of the first of them. */
@@ -21,42 +23,139 @@ typedef struct {
     int size;
 } Part;
 
-static inline Part first_part(const Int8 *data, int64_t start, int n) {
-    int64_t row = start / data->inner, at = start % data->inner, rest = data->inner - at;
+static inline Part first_part(int64_t inner, int64_t start, int64_t n) {
+    int64_t row = start / inner, at = start % inner, rest = inner - at;
     int64_t in_block = CODEC_BLOCK - at % CODEC_BLOCK, size = rest < in_block ? rest : in_block;
-    return (Part){row * blocks_in_row(data->inner) + at / CODEC_BLOCK, (int)(size < n ? size : n)};
+    return (Part){row * blocks_in_row(inner) + at / CODEC_BLOCK, (int)(size < n ? size : n)};
 }
+
+/* ---- one code, as a float; forms are known when this is compiled ----------------------------------------- */
+
+/* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once,
+ * and as products of codes are exact, one rounding less is left. */
+typedef struct {
+    float scale;  /* as it is stored: of second moments the root */
+    float unit;   /* value = unit times a product of codes */
+    float factor; /* the product of codes = factor value */
+    float lift;   /* what values are to be multiplied with first, so that the factor is finite: mostly 1 */
+} Scale;
+
+ALWAYS Scale scale_of(const enum Form form, float scale) {
+    const float top = form == LINEAR ? 127 : form == SIGNED ? 127 * 127 : form == UNSIGNED ? 255 * 255 : 1;
+    return (Scale){scale, scale / top, 0, 1};
+}
+
+/* From the bits of the largest magnitude: NaN if one is not finite. */
+ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
+    const int root = form == UNSIGNED || form == HALF_ROOT;
+    const float top = form == LINEAR ? 127 : form == SIGNED ? 127 * 127 : form == UNSIGNED ? 255.f * 255 * 255 * 255 : 1;
+    const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
+    Scale s = scale_of(form, root ? sqrtf(largest) : largest);
+    s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
+    s.factor = largest > 0 ? top / (largest * s.lift) : 0;
+    return s;
+}
+
+/* Values made ready for `code_of`. Those of a block of zeros, or with one that is not finite, have codes of 0. */
+static inline void make_ready(float *values, int n, const Scale *s) {
+    if (!(s->scale > 0)) memset(values, 0, (size_t)n * sizeof(float));
+    else if (s->lift != 1)
+        for (int i = 0; i < n; i++) values[i] *= s->lift;
+}
+
+ALWAYS uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
+
+ALWAYS float value_of(const enum Form form, float code, float unit) {
+    return (form == SIGNED ? code * fabsf(code) : form == UNSIGNED ? code * code : code) * unit;
+}
+
+/* Rounds what is not negative, and not large, to the nearest integer, ties to even. */
+ALWAYS float nearest(float value) { return value + 0x1p23f - 0x1p23f; }
+
+/* The code below a fourth power or the one above, as likely as it is near it. */
+ALWAYS float fourth_root(float fourth, uint32_t bits) {
+    float below = floorf(sqrtf(sqrtf(fourth))), above = below + 1;
+    float low = below * below * (below * below), high = above * above * (above * above);
+    float chance = FMA((float)(int)(bits & 0xffffu), 0x1p-16f, 0x1p-17f);
+    float code = fourth > FMA(chance, high - low, low) ? above : below, least = fourth > 0 ? 1 : 0;
+    return code > least ? code : least; /* what is not 0 does not become 0 */
+}
+
+/* A share as float16 keeps it; what is not 0 does not become 0. */
+ALWAYS float half_of(float share) {
+    uint32_t bits = to_bits(share);
+    float normal = from_bits((bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u);
+    float tiny = fabsf(share) + 0.5f - 0.5f, least = share == 0 ? 0 : 0x1p-24f;
+    return fabsf(share) < 0x1p-14f ? copysignf(tiny < least ? least : tiny, share) : normal;
+}
+
+/* `bits` are random ones, for UNSIGNED. */
+ALWAYS float code_of(const enum Form form, float value, Scale s, uint32_t bits) {
+    float product = value * s.factor;
+    if (form == UNSIGNED) return fourth_root(product, bits);
+    if (form == HALF || form == HALF_ROOT) return half_of(form == HALF ? product : sqrtf(product));
+    return copysignf(nearest(form == SIGNED ? sqrtf(fabsf(product)) : fabsf(product)), product);
+}
+
+/* ---- codes as they are stored ---------------------------------------------------------------------------- */
+
+ALWAYS void read_codes(const enum Form form, const void *codes, int64_t start, int n, float *restrict out) {
+    if (form == HALF || form == HALF_ROOT) {
+        widen_float16((const uint16_t *)codes + start, n, out);
+        return;
+    }
+    const int8_t *restrict c = (const int8_t *)codes + start;
+#pragma omp simd
+    for (int i = 0; i < n; i++) out[i] = form == UNSIGNED ? (uint8_t)c[i] : c[i];
+}
+
+ALWAYS void write_codes(const enum Form form, const float *restrict values, int n, void *codes, int64_t start) {
+    if (form == HALF || form == HALF_ROOT) {
+        narrow_float16(values, n, (uint16_t *)codes + start);
+        return;
+    }
+    int8_t *restrict c = (int8_t *)codes + start;
+#pragma omp simd
+    for (int i = 0; i < n; i++) c[i] = (int8_t)(int)values[i];
+}
+
+/* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
+
+/* Linear codes and scales. */
+typedef struct {
+    int8_t *codes;
+    float *scales;
+    int64_t inner;
+} Int8;
 
 static inline void decode(const Int8 *data, int64_t start, int n, float *restrict out) {
     for (Part part; n > 0; start += part.size, out += part.size, n -= part.size) {
-        part = first_part(data, start, n);
+        part = first_part(data->inner, start, n);
+        const float unit = scale_of(LINEAR, data->scales[part.scale]).unit;
         const int8_t *restrict codes = data->codes + start;
-        const float scale = data->scales[part.scale];
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) out[i] = (float)codes[i] / 127.0f * scale;
+        for (int i = 0; i < part.size; i++) out[i] = value_of(LINEAR, codes[i], unit);
     }
 }
 
-/* Elements [start, start + n) are whole blocks. A block with a value that is not finite has scale NaN. */
+/* Elements [start, start + n) are whole blocks. */
 static inline void encode(const Int8 *data, int64_t start, int n, const float *restrict values) {
-    const float round = 0x1.8p23f; /* adding and subtracting it rounds to the nearest integer, ties to even */
     for (Part part; n > 0; start += part.size, values += part.size, n -= part.size) {
-        part = first_part(data, start, n);
+        part = first_part(data->inner, start, n);
         int8_t *restrict codes = data->codes + start;
-        uint32_t top = 0; /* the bits of magnitudes are in the order of magnitudes, infinity and NaN above all */
-#pragma omp simd reduction(max : top)
+        uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
-            uint32_t magnitude = to_bits(values[i]) & 0x7fffffffu;
-            top = magnitude > top ? magnitude : top;
+            uint32_t magnitude = magnitude_of(values[i]);
+            largest = magnitude > largest ? magnitude : largest;
         }
-        const float scale = from_bits(top < 0x7f800000u ? top : 0x7fc00000u);
-        data->scales[part.scale] = scale;
-        if (!(scale > 0)) {
-            memset(codes, 0, (size_t)part.size);
-            continue;
-        }
+        const Scale scale = new_scale(LINEAR, largest);
+        float ready[CODEC_BLOCK];
+        memcpy(ready, values, (size_t)part.size * sizeof(float));
+        make_ready(ready, part.size, &scale);
+        data->scales[part.scale] = scale.scale;
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)(int)(values[i] / scale * 127.0f + round - round);
+        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)(int)code_of(LINEAR, ready[i], scale, 0);
     }
 }
 

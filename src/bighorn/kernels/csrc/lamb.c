@@ -2,11 +2,42 @@
  *
  * Small tensors go to threads whole, so that the second phase finds them in cache. Large ones are shared by all
  * threads in static slices with one barrier between the phases. */
+#include "codec.h"
 #include "lamb.h"
 
 #include <math.h>
 
 TABLE_PER_ISA(LambLoops, lamb_loops)
+TABLE_PER_ISA(LambLoops, lamb_blocks)
+
+/* ---- blocks ---------------------------------------------------------------------------------------------- */
+
+/* Where a block begins. Moments in blocks of few bits are not cut: as many of these make one as fit. */
+static int64_t start_of(const Row *row, int64_t size, int64_t block) {
+    int64_t start = block * BLOCK;
+    if (row->inner) {
+        int64_t per_row = blocks_in_row(row->inner), least = row->inner < CODEC_BLOCK ? row->inner : CODEC_BLOCK;
+        int64_t first = block * (BLOCK / least);
+        start = first / per_row * row->inner + first % per_row * CODEC_BLOCK;
+    }
+    return start < size ? start : size;
+}
+
+static int64_t blocks_of(const Row *row, int64_t size) {
+    if (!row->inner) return blocks_in(size);
+    int64_t least = row->inner < CODEC_BLOCK ? row->inner : CODEC_BLOCK, per_block = BLOCK / least;
+    return (size / row->inner * blocks_in_row(row->inner) + per_block - 1) / per_block;
+}
+
+/* Of the row that has the most. */
+EXPORT int64_t bighorn_lamb_blocks(const Row *rows, const Gradient *gradients, int64_t rows_count) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < rows_count; i++) {
+        int64_t count = blocks_of(&rows[i], gradients[i].size);
+        most = count > most ? count : most;
+    }
+    return most;
+}
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
 
@@ -47,7 +78,7 @@ static double prepare(const Options *o, const Row *row, double grad_scale, Facto
 /* ---- all tensors ----------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const LambLoops *loops;
+    const LambLoops *loops[2]; /* for moments as they are, and in blocks */
     const Options *options;
     const Row *rows;
     const Gradient *gradients;
@@ -65,13 +96,15 @@ typedef struct {
 } Step;
 
 static Block block_at(const Step *s, int64_t row, int64_t block) {
-    int64_t start = block * BLOCK, rest = s->gradients[row].size - start;
-    return (Block){&s->rows[row], &s->gradients[row], s->grads[row], start, rest < BLOCK ? rest : BLOCK};
+    int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, block);
+    int64_t end = start_of(&s->rows[row], size, block + 1);
+    return (Block){&s->rows[row], &s->gradients[row], s->grads[row], start, end - start};
 }
 
 /* What falls to one thread of a row: blocks [first, last). `partial` is for a row that all threads share. */
 typedef struct {
     int64_t index, first, last;
+    const LambLoops *loops;
     int64_t kept;   /* from this block on u is kept, before it is computed again */
     float *scratch; /* for what is kept */
     Sums *partial;
@@ -84,12 +117,12 @@ static float *update_at(const Slice *slice, int64_t b) {
 
 /* The moments of a slice, and x where nothing adapts. Returns the sums of the whole row. */
 static Sums first_phase(Step *s, const Slice *slice, const Options *o, const Factors *f, double lr) {
-    int64_t count = blocks_in(s->gradients[slice->index].size);
+    int64_t count = blocks_of(&s->rows[slice->index], s->gradients[slice->index].size);
     Sums total = {0, 0}, *partial = slice->partial;
     for (int64_t b = slice->first; b < slice->last; b++) {
         Block block = block_at(s, slice->index, b);
-        Sums sums = o->adapt ? s->loops->moments(&block, f, o->second_moment, update_at(slice, b))
-                             : s->loops->moments_and_apply(&block, f, o->second_moment, (float)lr);
+        Sums sums = o->adapt ? slice->loops->moments(&block, f, o->second_moment, update_at(slice, b))
+                             : slice->loops->moments_and_apply(&block, f, o->second_moment, (float)lr);
         if (partial) partial[b] = sums;
         total.weight += sums.weight, total.update += sums.update;
     }
@@ -110,7 +143,7 @@ static void second_phase(Step *s, const Slice *slice, const Options *o, const Fa
     if (!o->adapt) return;
     for (int64_t b = slice->first; b < slice->last; b++) {
         Block block = block_at(s, slice->index, b);
-        s->loops->apply(&block, f, (float)(lr * ratio), update_at(slice, b));
+        slice->loops->apply(&block, f, (float)(lr * ratio), update_at(slice, b));
     }
 }
 
@@ -118,8 +151,9 @@ static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums
     const Row *row = &s->rows[index];
     const Options *o = &s->options[row->options];
     int64_t room = s->phase == BOTH ? s->scratch_size / team / BLOCK : 0;
-    Slice slice = {index, first, last, last - first < room ? first : last - room, s->scratch + thread * room * BLOCK,
-                   partial, thread, team};
+    int64_t kept = last - first < room ? first : last - room;
+    Slice slice = {index, first, last, s->loops[row->inner > 0], kept, s->scratch + thread * room * BLOCK, partial,
+                   thread, team};
     Factors f;
     double lr = prepare(o, row, s->grad_scale, &f);
 
@@ -134,26 +168,27 @@ static void step_body(int thread, int team, void *data) {
     Step *s = data;
     int64_t large = 0;
     for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > LARGE; large++) {
-        int64_t index = s->order[large], count = blocks_in(s->gradients[index].size);
+        int64_t index = s->order[large], count = blocks_of(&s->rows[index], s->gradients[index].size);
         step_slice(s, index, share(count, thread, team), share(count, thread + 1, team), s->partial[large % 2], thread, team);
     }
     for (;;) {
         int64_t position = large + atomic_fetch_add(&s->next, 1);
         if (position >= s->rows_count) return;
         int64_t index = s->order[position];
-        step_slice(s, index, 0, blocks_in(s->gradients[index].size), NULL, thread, team);
+        step_slice(s, index, 0, blocks_of(&s->rows[index], s->gradients[index].size), NULL, thread, team);
     }
 }
 
 /* One LAMB step of every row, without counting it, or one phase of it: between the two, whose rows are shards adds up
- * `sums` over all of these. `partial` has room for two entries per block of the largest row; the scratch may be of any
+ * `sums` over all of these. `partial` has room for two entries per block of the
+ * row that has the most; the scratch may be of any
  * size. Nothing is allocated here, so nothing can fail. */
 EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row *rows,
                               const Gradient *gradients, void *const *grads,
                               const int64_t *order, int64_t rows_count, double grad_scale, Sums *partial,
                               float *scratch, int64_t scratch_size, int phase, Sums *sums) {
-    int64_t most = rows_count ? blocks_in(gradients[order[0]].size) : 0;
-    Step s = {lamb_loops_for(run->isa), options, rows, gradients, grads, order, rows_count, grad_scale, phase, sums,
+    int64_t most = bighorn_lamb_blocks(rows, gradients, rows_count);
+    Step s = {{lamb_loops_for(run->isa), lamb_blocks_for(run->isa)}, options, rows, gradients, grads, order, rows_count, grad_scale, phase, sums,
               scratch, scratch_size, {partial, partial + most}, 0, {0, 0, 0}};
     run_parallel(run, step_body, &s);
 }

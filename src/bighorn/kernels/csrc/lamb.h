@@ -1,5 +1,5 @@
-/* The seam between lamb.c (schedule, trust ratio) and lamb_loops.c (arithmetic, once per instruction set),
- * and the C ABI that kernels/cpu mirrors with ctypes. Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
+/* The seam between lamb.c (schedule, trust ratio) and lamb_loops.c and lamb_blocks.c (arithmetic, once per instruction
+ * set), and the C ABI that kernels/cpu mirrors with ctypes. Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
 #ifndef BIGHORN_LAMB_H
 #define BIGHORN_LAMB_H
 
@@ -26,6 +26,8 @@ typedef struct {
 typedef struct {
     Weights weights;
     void *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+    float *exp_avg_scale, *exp_avg_sq_scale;
+    int64_t inner;     /* of moments in blocks: elements per index of dim 0, which blocks do not cross; else 0 */
     const float *step; /* steps taken so far */
     float *norms;      /* out: weight norm, update norm, trust ratio */
     int32_t state_type, options;
@@ -52,6 +54,7 @@ typedef struct {
     int64_t start, size;
 } Block;
 
+/* lamb_loops.c for moments in floats as they are, lamb_blocks.c for moments in blocks. */
 typedef struct {
     /* Moments, then u; u is stored unless `update` is NULL. */
     Sums (*moments)(const Block *block, const Factors *factors, int second_moment, float *update);
@@ -60,5 +63,19 @@ typedef struct {
     /* Both in one pass, for a step that is known beforehand. */
     Sums (*moments_and_apply)(const Block *block, const Factors *factors, int second_moment, float step);
 } LambLoops;
+
+/* ---- arithmetic that both share -------------------------------------------------------------------------- */
+
+/* u, the same to the bit wherever it is computed; `root` is that of v. */
+static inline float update_of(const Factors f, float x, float m, float root) {
+    return FMA(f.weight_decay, x, f.correction * m / (root + f.eps)); /* LAMB-u */
+}
+
+static inline float moved(const Factors f, float step, float x, float u) {
+    return FMA(-step, u, f.decay * x); /* LAMB-x */
+}
+
+/* Whether a sum of squares in float32 can be trusted. */
+static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 #endif

@@ -1,16 +1,7 @@
-/* The arithmetic of a LAMB step. float32 and bfloat16 are read and written where they lie. */
+/* The arithmetic of a LAMB step whose moments are floats. float32 and bfloat16 are read and written where they lie. */
 #include "lamb.h"
 
 #include <math.h>
-
-/* u, the same to the bit wherever it is computed. */
-static inline float update_of(const Factors f, float x, float m, float v) {
-    return FMA(f.weight_decay, x, f.correction * m / (sqrtf(v) + f.eps)); /* LAMB-u */
-}
-
-static inline float moved(const Factors f, float step, float x, float u) {
-    return FMA(-step, u, f.decay * x); /* LAMB-x */
-}
 
 enum After { FORGET, KEEP, APPLY }; /* what becomes of u */
 
@@ -45,9 +36,9 @@ ALWAYS float step_one(const Factors f, const int second_moment, const int g_type
     float grad = FMA(f.l2, x, f.grad_scale * g);
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
-    if (second_moment != AMSGRAD) return update_of(f, x, *m, *v);
+    if (second_moment != AMSGRAD) return update_of(f, x, *m, sqrtf(*v));
     *v_max = *v > *v_max || *v != *v ? *v : *v_max;
-    return update_of(f, x, *m, *v_max);
+    return update_of(f, x, *m, sqrtf(*v_max));
 }
 
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
@@ -111,14 +102,13 @@ static Sums careful_sums(const Factors f, const Piece *p, int n) {
     double weight = 0, update = 0;
     for (int i = 0; i < n; i++) {
         float x = get(p->x_type, p->x, i);
-        double u = update_of(f, x, get(p->state_type, p->m, i), get(p->state_type, p->v_max ? p->v_max : p->v, i));
+        float v = get(p->state_type, p->v_max ? p->v_max : p->v, i);
+        double u = update_of(f, x, get(p->state_type, p->m, i), sqrtf(v));
         weight += (double)x * x;
         update += u * u;
     }
     return (Sums){weight, update};
 }
-
-static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 #define STEP_LOOP(x_type, g_type, state_type)                                                                       \
     (second_moment == AMSGRAD                                                                                        \
@@ -182,7 +172,7 @@ ALWAYS void apply_loop(const Factors f, const int x_type, const int state_type,
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         float old_x = get(x_type, x, i);
-        float new_u = u ? u[i] : update_of(f, old_x, get(state_type, m, i), get(state_type, v, i));
+        float new_u = u ? u[i] : update_of(f, old_x, get(state_type, m, i), sqrtf(get(state_type, v, i)));
         put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
     }
 }
@@ -194,8 +184,8 @@ ALWAYS void apply_pairs(const Factors f, float step, int n,
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
-        float x1 = low(x[i]), u1 = u ? u[i] : update_of(f, x1, low(m[i]), low(v[i]));
-        float x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), high(v[i]));
+        float x1 = low(x[i]), u1 = u ? u[i] : update_of(f, x1, low(m[i]), sqrtf(low(v[i])));
+        float x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), sqrtf(high(v[i])));
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
     if (n % 2)

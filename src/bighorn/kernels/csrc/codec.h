@@ -52,7 +52,8 @@ ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
     Scale s = scale_of(form, root ? sqrtf(largest) : largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    s.factor = largest > 0 ? top / (largest * s.lift) : 0;
+    /* Rounded up: of the ties that the specification sends to the even code there is but 63.5, whose upper one is even. */
+    s.factor = largest > 0 ? top / (largest * s.lift) * (1 + 0x1p-23f) : 0;
     return s;
 }
 
@@ -73,7 +74,9 @@ ALWAYS float value_of(const enum Form form, float code, float unit) {
 ALWAYS float nearest(float value) { return value + 0x1p23f - 0x1p23f; }
 
 /* The code below a fourth power or the one above, as likely as it is near it. */
-ALWAYS float fourth_root(float fourth, uint32_t bits) {
+ALWAYS float fourth_root(float power, uint32_t bits) {
+    const float top = 255.f * 255 * 255 * 255;
+    float fourth = power < top ? power : top;
     float below = floorf(sqrtf(sqrtf(fourth))), above = below + 1;
     float low = below * below * (below * below), high = above * above * (above * above);
     float chance = FMA((float)(int)(bits & 0xffffu), 0x1p-16f, 0x1p-17f);

@@ -186,6 +186,8 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
         (["--optimizr", "lamb"], "Did you mean one of: '--optimizer',"),
         (["--lr", "-1"], "--lr is -1.0, but must be a number above 0"),
         (["--lr", "nan"], "--lr is nan"),
+        (["--seed", str(2**63)], "--seed is 9223372036854775808, but must be at least 0 and at most"),
+        (["--threads", "100000"], "--threads is 100000, but must be at least 1 and at most 1024"),
         (["--lr", "inf"], "--lr is inf"),
         (["--weight-decay", "-0.1"], "--weight-decay is -0.1"),
         (["--weight-decay", "nan"], "--weight-decay is nan"),

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
 from bighorn.cli import cuda, files
-from bighorn.cli.config import PRECISIONS
+from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
@@ -83,7 +83,7 @@ class BenchConfig:
         if self.device not in self.layout.devices:
             raise InputError(f"--table {self.table} is measured with --device {' or '.join(self.layout.devices)}.")
         positive("--clip", self.clip)
-        at_least("--threads", self.threads, 1)
+        at_least("--threads", self.threads, 1, MOST_THREADS)
         at_least("--seconds", self.seconds, 0)
 
 

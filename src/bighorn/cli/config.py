@@ -21,6 +21,12 @@ from bighorn.schedules.large_batch import RULES
 BASE_BATCH = 256
 """The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""
 
+MOST_SEED = 2**63 - 1
+"""What torch's generators take."""
+
+MOST_THREADS = 1024
+"""Far more than any CPU has; OpenMP ends a process for which it finds no memory for as many as were asked for."""
+
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights."""
 
@@ -88,8 +94,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("--batch-size", self.batch_size, 1)
         at_least("--steps", self.steps, 1)
-        at_least("--threads", self.threads, 1)
-        at_least("--seed", self.seed, 0)
+        at_least("--threads", self.threads, 1, MOST_THREADS)
+        at_least("--seed", self.seed, 0, MOST_SEED)
         at_least("--weight-decay", self.weight_decay, 0)
         positive("--lr", self.lr)
         positive("--epochs", self.epochs)

@@ -10,10 +10,12 @@ from bighorn.cli.errors import InputError
 Number = TypeVar("Number", int, float)
 
 
-def at_least(flag: str, value: float | None, least: float) -> None:
-    """Refuse a number below ``least`` or not finite; None is an option that was not given."""
-    if value is not None and not least <= value < math.inf:
-        raise InputError(f"{flag} is {value}, but must be at least {least}.")
+def at_least(flag: str, value: float | None, least: float, most: float = math.inf) -> None:
+    """Refuse a number below ``least``, above ``most`` or not finite; None is an option that was not given."""
+    if value is not None and not (least <= value <= most and value < math.inf):
+        raise InputError(
+            f"{flag} is {value}, but must be at least {least}{f' and at most {most}' * (most < math.inf)}."
+        )
 
 
 def positive(flag: str, value: float | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
@@ -214,10 +215,7 @@ def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
             axes.plot([spread["median"]], [place], "o", color=colour, markersize=7)
         axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
-        extent = max(each["p90"] for _, each in rows) / min(each["p10"] for _, each in rows)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if extent < 1000 else (1,)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter("{x:g}")
+        _label_powers(axes.xaxis)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_yticks(range(len(rows)), [name for name, _ in rows])
         axes.tick_params(axis="y", length=0)
@@ -287,13 +285,19 @@ def side_by_side(panels: Panels, xlabel: str) -> str:
             for index, (label, xs, ys) in enumerate(lines):
                 axes.plot(xs, ys, color=SERIES[index % len(SERIES)], label=label if axes is grid[0] else None)
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_locator(NullLocator())
+            _label_powers(axes.yaxis)
             axes.set_title(name, fontsize=11, loc="left")
             axes.set_xlabel(xlabel)
-        figure.legend(loc="outside upper left", ncols=3)
+        figure.legend(loc="outside upper left", ncols=4)
         return to_svg(figure, " and ".join(name for name, _ in panels))
+
+
+def _label_powers(axis: Axis) -> None:
+    """Give a logarithmic axis labels: some within each power of ten, where there is room for them."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def standalone(svg: str) -> str:

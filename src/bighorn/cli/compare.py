@@ -91,7 +91,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     """Compare optimizers over batch sizes at a fixed number of epochs.
 
     Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried, on every seed or
-    on --tuning-seeds of them, with a fifth of the training data held out, and the one with the highest mean accuracy on
+    on some of them, with a fifth of the training data held out, and the one with the highest mean accuracy on
     that fifth is taken; a grid whose end is the best is continued. Then each seed trains on all training data, and the
     test data are looked at for the first time.
     """

@@ -71,7 +71,7 @@ def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -
         dtype = params[0].dtype
         chosen = {"backend": backend, "state_dtype": torch.bfloat16 if dtype == torch.bfloat16 else None, **options}
         if dtype == torch.float64:  # what errors are measured from
-            chosen |= {"backend": "reference", "state_dtype": None}
+            chosen |= {"backend": "reference", "state_dtype": None, "weight_rounding": "nearest"}
         return algorithm(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip, **chosen)
 
     return lambda: build
@@ -170,6 +170,14 @@ PEERS = {
     "lamb": Peer("Lamb", _ours(Lamb), "bighorn"),
     "lamb-adam": Peer("Lamb, adam=True", _ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
     "lamb-foreach": Peer("Lamb, foreach", _ours(Lamb, "foreach"), "bighorn"),
+    "lamb-fp32": Peer("Lamb, fp32 states", _ours(Lamb, state_dtype=None), "bighorn"),
+    "lamb-fp16": Peer("Lamb, fp16 states", _ours(Lamb, state_dtype=torch.float16), "bighorn"),
+    "lamb-int8": Peer("Lamb, int8 states", _ours(Lamb, state_dtype="int8"), "bighorn"),
+    **{
+        f"{name}-{way}": Peer(f"{kind.__name__}, {way}", _ours(kind, weight_rounding=way), "bighorn")
+        for name, kind in (("lamb", Lamb), ("came", Came))
+        for way in ("stochastic", "kahan", "master")
+    },
     "came": Peer("Came", _ours(Came), "bighorn"),
     "came-last-two": Peer("Came, last_two", _ours(Came, factor="last_two"), "bighorn"),
     "came-int8": Peer("Came, int8", _ours(Came, state_dtype="int8"), "bighorn"),
@@ -194,6 +202,16 @@ TABLES = {
         baseline="adamw",
         peers=("came", "came-last-two", "came-int8", "came-pytorch", "pytorch_optimizer-came", "adafactor"),
         shapes=("vit_small", "resnet50"),
+        columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
+    ),
+    # What fewer bits cost in time; ways of rounding are for --precision bf16.
+    "precision": BenchTable(
+        baseline="adamw",
+        peers=(
+            *("lamb", "lamb-fp32", "lamb-fp16", "lamb-int8", "lamb-stochastic", "lamb-kahan", "lamb-master"),
+            *("came", "came-int8", "came-stochastic", "came-kahan", "came-master"),
+        ),
+        shapes=("vit_small", "bert_base"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
     ),
     "gpu": BenchTable(

@@ -17,6 +17,11 @@ if interpreted():
     interpreter.mend()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, or one worker would be left with them at the end while the others wait."""
+    items.sort(key=lambda item: "in_the_interpreter" not in item.name)
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     """Every test starts with the same seed, and with one thread: several workers share the cores."""

@@ -97,3 +97,15 @@ def test_presets_are_listed_within_80_columns(invoke: Invoke, monkeypatch: pytes
 
 def test_presets_go_with_no_requirement(invoke: Invoke) -> None:
     assert "leave out --require" in invoke("doctor", "--presets", "--require", "cpu", code=2).output
+
+
+def test_a_library_of_other_sources_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `git pull` in an editable install; it would read the tables in another way."""
+    (tmp_path / "run.h").write_text("/* newer */\n")
+    monkeypatch.setattr(library, "CSRC", tmp_path)
+    assert library.load_library() == (
+        None,
+        "libbighorn.so was built from other sources than these; reinstall bighorn from source",
+    )
+    monkeypatch.setattr(library, "CSRC", tmp_path / "as in a wheel")
+    assert library.load_library()[0] is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.resources
 import math
 import os
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 LIBRARY_NAME = "libbighorn.so"
+CSRC = Path(__file__).parents[1] / "csrc"
 SCRATCH_BYTES = 8 << 20  # u is kept for the last blocks of a tensor up to this much, for all threads together
 
 ISAS = {"v2": 2, "v3": 3, "v4": 4}
@@ -47,13 +49,26 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         declare(library)
     except (OSError, AttributeError) as error:  # an AttributeError: built from older sources
         return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
+    if (present := sources()) is not None and library.bighorn_sources() != present:
+        return None, f"{LIBRARY_NAME} was built from other sources than these; reinstall bighorn from source"
     return library, str(path)
+
+
+def sources() -> bytes | None:
+    """The digest of the C sources beside this package, as CMakeLists.txt computes it; None where there are none.
+
+    An editable install's sources change without the library, and one that reads its tables in another way would crash.
+    """
+    paths = sorted(path for path in CSRC.glob("*") if path.suffix in {".c", ".h"})
+    digests = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
+    return hashlib.sha256(digests.encode()).hexdigest().encode() if paths else None
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes what the library's functions take and return."""
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     run = ctypes.POINTER(Run)
+    library.bighorn_sources.restype = ctypes.c_char_p
     library.bighorn_isa.argtypes = []
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]

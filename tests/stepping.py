@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import zlib
 from typing import Any
@@ -18,6 +19,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adam": {"adam": True, "decay_mode": "decoupled"},
     "clipped": {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "amsgrad"},
 }
+FEW_BITS: dict[str, dict[str, Any]] = {
+    "stochastic-int8": {"weight_rounding": "stochastic", "state_dtype": "int8", "rounding_seed": 1 << 40},
+    "kahan-float16": {"weight_rounding": "kahan", "state_dtype": "float16"},
+    "master": {"weight_rounding": "master", "state_dtype": "bfloat16"},
+}
+"""For bfloat16 matrices, whose blocks do not fill the parts that threads take."""
+SHAPES = ((1300, 1001), (300_000, 4), (600, 257), (70, 99))
+
 # Shared by all threads beyond 2**20 elements; beyond 2 million the scratch for u is too small for all of it.
 SIZES = (3_000_000, 1_500_001, (1 << 20) + 1, 1 << 20, 300_000, 8193, 8192, 8191, *range(1, 40))
 
@@ -34,9 +43,13 @@ def parameters(seed: int = 0, largest: int = SIZES[0]) -> list[Parameter]:
     return [Parameter(values) for values in (*plain, *misaligned, *low)]
 
 
+def matrices(seed: int = 0) -> list[Parameter]:
+    return [Parameter(noise(seed)[: math.prod(shape)].view(shape).bfloat16()) for shape in SHAPES]
+
+
 def set_gradients(params: list[Parameter], seed: int) -> None:
     for p in params:
-        p.grad = noise(seed)[: p.numel()].to(p.dtype).clone()
+        p.grad = noise(seed)[: p.numel()].view(p.shape).to(p.dtype).clone()
 
 
 def train(params: list[Parameter], steps: int = 2, **options: Any) -> Lamb:
@@ -59,8 +72,9 @@ def digest(params: list[Parameter], optimizer: Lamb) -> int:
 def digests(threads: int) -> list[int]:
     """One digest for each set of options."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
+    runs = [(parameters, OPTIONS[name]) for name in OPTIONS] + [(matrices, FEW_BITS[name]) for name in FEW_BITS]
     out = []
-    for options in OPTIONS.values():
-        params = parameters()
+    for make, options in runs:
+        params = make()
         out.append(digest(params, train(params, **options)))
     return out

@@ -61,7 +61,10 @@ def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, commit: Tensor | No
         pass
 
 
-@pytest.mark.parametrize("case", ["both-bounds", "clip-skip", "stacked", "mixed-paper-v5"])
+ROUNDS = ["both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything"]
+
+
+@pytest.mark.parametrize("case", ROUNDS)
 @pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
 def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, on compiled backends, where both run the same arithmetic."""

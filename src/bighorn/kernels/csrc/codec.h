@@ -52,8 +52,10 @@ ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
     Scale s = scale_of(form, root ? sqrtf(largest) : largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    /* Rounded up: of the ties that the specification sends to the even code there is but 63.5, whose upper one is even. */
-    s.factor = largest > 0 ? top / (largest * s.lift) * (1 + 0x1p-23f) : 0;
+    /* Rounded up, since of ties between two codes there is but 63.5, whose upper one is even; of fourth powers rounded
+     * down, since none is beyond the largest. */
+    const float nudge = form == UNSIGNED ? 1 - 0x1p-23f : 1 + 0x1p-23f;
+    s.factor = largest > 0 ? top / (largest * s.lift) * nudge : 0;
     return s;
 }
 
@@ -74,14 +76,12 @@ ALWAYS float value_of(const enum Form form, float code, float unit) {
 ALWAYS float nearest(float value) { return value + 0x1p23f - 0x1p23f; }
 
 /* The code below a fourth power or the one above, as likely as it is near it. */
-ALWAYS float fourth_root(float power, uint32_t bits) {
-    const float top = 255.f * 255 * 255 * 255;
-    float fourth = power < top ? power : top;
+ALWAYS float fourth_root(float fourth, uint32_t bits) {
     float below = floorf(sqrtf(sqrtf(fourth))), above = below + 1;
     float low = below * below * (below * below), high = above * above * (above * above);
     float chance = FMA((float)(int)(bits & 0xffffu), 0x1p-16f, 0x1p-17f);
-    float code = fourth > FMA(chance, high - low, low) ? above : below, least = fourth > 0 ? 1 : 0;
-    return code > least ? code : least; /* what is not 0 does not become 0 */
+    float code = fourth > FMA(chance, high - low, low) ? above : below;
+    return (code < 1) & (fourth > 0) ? 1 : code; /* what is not 0 does not become 0 */
 }
 
 /* A share as float16 keeps it; what is not 0 does not become 0. */

@@ -62,10 +62,13 @@ ALWAYS Sums encode_as(const enum Form first, const enum Form second, const Facto
     row->exp_avg_scale[few->scale] = m_scale.scale, row->exp_avg_sq_scale[few->scale] = v_scale.scale;
     make_ready(m, few->n, &m_scale);
     make_ready(v, few->n, &v_scale);
+    /* Three loops, since roots and quotients in one chain would leave the machine waiting for each. */
+#pragma omp simd
+    for (int i = 0; i < few->n; i++) m[i] = code_of(first, m[i], m_scale, 0);
+#pragma omp simd
+    for (int i = 0; i < few->n; i++) v[i] = code_of(second, v[i], v_scale, bits[i]);
 #pragma omp simd reduction(+ : weight, update)
     for (int i = 0; i < few->n; i++) {
-        m[i] = code_of(first, m[i], m_scale, 0);
-        v[i] = code_of(second, v[i], v_scale, bits[i]);
         u[i] = update_at(first, second, f, m_scale.unit, v_scale.unit, x[i], m[i], v[i]);
         weight = FMA(x[i], x[i], weight);
         update = FMA(u[i], u[i], update);

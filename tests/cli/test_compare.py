@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bighorn.cli import sweep
-from bighorn.cli.compare import CompareConfig, continued, row, verdicts, warnings
+from bighorn.cli.compare import COLUMNS, WIDEST, CompareConfig, _table, continued, row, verdicts, warnings
 from bighorn.cli.config import RunConfig
 from bighorn.cli.optimizers import CONTESTANTS
 from bighorn.cli.studies import STUDIES, Study
@@ -161,6 +162,16 @@ def test_what_a_cell_comes_to() -> None:
     assert row(few) == ("lamb", "32", "0.3*", "80.0% (70.0-90.0)", "5 of 10", "1.0000", "2.00 MB", "1.0 s")
     never = dataclasses.replace(few, trials=tuple(trial(0.2, seed, 0.5, steps_to_target=None) for seed in range(3)))
     assert row(never)[4] == "never of 10"
+
+
+def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = dataclasses.replace(
+        cell("came-corrected", 16384, 0.0002, 0.9),
+        trials=(dataclasses.replace(trial(0.0002, 0, 0.9, steps_to_target=None), seconds=12345.6),),
+    )
+    Console(width=WIDEST, soft_wrap=True).print(_table([wide], list(COLUMNS)))
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in row(wide)[:-1])
 
 
 def test_the_words_say_what_the_figures_say() -> None:

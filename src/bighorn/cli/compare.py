@@ -25,6 +25,9 @@ from bighorn.cli.values import at_least, check_name, names, numbers
 
 FILE = click.Path(path_type=Path)
 
+WIDEST = 120
+"""Characters that the table may take on any terminal, which rather wraps its lines than loses names."""
+
 
 @dataclass(frozen=True)
 class CompareConfig:
@@ -147,7 +150,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         )
 
     head = [name.format(target=f"{target:.0%}") for name in COLUMNS]
-    console.print(_table(cells, head))
+    Console(soft_wrap=True, highlight=False, width=max(console.width, WIDEST)).print(_table(cells, head))
     notes = [*verdicts(cells), *continued(cells, grids), *warnings(cells)]
     for note in notes:
         console.print(note)
@@ -233,16 +236,16 @@ def _finite(value: float) -> float | None:
 
 
 def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
+    """Without the last column: time is in the report, and on a terminal the names need its room."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in head:
-        first = name == head[0]
-        table.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    for name in head[:-1]:
+        table.add_column(name, justify="left" if name == head[0] else "right", no_wrap=True)
     previous = cells[0].optimizer
     for cell in cells:
         if cell.optimizer != previous:
             table.add_section()
         previous = cell.optimizer
-        table.add_row(*row(cell))
+        table.add_row(*row(cell)[:-1])
     return table
 
 

@@ -3,7 +3,8 @@
 Its argument is a JSON list of jobs: ``command``, in whose words ``{rank}`` stands for the process's number; and, to
 happen before that step, ``interrupt``, a step at which a Ctrl-C comes, or ``fail``, one at which process 1 raises; or
 ``kill``, one in which process 1 is killed between backward and update, or ``kill_saving``, one whose checkpoint it is
-killed in. What a command says instead of ending well goes to ``error-JOB-RANK``.
+killed in; or ``late``, seconds by which process 1 is late when training begins. What a command says instead of ending
+well goes to ``error-JOB-RANK``.
 """
 
 import gc
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bighorn.cli.commands import bighorn
+from bighorn.cli.interrupt import Interrupt
 from bighorn.cli.ranks import KEPT
 from bighorn.cli.training import Run
 from bighorn.cli.updating import Updater
@@ -28,13 +31,24 @@ from cli.helpers import without_dropout
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 train_step, updater_step, write_data = Run.train_step, Updater.step, FileSystemWriter.write_data
-join = dist.init_process_group
+join, enter_interrupt = dist.init_process_group, Interrupt.__enter__
 
 
 def run(
-    number: int, command: list[str], interrupt: int = 0, fail: int = 0, kill: int = 0, kill_saving: int = 0
+    number: int,
+    command: list[str],
+    interrupt: int = 0,
+    fail: int = 0,
+    kill: int = 0,
+    kill_saving: int = 0,
+    late: int = 0,
 ) -> None:
     present = 0
+
+    def enter(self: Interrupt) -> Interrupt:
+        if RANK == 1:
+            time.sleep(late)
+        return enter_interrupt(self)
 
     def step(self: Run) -> None:
         nonlocal present
@@ -59,6 +73,7 @@ def run(
         # torchrun's own store has one meeting's addresses for good.
         join(backend, init_method=f"file://{Path.cwd()}/store-{number}", rank=RANK, world_size=WORLD)
 
+    Interrupt.__enter__ = enter  # type: ignore[method-assign]
     Run.train_step = step  # type: ignore[method-assign]
     Updater.step = update  # type: ignore[method-assign]
     FileSystemWriter.write_data = write  # type: ignore[assignment, method-assign]

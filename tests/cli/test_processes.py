@@ -168,8 +168,8 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """As a terminal sends it: to torchrun and to all of its processes."""
-    command = [*TWO, "-m", "bighorn.cli", "train", "--epochs", "2000", "--tail-overlap"]
+    """As a terminal sends it: to torchrun and to all of its processes, one of which is slow to begin."""
+    command = [*TWO, SEVERAL, json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,

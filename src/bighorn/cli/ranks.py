@@ -91,6 +91,11 @@ class Ranks:
         """How many machines the processes are on, each with as many as this one."""
         return 1 if self.size == 1 else self.size // int(os.environ["LOCAL_WORLD_SIZE"])
 
+    def meet(self) -> None:
+        """Wait until every process has come this far."""
+        if self.size > 1:
+            dist.barrier()
+
     def together(self, work: Callable[[], T]) -> T:
         """The result of work that every process does by itself; where it fails in one, it fails in all.
 

@@ -121,15 +121,17 @@ def _prepare(
 
 def _train(run: Run, console: Console, save: Path | None) -> None:
     """Train to the end or to a Ctrl-C, saving at every evaluation and at the end."""
-    with Interrupt(echoes=run.ranks.size > 1) as interrupt, Display(run, console) as display:
-        while not run.done and not run.ranks.any(interrupt.requested):
-            run.train_step()
-            display.stepped()
-            if run.evaluation_due:
-                run.evaluate()
-                display.evaluated()
-                if save is not None:
-                    checkpoint.save(run, save)
+    with Interrupt(echoes=run.ranks.size > 1) as interrupt:
+        run.ranks.meet()  # who sees the display's first line may press Ctrl-C: it has to be safe in every process
+        with Display(run, console) as display:
+            while not run.done and not run.ranks.any(interrupt.requested):
+                run.train_step()
+                display.stepped()
+                if run.evaluation_due:
+                    run.evaluate()
+                    display.evaluated()
+                    if save is not None:
+                        checkpoint.save(run, save)
         if not run.done and save is not None:
             checkpoint.save(run, save)
 

@@ -17,7 +17,7 @@ import torch
 
 from bighorn.cli import figures, files
 from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import Run
 
@@ -61,14 +61,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    found = commit()  # before the runs: what is committed meanwhile is not what ran
+    about = provenance(
+        f"python benchmarks/came_first_updates.py --steps {arguments.steps} --threads {arguments.threads}"
+    )
     dataset = TASKS["text"].load(None)
     runs = {name: measured(dataset, *what, arguments.steps, arguments.threads) for name, what in RUNS.items()}
     result = {
-        "command": f"python benchmarks/came_first_updates.py --steps {arguments.steps} --threads {arguments.threads}",
-        **found,
-        "environment": environment(),
-        "machine": machine(),
+        **about,
         "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
         "lr": LR,
         "batch_size": BATCH_SIZE,

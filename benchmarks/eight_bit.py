@@ -11,7 +11,6 @@ Writes benchmarks/results/eight-bit.json, and from it the table in docs/precisio
 """
 
 import argparse
-import datetime
 import json
 import re
 import statistics
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
 from bighorn.cli import files, measure
-from bighorn.cli.environment import commit, environment, machine, package_version
+from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.schedule import batch_indices
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS, Dataset
@@ -231,15 +230,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if not arguments.page:
-        found, load = commit(), machine()  # before the runs: what is committed meanwhile is not what ran
+        about = provenance(
+            f"python benchmarks/eight_bit.py --steps {arguments.steps} --seeds {arguments.seeds} "
+            f"--shapes {arguments.shapes} --seconds {arguments.seconds:g} --threads {arguments.threads}"
+        )
         dataset = TASKS["text"].load(None)
         result = {
-            "command": f"python benchmarks/eight_bit.py --steps {arguments.steps} --seeds {arguments.seeds} "
-            f"--shapes {arguments.shapes} --seconds {arguments.seconds:g} --threads {arguments.threads}",
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            **found,
-            "environment": environment(),
-            "machine": load,
+            **about,
             "packages": {name: package_version(name) for name in ("bitsandbytes", "torchao")},
             "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
             "rows": measured(dataset, arguments.steps, arguments.seeds, arguments.shapes, arguments.seconds),

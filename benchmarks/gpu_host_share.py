@@ -19,7 +19,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 from bighorn.kernels import Bucket
 from bighorn.kernels.triton.stepper import Stepper
 
@@ -32,6 +32,7 @@ STEPS = 200
 def main() -> None:
     """Measure, print, and write what was measured if a file is named."""
     torch.set_num_threads(1)
+    about = provenance("python benchmarks/gpu_host_share.py")
     rows = []
     with pytest.MonkeyPatch.context() as patch, pretended.gpu(patch):
         for kind in (Lamb, Came):
@@ -39,8 +40,7 @@ def main() -> None:
                 rows.append({"optimizer": kind.__name__, "tensors": tensors, **measure(kind, tensors)})
                 print(rows[-1])
     if len(sys.argv) > 1:
-        content: dict[str, Any] = {"command": "python benchmarks/gpu_host_share.py", **commit()}
-        content |= {"environment": environment(), "machine": machine(), "steps": STEPS, "rows": rows}
+        content = {**about, "steps": STEPS, "rows": rows}
         Path(sys.argv[1]).write_text(json.dumps(content, indent=1) + "\n")
 
 

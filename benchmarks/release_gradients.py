@@ -12,7 +12,6 @@ Writes benchmarks/results/release-gradients.json.
 
 import argparse
 import ctypes
-import datetime
 import json
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from bighorn import Came, Lamb, release_gradients
 from bighorn.cli import files
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 
 WIDTH = 512
 RESULT = Path(__file__).parent / "results" / "release-gradients.json"
@@ -96,14 +96,7 @@ def on_two_ranks(blocks: int) -> dict[str, dict[str, dict[str, int]]]:
     """By optimizer, ordinary and released: what one of two ranks has counted."""
     with tempfile.TemporaryDirectory() as folder:
         again = [sys.executable, __file__, "--blocks", str(blocks), "--folder", folder, "--rank"]
-        ranks = [subprocess.Popen([*again, str(rank)]) for rank in range(2)]
-        try:
-            if any(rank.wait(timeout=600) for rank in ranks):
-                sys.exit("release_gradients: a rank has failed")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        ranks.run([[*again, str(rank)] for rank in range(2)], limit=600)
         found: dict[str, dict[str, dict[str, int]]] = json.loads(Path(folder, "found.json").read_text())
         return found
 
@@ -134,7 +127,7 @@ def main() -> None:
         name, released = arguments.child
         print(peak(name, released == "released", arguments.blocks))
         return
-    found, load = commit(), machine()  # before the runs: what is committed meanwhile is not what ran
+    about = provenance(f"python benchmarks/release_gradients.py --blocks {arguments.blocks}")
     size = arguments.blocks * 12 * WIDTH**2 * 4
     rows = []
     counts = on_two_ranks(arguments.blocks)
@@ -147,11 +140,7 @@ def main() -> None:
         rows.append(row)
         print(name, row, flush=True)
     result = {
-        "command": f"python benchmarks/release_gradients.py --blocks {arguments.blocks}",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **found,
-        "environment": environment(),
-        "machine": load,
+        **about,
         "weights_bytes": size,
         "largest_gradient_bytes": 4 * WIDTH * WIDTH * 4,
         "results": rows,

@@ -14,7 +14,6 @@ import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from bighorn import Came, Lamb
 from bighorn.cli import files
-from bighorn.cli.environment import commit, environment, machine, package_version
+from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.peers import PEERS, WEIGHT_DECAY
 from bighorn.cli.shapes import SHAPES
 
@@ -188,23 +188,14 @@ def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
     return {"p10": scale * deciles[0], "median": scale * deciles[4], "p90": scale * deciles[8]}
 
 
-def launch(ranks: int, task: str, shapes: str, rounds: int) -> Any:
+def launch(count: int, task: str, shapes: str, rounds: int) -> Any:
     """Run this file on some ranks, each with its share of the cores, and give what the first one found."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    variables = {**os.environ, "OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads}
+    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    variables = {"OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads}
     with tempfile.TemporaryDirectory() as folder:
         again = [sys.executable, __file__, "--shapes", shapes, "--rounds", str(rounds), "--task", task]
-        started = [
-            subprocess.Popen([*again, "--rank", str(rank), "--world", str(ranks), "--folder", folder], env=variables)
-            for rank in range(ranks)
-        ]
-        try:
-            if any(rank.wait(timeout=1800) for rank in started):
-                sys.exit("sharded_step: a rank has failed")
-        finally:
-            for rank in started:
-                rank.kill()
-                rank.wait()
+        again += ["--world", str(count), "--folder", folder, "--rank"]
+        ranks.run([[*again, str(rank)] for rank in range(count)], variables)
         return json.loads(Path(folder, "found.json").read_text())
 
 
@@ -234,16 +225,12 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
-    sources, load = commit(), machine()  # before the runs: what is committed meanwhile is not what ran
+    about = provenance(f"python benchmarks/sharded_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}")
     shapes = list(SHAPES[arguments.shapes]())
     counts = launch(RANKS, "count", arguments.shapes, 1)
-    times = {str(ranks): launch(ranks, "time", arguments.shapes, arguments.rounds) for ranks in (2, 4)}
+    times = {str(count): launch(count, "time", arguments.shapes, arguments.rounds) for count in (2, 4)}
     result = {
-        "command": f"python benchmarks/sharded_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **sources,
-        "environment": environment(),
-        "machine": load,
+        **about,
         "packages": {name: package_version(name) for name in ("timm", "pytorch_optimizer", "came-pytorch")},
         "shapes": arguments.shapes,
         "tensors": len(shapes),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
 from bighorn.kernels import codec
@@ -140,12 +140,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tasks", default="digits,text")
     arguments = parser.parse_args()
-    found = commit()  # before the runs: what is committed meanwhile is not what ran
+    about = provenance(f"python benchmarks/state_codecs.py --steps {arguments.steps} --tasks {arguments.tasks}")
     torch.manual_seed(0)
     results: dict[str, Any] = {task: measured(task, arguments.steps) for task in arguments.tasks.split(",")}
-    command = f"python benchmarks/state_codecs.py --steps {arguments.steps} --tasks {arguments.tasks}"
-    result = {"command": command, **found, "environment": environment(), "machine": machine(), "tasks": results}
-    files.write_json(HERE / "results" / "state-codecs.json", result)
+    files.write_json(HERE / "results" / "state-codecs.json", {**about, "tasks": results})
     for task, forms in results.items():
         for name, figures in forms.items():
             print(f"{task:7} {name:44}", *(f"{value:9.5f}" for value in figures.values()))

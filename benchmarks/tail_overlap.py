@@ -9,7 +9,6 @@ Writes benchmarks/results/tail-overlap.json.
 
 import argparse
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from bighorn import Lamb, TailOverlap
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 
 RESULT = Path(__file__).parent / "results" / "tail-overlap.json"
 LATENCY, BURST = "400ms", "256kb"
@@ -198,21 +198,11 @@ def link(gigabits: float) -> Iterator[list[list[str]]]:
 
 def measure(gigabits: float, model: str, rounds: int, optimizers: str) -> dict[str, Any]:
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads}
+    variables = {"GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads}
     with link(gigabits) as inside, tempfile.TemporaryDirectory() as folder:
         again = [sys.executable, __file__, "--folder", folder, "--model", model, "--rounds", str(rounds)]
         again += ["--optimizers", optimizers]
-        ranks = [
-            subprocess.Popen([*prefix, *again, "--rank", str(rank)], env=variables)
-            for rank, prefix in enumerate(inside)
-        ]
-        try:
-            if any(rank.wait(timeout=1800) for rank in ranks):
-                sys.exit("tail_overlap: a rank has failed")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        ranks.run([[*prefix, *again, "--rank", str(rank)] for rank, prefix in enumerate(inside)], variables)
         results = json.loads(Path(folder, "results.json").read_text())
     for row in results:
         print(
@@ -251,17 +241,12 @@ def main() -> None:
     if os.geteuid() != 0:  # root in a user namespace is enough
         command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)
-    found = commit()  # before the runs: what is committed meanwhile is not what ran
-    load = machine()
+    about = provenance(f"python benchmarks/tail_overlap.py --rounds {arguments.rounds} --rates {arguments.rates}")
     rates = [float(rate) for rate in arguments.rates.split(",")]
     links = [measure(rate, "large", arguments.rounds, arguments.optimizers) for rate in rates]
     links += [measure(math.inf, "tiny", arguments.rounds * 5, arguments.optimizers)] if math.inf in rates else []
     result = {
-        "command": f"python benchmarks/tail_overlap.py --rounds {arguments.rounds} --rates {arguments.rates}",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **found,
-        "environment": environment(),
-        "machine": load,
+        **about,
         "link": {"kind": "veth between two network namespaces", "qdisc": "tbf", "burst": BURST, "latency": LATENCY},
         "links": links,
     }

@@ -8,7 +8,6 @@ Writes benchmarks/results/telemetry-cost.json.
 """
 
 import argparse
-import datetime
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, telemetry
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 from bighorn.cli.shapes import SHAPES
 
 RESULT = Path(__file__).parent / "results" / "telemetry-cost.json"
@@ -75,7 +74,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="tiny,efficientnet_b0,vit_small,resnet50,bert_base")
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    found, load = commit(), machine()  # before the runs, which are a load and may see another commit
+    about = provenance(f"python benchmarks/telemetry_cost.py --every {arguments.every} --rounds {arguments.rounds}")
     print(f"{'':22}{'tensors':>8}{'step ms':>10}{'report ms':>11}{'share of the time':>20}   10th to 90th percentile")
     rows = []
     for shapes in arguments.shapes.split(","):
@@ -89,11 +88,7 @@ def main() -> None:
             )
     result = {
         "what": f"a report every {arguments.every} steps; 10th percentile, median, 90th percentile",
-        "command": f"python benchmarks/telemetry_cost.py --every {arguments.every} --rounds {arguments.rounds}",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **found,
-        "environment": environment(),
-        "machine": load,
+        **about,
         "rounds": arguments.rounds,
         "rows": rows,
     }

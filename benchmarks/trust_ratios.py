@@ -9,7 +9,6 @@ Writes benchmarks/results/trust-ratios.json and docs/trust-ratios.svg.
 """
 
 import argparse
-import datetime
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 
 from bighorn.cli import figures, files
 from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import commit, environment, machine
+from bighorn.cli.environment import provenance
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import Run
 
@@ -71,7 +70,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    found, load = commit(), machine()  # before the runs: what is committed meanwhile is not what ran
+    about = provenance(
+        f"python benchmarks/trust_ratios.py --task {arguments.task} --steps {arguments.steps} --seeds {arguments.seeds}"
+    )
     dataset = TASKS[arguments.task].load(None)
     results: dict[str, Any] = {}
     middle, largest = [], []  # the lines of the two panels
@@ -99,12 +100,7 @@ def main() -> None:
         # Beside itself there is nothing to draw, but its colour is taken.
         largest.append((name, *((steps, results[name]["largest_difference"]) if name != "float32" else ([], []))))
     result = {
-        "command": f"python benchmarks/trust_ratios.py --task {arguments.task} --steps {arguments.steps} "
-        f"--seeds {arguments.seeds}",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **found,
-        "environment": environment(),
-        "machine": load,
+        **about,
         "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
         "batch_size": BATCH_SIZES[arguments.task],
         "moved": MOVED,

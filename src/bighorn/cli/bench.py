@@ -21,7 +21,7 @@ from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
 from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.options import config_options, option
+from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
 from bighorn.cli.shapes import SHAPES, Shape
 from bighorn.cli.values import at_least, names, positive
@@ -115,7 +115,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         torch.set_num_threads(config.threads)
 
     content: dict[str, Any] = {
-        **provenance(ctx),
+        **provenance(command_line(ctx)),
         "packages": {PEERS[name].package: package_version(PEERS[name].package) for name in builds},
         "absent": absent,
         "config": asdict(config),

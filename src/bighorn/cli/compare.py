@@ -129,7 +129,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         "target": target,
         "processes": processes,
     }
-    about = provenance(ctx)  # before the runs: what is committed meanwhile is not what ran
+    about = provenance(command_line(ctx))
     runs = sweep.count(bases, grids, config.seeds, tuning_seeds)
     if config.study is not None:
         console.print(STUDIES[config.study].asks)

@@ -8,19 +8,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
 import bighorn
 from bighorn import kernels
-from bighorn.cli.options import command_line
 from bighorn.kernels.cpu import library
 
 
-def provenance(ctx: click.Context) -> dict[str, Any]:
-    """What it takes to judge figures: the command, when and from which sources it ran, on what."""
+def provenance(command: str) -> dict[str, Any]:
+    """What it takes to judge figures: the command, when and from which sources it ran, on what.
+
+    To be asked for before the runs: these are a load, and what is committed meanwhile is not what ran.
+    """
     return {
-        "command": command_line(ctx),
+        "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **commit(),
         "environment": environment(),

@@ -106,7 +106,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
             files.check_writable(path, flag)
     dataset = TASKS[config.task].load(config.data)
     run = Run(config, dataset)
-    about = provenance(ctx)
+    about = provenance(command_line(ctx))
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{config.task}: {dataset.description}; {config.optimizer}, batch {config.batch_size}")
     curve, ended = sweep(run, search, console)

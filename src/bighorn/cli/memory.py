@@ -111,7 +111,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
         console.print(f"Report: {report}")
     if json_file is not None:
         content = {
-            **provenance(ctx),
+            **provenance(command_line(ctx)),
             "config": asdict(config),
             "parameters": elements,
             "total": {name: sum(mine.values()) for name, mine in sizes.items()},

@@ -373,7 +373,7 @@ GPU = torch.zeros(3, device="meta")  # stands for a tensor on a device that this
 
 @compiled
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lamb.why_not(CPU, OPTIONS) == "it lies on cpu"
+    assert lamb.why_not(CPU, OPTIONS) == "it lies on cpu, not on a GPU"
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
     assert lamb.why_not(GPU, OPTIONS) is None

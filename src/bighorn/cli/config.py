@@ -15,6 +15,7 @@ from bighorn.cli.options import option
 from bighorn.cli.schedule import DECAYS, warmup_steps
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, positive
+from bighorn.kernels import BACKENDS
 from bighorn.schedules import scaled_lr
 from bighorn.schedules.large_batch import RULES
 
@@ -84,9 +85,7 @@ class RunConfig:
         "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated.",
         shown="none",
     )
-    backend: str | None = option(
-        None, "Kernels of lamb and came.", shown="auto", choices=("auto", "reference", "foreach", "cpu")
-    )
+    backend: str | None = option(None, "Kernels of lamb and came.", shown="auto", choices=("auto", *BACKENDS))
     threads: int | None = option(
         None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
     )

@@ -122,5 +122,5 @@ def test_telemetry_reaches_what_report_to_names(tmp_path: Path, monkeypatch: pyt
 def test_a_period_that_is_none_is_refused() -> None:
     from bighorn.integrations.transformers import TelemetryCallback
 
-    with pytest.raises(ValueError, match="steps=0 between two reports"):
+    with pytest.raises(ValueError, match="every=0 is out of range"):
         TelemetryCallback(None, every=0)

@@ -286,6 +286,38 @@ def test_an_unknown_group_key_suggests_the_nearest(kind: Kind, name: str) -> Non
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: 0.1})
 
 
+WRITTEN = MISSPELT_KEYS | {"max_grad_nrom": "max_grad_norm", "weight_decays": "weight_decay", "beta1": "betas"}
+
+
+@pytest.mark.parametrize("name", [name for name, nearest in WRITTEN.items() if nearest])
+def test_a_misspelt_key_written_into_a_group_later(name: str, kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    optimizer.param_groups[0][name] = 0.0
+    message = rf"param_groups\[0\].*{name!r} \(did you mean {WRITTEN[name]!r}"
+    for method in (optimizer.step, optimizer.explain):
+        with refused(parameters, optimizer, TypeError, message):
+            method()
+    del optimizer.param_groups[0][name]
+    optimizer.step()
+    optimizer.param_groups[0]["fused"] = True
+    with refused(parameters, optimizer, TypeError, "'fused'.*torch.optim.*backend"):
+        optimizer.step()
+
+
+NOTES = ("initial_weight_decay", "lr_scale", "lr_mult", "decay_mult", "wd_multiplier", "is_last_layer", "min_momentum")
+"""What MMEngine, timm, DINO and others write into groups for themselves."""
+
+
+def test_what_trainers_note_in_a_group_stays(kind: Kind) -> None:
+    _, optimizer = stepped(kind)
+    optimizer.param_groups[0] |= dict.fromkeys(NOTES, 0.5)
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    copied.load_state_dict(optimizer.state_dict())
+    copied.step()
+    assert [copied.param_groups[0][name] for name in NOTES] == [0.5] * len(NOTES)
+
+
 OF_THE_WHOLE: dict[str, Any] = {
     "max_grad_norm": 2.0,
     "skip_nonfinite": True,

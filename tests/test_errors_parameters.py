@@ -24,6 +24,7 @@ def test_an_empty_parameter_list(empty: Any, kind: Kind) -> None:
         kind(empty, lr=0.1)
 
 
+EQUAL_NAMES = "params has 2 parameters called 'a': .* prefix"
 PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("tensor", lambda: torch.ones(3, requires_grad=True), (TypeError, "iterable|list|params")),
     ("numbers", lambda: [1.0, 2.0], (TypeError, "tensor|param")),
@@ -42,6 +43,7 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("not-a-leaf", lambda: [torch.ones(3, requires_grad=True) * 2], (ValueError, "no leaf.*pass those")),
     ("integers", lambda: [torch.ones(3, dtype=torch.int64)], ((ValueError, TypeError), "int64|float")),
     ("booleans", lambda: [torch.ones(3, dtype=torch.bool)], ((ValueError, TypeError), "bool|float")),
+    ("float8", lambda: [torch.ones(3).to(torch.float8_e4m3fn)], (ValueError, "float8_e4m3fn, .*torch.float16.*cast")),
     (
         "half-named",
         lambda: [("a", Parameter(torch.ones(2))), Parameter(torch.ones(2))],
@@ -50,6 +52,10 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("expanded", lambda: [torch.ones(1).expand(4)], (ValueError, "memory.*clone")),
     ("windows", lambda: [torch.ones(4).as_strided((3, 2), (1, 1))], (ValueError, "memory.*clone")),
     ("few-names", lambda: [{"params": weights(), "param_names": ["a", "b"]}], (ValueError, "param_names.*2.*3")),
+    ("text-of-names", lambda: [{"params": weights(), "param_names": "abc"}], (TypeError, "param_names.*list.*'abc'$")),
+    ("numbers-for-names", lambda: [{"params": weights(), "param_names": [0, 1, 2]}], (TypeError, "param_names.*0, 1")),
+    ("equal-names", lambda: [(name, p) for name, p in zip("aba", weights(), strict=True)], (ValueError, EQUAL_NAMES)),
+    ("equal-param-names", lambda: [{"params": weights(), "param_names": list("aba")}], (ValueError, EQUAL_NAMES)),
     ("no-params-key", lambda: [{"lr": 0.1}], ((KeyError, TypeError, ValueError), "params")),
 ]
 
@@ -58,6 +64,31 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
 def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str], kind: Kind) -> None:
     with pytest.raises(refusal[0], match=refusal[1]):
         kind(make(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([Parameter(torch.ones(2).to(torch.float8_e5m2))], "float8_e5m2.*cast"),
+        ([Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)], "int8.*cast"),
+        ([("a", Parameter(torch.ones(2))), ("a", Parameter(torch.ones(2)))], EQUAL_NAMES),
+    ],
+    ids=["float8", "int8", "equal-names"],
+)
+def test_what_is_no_late_parameter(params: list[Any], message: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, ValueError, message):
+        optimizer.add_param_group({"params": params})
+
+
+def test_a_parameter_whose_dtype_became_one_that_cannot_be_optimized(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    parameters[0].grad = None
+    parameters[0].grad_dtype = torch.float32
+    parameters[0].data = parameters[0].data.to(torch.float8_e4m3fn)
+    parameters[0].grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("view", [torch.ones(1).expand(4), torch.ones(4).as_strided((3, 2), (1, 1))], ids=str)

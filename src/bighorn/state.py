@@ -26,6 +26,9 @@ LAMB keeps both in blocks with scales (`kernels/codec.py`) in float16 and int8. 
 as it is in float16, since it is near 1; its second moment is averages of many elements, which cost next to nothing.
 """
 
+REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What parameters and gradients can be in, besides complex dtypes."""
+
 MIN_8BIT_SIZE = 4096
 """Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
 
@@ -64,6 +67,11 @@ Spec = Mapping[str, Kept]
 
 def why_unfit(param: Tensor, state_dtype: str | None, weight_rounding: str) -> str | None:
     """Why a parameter cannot be optimized in such a precision, with the remedy, or None."""
+    if not (param.dtype in REAL_DTYPES or param.is_complex()):
+        return (
+            f"its dtype is {param.dtype}, and steps are for {', '.join(map(str, REAL_DTYPES))} and complex ones: keep "
+            "the parameter in one of these, and cast it where the model uses it"
+        )
     if state_dtype == "int8" and param.dtype in (torch.float64, torch.complex64, torch.complex128):
         return (
             f'its dtype is {param.dtype}, and state_dtype="int8" is for real parameters of 32 bits or less: give it a '

@@ -195,7 +195,7 @@ def parameter(name: object, param: object, *, stacked: bool) -> None:
 
     Raises:
         TypeError: It is no tensor.
-        ValueError: Its dtype, layout or kind cannot be optimized.
+        ValueError: Its layout or kind cannot be optimized.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"params must be tensors or pairs of a name and a tensor, but a name is {_brief(name)}")
@@ -204,8 +204,6 @@ def parameter(name: object, param: object, *, stacked: bool) -> None:
         raise TypeError(f"params must be tensors, but {what} is {_brief(param)}")
     if not (param.is_leaf or param.retains_grad):
         raise ValueError(f"{what} is no leaf: it was computed from others, which get the gradients; pass those")
-    if not (param.is_floating_point() or param.is_complex()):
-        raise ValueError(f"{what} has dtype {param.dtype}; only floating-point and complex ones can be optimized")
     if param.layout != torch.strided:
         raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
     reason = sharding.why_refused(param)
@@ -241,6 +239,26 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
         if isinstance(name, str) and name in TORCH_ONLY:
             raise TypeError(f"{where} got {name!r}, an option of torch.optim but not of ours: {TORCH_ONLY[name]}")
         raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
+
+
+NEAR = 0.8
+"""From which likeness on (`difflib`'s) a key is taken for an option's misspelt name."""
+
+
+def refuse_misspelt(names: Iterable[object], options: Iterable[str], where: str) -> None:
+    """As `refuse_unknown`, but what is not like an option's name is somebody else's note: trainers write their own.
+
+    `initial_weight_decay` and `lr_scale` are such notes: an option's whole name is a part of theirs.
+    """
+    options = list(options)
+    refuse_unknown([name for name in names if name in TORCH_ONLY or _misspells(name, options)], options, where)
+
+
+def _misspells(name: object, options: list[str]) -> bool:
+    if not isinstance(name, str) or name in options:
+        return False
+    near = difflib.get_close_matches(name, options, n=1, cutoff=NEAR)
+    return bool(near) and not any(name.startswith(f"{word}_") or name.endswith(f"_{word}") for word in options)
 
 
 def _hint(name: object, known: Iterable[object]) -> str:

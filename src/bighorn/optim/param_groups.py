@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,9 @@ SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
 
 OURS = (COUNT, foreign.VERSION)
 """Keys that we keep in a group, since every way of saving keeps groups."""
+
+NO_OPTIONS = (*LABELS, *SCHEDULERS, *OURS)
+"""Every key that a group may be given beside options."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
@@ -50,7 +54,7 @@ def joining(
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
     group = settings.without_own(given)
-    checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *algorithm.options], "a parameter group")
+    checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")
     group.update(algorithm.checked(group))
     group["params"] = named(group["params"], settings.names)
     pairs = [isinstance(param, tuple) for param in group["params"]]
@@ -69,8 +73,10 @@ def joining(
         tensors.append(tensor)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
-    if len(group.get("param_names", tensors)) != len(tensors):
-        raise ValueError(f"param_names has {len(group['param_names'])} names for {len(tensors)} parameters")
+    if any(pairs):
+        _check_names([name for name, _ in group["params"]], len(tensors))
+    elif "param_names" in group:
+        _check_names(group["param_names"], len(tensors))
     lr = group.get("lr", defaults["lr"])
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
         group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
@@ -79,6 +85,23 @@ def joining(
     for position, tensor in enumerate(tensors):
         algorithm.refuse_unfit(complete, tensor, place_of(len(others), position))
     return complete, tensors
+
+
+def _check_names(names: object, count: int) -> None:
+    """Raise unless these are names, one for each parameter, and each another.
+
+    What is said of a parameter, and its random bits, go by its name. Groups may be of several models with equal names.
+    """
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"param_names must be names in a list, not {names!r}")
+    if len(names) != count:
+        raise ValueError(f"param_names has {len(names)} names for {count} parameters")
+    name, times = Counter(names).most_common(1)[0] if names else ("", 0)
+    if times > 1:
+        raise ValueError(
+            f"params has {times} parameters called {name!r}: give the names of each model a prefix of its own, or each "
+            "model a group"
+        )
 
 
 def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None) -> Group:
@@ -90,7 +113,7 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
     try:
         group = settings.without_own(group) if settings else group
         group = {foreign.VERSION: foreign.FORMAT, **{name: current[name] for name in algorithm.options}, **group}
-        checks.refuse_unknown(group, [*LABELS, *SCHEDULERS, *OURS, *algorithm.options], "it")
+        checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options, *current], "it")
         group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
         if COUNT in group:
             group[COUNT] = integer(COUNT, group[COUNT])
@@ -107,18 +130,23 @@ class Watch:
     """What stood in the groups when they were looked at last, since anybody may write into them."""
 
     def __init__(self) -> None:
+        self._keys: dict[int, tuple[str, ...]] = {}
         self._seen: dict[int, tuple[object, ...]] = {}
 
     def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings) -> bool:
         """Check what was written into groups, and put it into its canonical form; whether plans still hold.
 
         Raises:
-            TypeError: A value of a wrong type.
+            TypeError: A value of a wrong type, or a misspelt key.
             ValueError: A value out of range, or one that is no group's. No group has changed.
         """
         fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
         for index, group in enumerate(groups):
             settings.refuse_own(group, f"param_groups[{index}]")
+            if (keys := tuple(group)) != self._keys.get(index):
+                names = [*algorithm.options, *vars(settings)]
+                checks.refuse_misspelt([key for key in keys if key not in NO_OPTIONS], names, f"param_groups[{index}]")
+                self._keys[index] = keys
             values = tuple(group.get(name, REMOVED) for name in algorithm.options)
             if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
                 values = tuple((defaults | group)[name] for name in algorithm.options)

@@ -18,10 +18,9 @@ from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Variant
 from bighorn.optim.parts import Part, row_shard
 from bighorn.sharding import Cut, Ranks
-from bighorn.state import local_view, overlaps, real_view
+from bighorn.state import REAL_DTYPES, local_view, overlaps, real_view
 
 State = dict[str, Any]
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass
@@ -253,7 +252,7 @@ def _check_grad(part: Part, grad: Tensor) -> None:
             "p.grad = p.grad.redistribute(placements=p.placements)"
         )
     fits = grad.shape == param.shape and grad.is_complex() == param.is_complex() and grad.device == param.device
-    if not fits or not (grad.is_complex() or grad.dtype in GRAD_DTYPES):
+    if not fits or not (grad.is_complex() or grad.dtype in REAL_DTYPES):
         raise ValueError(
             f"the gradient of {part.label} has shape {tuple(grad.shape)} and dtype {grad.dtype} on {grad.device}, the "
             f"parameter {tuple(param.shape)} and {param.dtype} on {param.device}: compute it anew, after zero_grad(), "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,28 +17,26 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 import overlapping
 from bighorn import Came, Lamb, TailOverlap
-from together import outcomes
+from together import Outcome, outcomes
 
 LIMIT = 200
 
 
-def run_ranks(world: int, folder: Path, *scenarios: str) -> tuple[list[int], list[str]]:
-    """Exit codes and what was written to stderr, of each rank."""
-    program = str(Path(__file__).with_name("overlapping.py"))
-    commands = [
-        [sys.executable, program, str(rank), str(world), str(folder / "store"), str(folder), *scenarios]
-        for rank in range(world)
-    ]
-    return outcomes(commands, LIMIT)
+def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
+    program = Path(overlapping.__file__)
+    return outcomes(program, [[rank, world, folder / "store", folder, *scenarios] for rank in range(world)], LIMIT)
+
+
+def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:
+    """What each scenario said on each rank, all run in the same processes: nothing, or a traceback."""
+    ranks = run_ranks(world, folder, *scenarios)
+    assert [rank.code for rank in ranks] == [0] * world, ranks
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each scenario said on each of two ranks, all run in one pair of processes: nothing, or a traceback."""
-    folder = tmp_path_factory.mktemp("two")
-    codes, errors = run_ranks(2, folder, *overlapping.SCENARIOS)
-    assert codes == [0, 0], errors
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return said(2, tmp_path_factory.mktemp("two"), *overlapping.SCENARIOS)
 
 
 @pytest.mark.parametrize("scenario", overlapping.SCENARIOS)
@@ -49,10 +46,7 @@ def test_two_ranks(scenario: str, of_two_ranks: list[dict[str, str]]) -> None:
 
 @pytest.mark.parametrize(("world", "scenarios"), [(4, ["lamb", "clip", "groups"]), (3, ["late-overflow"])])
 def test_more_ranks(world: int, scenarios: list[str], tmp_path: Path) -> None:
-    codes, errors = run_ranks(world, tmp_path, *scenarios)
-    assert codes == [0] * world, errors
-    for rank in range(world):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == dict.fromkeys(scenarios, "")
+    assert said(world, tmp_path, *scenarios) == [dict.fromkeys(scenarios, "")] * world
 
 
 @pytest.mark.parametrize(
@@ -65,10 +59,10 @@ def test_more_ranks(world: int, scenarios: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_path: Path) -> None:
-    codes, errors = run_ranks(2, tmp_path, "failing", where)
-    assert 0 not in codes
-    assert elsewhere in errors[0]
-    assert why in errors[1]
+    first, second = run_ranks(2, tmp_path, "failing", where)
+    assert 0 not in (first.code, second.code)
+    assert elsewhere in first.errors
+    assert why in second.errors
 
 
 # ---- a single process -------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,9 +70,8 @@ SCRIPT = """
 
 
 def run_ranks(script: str, world: int, *arguments: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    codes, errors = outcomes([[*command, str(rank), *arguments] for rank in range(world)], LIMIT)
-    assert codes == [0] * world, errors
+    ranks = outcomes(script, [[rank, *arguments] for rank in range(world)], LIMIT)
+    assert [rank.code for rank in ranks] == [0] * world, ranks
 
 
 @pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle", "empty"])

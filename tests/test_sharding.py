@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
     """What each scenario said on each of so many ranks: nothing, or a traceback."""
-    program = sharded.__file__
-    commands = [[sys.executable, program, str(rank), str(world), str(folder)] for rank in range(world)]
-    codes, errors = outcomes(commands, LIMIT)
-    assert codes == [0] * world, errors
+    ranks = outcomes(Path(sharded.__file__), [[rank, world, folder] for rank in range(world)], LIMIT)
+    assert [rank.code for rank in ranks] == [0] * world, ranks
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 

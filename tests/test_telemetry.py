@@ -1,4 +1,4 @@
-"""Scalars for loggers: the figures of the last step under tags, every so many steps, with one wait for the device."""
+"""The figures of the last step: as the optimizer gives them, and as scalars for loggers, every so many steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,45 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, telemetry
 from cases import Kind
-from contract import OWN, assert_bitwise, backward, copies, figures, model
+from contract import CASE, OWN, advance, assert_bitwise, backward, copies, figures, model
+
+
+def test_telemetry_is_of_its_own_step(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(1))
+    first = figures(optimizer.telemetry())
+    kept = {name: column.clone() for name, column in first.items()}
+    advance(case, parameters, optimizer, range(1, 2))
+    for name, column in figures(optimizer.telemetry()).items():
+        assert first[name].equal(kept[name])
+        assert not column.equal(kept[name])
+
+
+def test_telemetry_has_one_entry_for_each_parameter_or_slice(kind: Kind, backend: str) -> None:
+    net = nn.Linear(3, 4)
+    groups: list[dict[str, Any]] = [
+        {"params": [("weight", net.weight)], "stacked": True},
+        {"params": [("bias", net.bias)]},
+    ]
+    optimizer = kind(groups, lr=0.1, backend=backend)
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    told = optimizer.telemetry()
+    assert len(told.names) == 5
+    assert told.names[-1] == "bias"
+    for column in figures(told).values():
+        assert column.shape == (5,)
+        assert column.dtype is torch.float32
+
+
+# ---- for loggers -----------------------------------------------------------------------------------------------------
 
 OURS = {Lamb: ("weight_norm", "update_norm", "trust_ratio"), Came: ("update_rms", "clip_factor", "confidence")}
 

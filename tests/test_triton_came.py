@@ -19,10 +19,10 @@ from bighorn.cli.shapes import SHAPES
 from bighorn.kernels import Bucket, CameOptions, codec, rounding
 from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.kernels.triton import came, came_part, device, stepper, tiles
+from came_cases import DEFAULTS
 from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
 from pretended import Driver, compiled_while_numbers_change
-from test_came_kernels import DEFAULTS
 
 pytest.importorskip("triton")
 

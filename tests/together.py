@@ -1,32 +1,97 @@
-"""Processes that work together, each under a time limit, so that none is left behind that waits for another."""
+"""Processes that work together, each under a time limit, so that none is left behind that waits for another.
+
+Each is forked from one that has imported torch and bighorn and done nothing else: to import them takes seconds.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "bighorn",
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "torch.distributed.tensor.parallel",
+    ]
+)
 
-def outcomes(commands: Sequence[Sequence[str]], limit: float) -> tuple[list[int], list[str]]:
-    """Runs the commands beside each other: exit codes, and what was written to stderr, of each.
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended, and what it wrote to stdout and stderr."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def outcomes(
+    program: str | Path,
+    arguments: Sequence[Sequence[object]],
+    limit: float,
+    environment: Mapping[str, str] | None = None,
+) -> list[Outcome]:
+    """Runs a program, a file or its text, beside itself with each of these arguments.
 
     Past the limit, in seconds, the test fails and tells where each process stood: one that waits for another is told
     from a machine too busy to get there.
     """
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # a process that is aborted says what it was doing
-    processes = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True, env=environment) for each in commands]
-    try:
-        errors = [process.communicate(timeout=limit)[1] for process in processes]
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if isinstance(program, str):
+            (folder / "program.py").write_text(textwrap.dedent(program))
+            program = folder / "program.py"
+        given = dict(os.environ if environment is None else environment)
+        written = [(folder / f"output-{rank}", folder / f"errors-{rank}") for rank in range(len(arguments))]
+        processes = [
+            FORKS.Process(target=become, args=([str(program), *map(str, words)], given, *files))
+            for words, files in zip(arguments, written, strict=True)
+        ]
         for process in processes:
-            process.send_signal(signal.SIGABRT)
-        ends = "\n\n".join(process.communicate(timeout=10)[1] for process in processes)
-        pytest.fail(f"not done after {limit:g} seconds:\n{ends}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in processes], errors
+            process.start()
+        try:
+            ends_at = time.monotonic() + limit
+            for process in processes:
+                process.join(max(0, ends_at - time.monotonic()))
+            late = [process for process in processes if process.is_alive()]
+            for process in late:
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGABRT)
+                process.join(10)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        texts = [tuple(path.read_text() if path.exists() else "" for path in files) for files in written]
+        if late:
+            pytest.fail(f"not done after {limit:g} seconds:\n" + "\n\n".join(errors for _, errors in texts))
+        return [Outcome(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def become(argv: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
+    """In a new process: run a program as Python would that is started with these words."""
+    for descriptor, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    faulthandler.enable()  # a process that is aborted says what it was doing
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")

@@ -214,16 +214,21 @@ def changed_on_the_wire() -> None:
         ),
         lambda model: model.zero_grad(set_to_none=False),
     ):
-        inner = network()
+        inner, alone = network(), network()
         ddp = distributed(inner)
-        overlap = TailOverlap(ddp, AdamW(inner.parameters()))
+        overlap, plain = TailOverlap(ddp, AdamW(inner.parameters())), AdamW(alone.parameters())
         backward(loss(ddp, mine(batch(0))))
         change(inner)
-        with raises(RuntimeError, "on the wire", "overlap.synchronize()"):
-            overlap.step()
-        torch.testing.assert_close(inner.get_parameter("0.0.bias"), network().get_parameter("0.0.bias"), rtol=0, atol=0)
-        for flight in overlap._flights:
-            flight.wait()
+        for look in (overlap.step, overlap.synchronize):
+            with raises(RuntimeError, "on the wire", "overlap.synchronize()", "overlap.zero_grad()"):
+                look()
+        torch.testing.assert_close(inner.get_parameter("0.0.bias"), alone.get_parameter("0.0.bias"), rtol=0, atol=0)
+        overlap.zero_grad()
+        backward(loss(ddp, mine(batch(1))))
+        overlap.step()
+        backward(loss(alone, batch(1)))
+        plain.step()
+        assert_same(inner, alone)
 
 
 def two_backwards() -> None:
@@ -236,8 +241,7 @@ def two_backwards() -> None:
         backward(both)
     with raises(RuntimeError, "on the wire", "overlap.synchronize()"):
         overlap.step()
-    for flight in overlap._flights:
-        flight.wait()
+    overlap.zero_grad()
 
 
 def joined_inputs() -> None:

@@ -41,7 +41,7 @@ class Flight:
         if replaced or self.buffer._version != self.version:
             raise RuntimeError(
                 "gradients were changed while they were on the wire (clip_grad_norm_ and the like between backward() "
-                "and step()): call overlap.synchronize() before that"
+                "and step()): call overlap.synchronize() before that; overlap.zero_grad() forgets these"
             )
 
 

@@ -111,12 +111,12 @@ class TailOverlap:
             self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those on the wire too.
+        """Forget the gradients, those on the wire too, whatever was done to them.
 
         Args:
             set_to_none: As of `optimizer.zero_grad`. Default: True.
         """
-        self.synchronize()
+        self._land()
         self.optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
@@ -126,6 +126,10 @@ class TailOverlap:
         """
         for flight in self._flights:
             flight.check_untouched()
+        self._land()
+
+    def _land(self) -> None:
+        for flight in self._flights:
             flight.wait()
         self._flights.clear()
 

@@ -26,6 +26,7 @@ from contract import (
     model,
     runs,
 )
+from refusals import refused
 
 
 def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(kind: Kind, backend: str) -> None:
@@ -41,6 +42,16 @@ def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(kind: Kind
         first, second = (optimizer.step(closure).detach() for _ in range(2))
     assert second.item() < first.item()
     assert optimizer.step() is None
+
+
+def test_what_is_no_closure(kind: Kind) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1)
+    loss = backward(net)
+    with refused(
+        list(net.parameters()), optimizer, TypeError, r"closure must be a function.*not a Tensor: call loss\."
+    ):
+        optimizer.step(loss)
 
 
 def test_step_hooks(kind: Kind) -> None:

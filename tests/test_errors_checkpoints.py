@@ -202,6 +202,18 @@ def test_a_state_that_is_no_dict(damage: Any, kind: Kind) -> None:
         optimizer.load_state_dict({**state, "state": {**state["state"], 0: damage}})
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["a", "b"], "2 names for 3 parameters"), (["a", "b", "a"], "2 parameters called 'a'"), ("abc", "in a list")],
+)
+def test_names_that_do_not_fit(names: object, message: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = names
+    with refused(parameters, optimizer, ValueError, rf"param_groups\[0\].*{message}"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_state_of_no_parameter(kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     state = optimizer.state_dict()

@@ -163,3 +163,5 @@ def test_a_wrong_rule_is_refused(match: Any, options: dict[str, Any], kind: type
 def test_the_report_wants_groups() -> None:
     with pytest.raises(TypeError, match=r"as optimizer.param_groups, not a Lamb"):
         groups.report(Lamb(model().parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"as optimizer.param_groups, not of a Parameter"):
+        groups.report(model().parameters())  # type: ignore[arg-type]

@@ -103,6 +103,18 @@ def test_what_is_refused() -> None:
     stepped.step()
     with pytest.raises(ValueError, match="before its first step"):
         shard_update(stepped)
+    with pytest.raises(TypeError, match=r"process_group must be a .*ProcessGroup, not 3"):
+        shard_update(Lamb(model.parameters()), process_group=3)
+
+
+def test_what_is_spread_already() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        spread = shard_update(Lamb([Parameter(torch.ones(2))]))
+        with pytest.raises(ValueError, match="is a ZeroRedundancyOptimizer, spread over ranks already"):
+            shard_update(spread)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_a_process_group() -> None:

@@ -121,12 +121,16 @@ def report(groups: Iterable[Mapping[str, Any]]) -> str:
         groups: Dicts with `params`, as optimizers take and keep them.
 
     Raises:
-        TypeError: They are in no list.
+        TypeError: They are no dicts in a list.
     """
     if not isinstance(groups, Iterable):
         raise TypeError(f"groups must be dicts in a list, as optimizer.param_groups, not a {type(groups).__name__}")
     lines = []
     for index, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise TypeError(
+                f"groups must be dicts in a list, as optimizer.param_groups, not of a {type(group).__name__}"
+            )
         params = [param if isinstance(param, tuple) else (None, param) for param in group["params"]]
         names = group.get("param_names") or [name or f"params[{i}]" for i, (name, _) in enumerate(params)]
         options = {key: value for key, value in group.items() if key not in ("name", "params", "param_names")}

@@ -133,12 +133,14 @@ class KernelOptimizer(Optimizer):
 
         Raises:
             RuntimeError: A gradient is sparse, or a torch LRScheduler and a schedule both drive a group's lr.
+            TypeError: `closure` is no function, or a group holds a misspelt key or a value of a wrong type.
             ValueError: A gradient does not fit its parameter, an option in a group is out of range, or a schedule is
                 over; parameters and state are as before.
         """
         loss = None
         try:
             if closure is not None:
+                checks.closure(closure)
                 with torch.enable_grad():
                     loss = closure()
             self._step(None, lambda _: None)

@@ -190,6 +190,15 @@ def process_group(value: object, *, used: bool) -> Any:
     return value
 
 
+def closure(value: object) -> None:
+    """Raise for what is no function, such as a loss."""
+    if not callable(value):
+        raise TypeError(
+            f"closure must be a function that computes the loss anew, not {_brief(value)}: call loss.backward(), and "
+            "step() without it"
+        )
+
+
 def parameter(name: object, param: object, *, stacked: bool) -> None:
     """A tensor that can be optimized here.
 

@@ -114,6 +114,8 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
         group = settings.without_own(group) if settings else group
         group = {foreign.VERSION: foreign.FORMAT, **{name: current[name] for name in algorithm.options}, **group}
         checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options, *current], "it")
+        if "param_names" in group:
+            _check_names(group["param_names"], len(group["params"]))
         group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
         if COUNT in group:
             group[COUNT] = integer(COUNT, group[COUNT])

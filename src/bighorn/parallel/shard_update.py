@@ -36,9 +36,9 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
         process_group: The ranks. Default: None, which is all of them.
 
     Raises:
-        TypeError: Something else than an Optimizer.
-        ValueError: It has stepped already, its parameters are sharded themselves (FSDP2, tensor parallelism), or they
-            differ in dtype, which ZeroRedundancyOptimizer cannot hold.
+        TypeError: Something else than an Optimizer, or than a process group.
+        ValueError: It is spread already or has stepped already, its parameters are sharded themselves (FSDP2, tensor
+            parallelism), or they differ in dtype, which ZeroRedundancyOptimizer cannot hold.
 
     Source: Ascend's NPUDistributedOptimizer with `is_weight_update_sharding`; torch's ZeroRedundancyOptimizer.
 
@@ -57,6 +57,10 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
         from torch.distributed.optim import ZeroRedundancyOptimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, not {process_group!r}")
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ValueError("optimizer is a ZeroRedundancyOptimizer, spread over ranks already: use it as it is")
     if optimizer.state:
         raise ValueError("optimizer has state already, which would be lost: shard it before its first step")
     dtypes = sorted({str(p.dtype) for group in optimizer.param_groups for p in group["params"]})

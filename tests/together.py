@@ -23,7 +23,7 @@ import pytest
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "bighorn",
+        "bighorn.cli.commands",
         "pytest",
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
@@ -48,22 +48,28 @@ def outcomes(
     arguments: Sequence[Sequence[object]],
     limit: float,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> list[Outcome]:
-    """Runs a program, a file or its text, beside itself with each of these arguments.
+    """Runs a program, a file or its text, beside itself with each of these arguments, in a folder.
 
+    Each process is told its number as torchrun does.
     Past the limit, in seconds, the test fails and tells where each process stood: one that waits for another is told
     from a machine too busy to get there.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         if isinstance(program, str):
-            (folder / "program.py").write_text(textwrap.dedent(program))
-            program = folder / "program.py"
-        given = dict(os.environ if environment is None else environment)
-        written = [(folder / f"output-{rank}", folder / f"errors-{rank}") for rank in range(len(arguments))]
+            path = Path(name) / "program.py"
+            path.write_text(textwrap.dedent(program))
+            program = path
+        count = str(len(arguments))
+        given = {**(environment or os.environ), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        written = [(Path(name) / f"output-{rank}", Path(name) / f"errors-{rank}") for rank in range(len(arguments))]
         processes = [
-            FORKS.Process(target=become, args=([str(program), *map(str, words)], given, *files))
-            for words, files in zip(arguments, written, strict=True)
+            FORKS.Process(
+                target=become,
+                args=([str(program), *map(str, words)], {**given, "RANK": str(rank)}, folder or Path.cwd(), *files),
+            )
+            for rank, (words, files) in enumerate(zip(arguments, written, strict=True))
         ]
         for process in processes:
             process.start()
@@ -86,12 +92,13 @@ def outcomes(
         return [Outcome(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
 
 
-def become(argv: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
+def become(argv: list[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
     """In a new process: run a program as Python would that is started with these words."""
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     faulthandler.enable()  # a process that is aborted says what it was doing
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")

@@ -1,10 +1,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from bighorn.cli.commands import bighorn
-from cli.helpers import Invoke, write_idx
+from cli.helpers import Invoke, without_dropout, write_idx, write_text
 
 
 @pytest.fixture
@@ -31,5 +32,13 @@ def idx_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(400)))
+    write_text(path)
     return path
+
+
+@pytest.fixture
+def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs in this process, in the folder in which others have worked, without dropout as theirs."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
+    monkeypatch.chdir(together)
+    return invoke

@@ -30,6 +30,12 @@ def write_idx(folder: Path) -> Path:
     return folder
 
 
+def write_text(path: Path, ending: str = "") -> None:
+    """Four hundred lines of arithmetic, which is what a language model of a few steps can learn something of."""
+    ends = (7 if ending and number % 3 == 0 else ending for number in range(400))
+    path.write_text("".join(f"{n} times {n} is {n * n}{end}.\n" for n, end in enumerate(ends)))
+
+
 def without_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001 - torch's signature
     return input
 

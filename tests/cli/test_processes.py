@@ -6,26 +6,28 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bighorn.cli.training import Run
-from cli.helpers import Invoke, without_dropout, write_idx
-
-LIMIT = 100
-"""Seconds that a launch may take on a machine with much else to do."""
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TWO = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-SEVERAL = str(Path(__file__).with_name("several.py"))
-VARIABLES = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+from cli.helpers import Invoke, write_idx, write_text
+from cli.launches import (
+    LIMIT,
+    SEVERAL,
+    TORCHRUN,
+    TWO,
+    VARIABLES,
+    assert_same_run,
+    history,
+    in_processes,
+    job,
+    under_torchrun,
+)
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {
@@ -59,26 +61,15 @@ REFUSED: list[tuple[list[str], str]] = [
 ]
 
 
-def job(*command: str, **events: int) -> dict[str, Any]:
-    return {"command": list(command), **events}
-
-
-def history(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())["history"]
-    return found
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two processes have done, one after the other, all that the tests below look at."""
-    together = tmp_path_factory.mktemp("together")
-    write_idx(together / "idx")
+    folder = tmp_path_factory.mktemp("together")
+    write_idx(folder / "idx")
     for name, text in (("text", "a"), ("only0", "a"), ("other0", "a"), ("other1", "+")):
-        lines = (f"{number} times {number} is {number * number}{text if number % 3 else 7}.\n" for number in range(400))
-        (together / f"{name}.txt").write_text("".join(lines))
-    alone = [sys.executable, SEVERAL, json.dumps([job(*RESUMED, "--save", "from1.pt", interrupt=3)])]
-    subprocess.run(alone, cwd=together, check=True, capture_output=True, timeout=LIMIT, env=VARIABLES | {"RANK": "0"})
-    shutil.copy(together / "from1.pt", together / "from1-again.pt")
+        write_text(folder / f"{name}.txt", text)
+    in_processes(1, folder, [job(*RESUMED, "--save", "from1.pt", interrupt=3)])
+    shutil.copy(folder / "from1.pt", folder / "from1-again.pt")
     jobs = [job(*RESUMED, *options) for options, _ in REFUSED]
     for name, (command, besides) in MODES.items():
         jobs.append(job(*command, *besides, "--json", f"{name}.json", "--save", f"{name}.pt"))
@@ -88,56 +79,35 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job("train", "--resume", "from1.pt", "--json", "to2.json"),
         job("train", "--resume", "from1-again.pt", "--json", "to2-shards.json", "--shard-update"),
     ]
-    done = subprocess.run(
-        [*TWO, SEVERAL, json.dumps(jobs)], cwd=together, capture_output=True, text=True, timeout=LIMIT, env=VARIABLES
-    )
+    done = under_torchrun(folder, jobs)
     assert done.returncode == 0, done.stderr
-    (together / "output").write_text(done.stdout)
-    return together
-
-
-@pytest.fixture
-def alone(invoke: Invoke, two: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs in this process, in the folder of the two, without dropout as theirs."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
-    monkeypatch.chdir(two)
-    return invoke
+    (folder / "output").write_text(done.stdout)
+    return folder
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_are_one_with_the_whole_batch(mode: str, alone: Invoke) -> None:
-    """Step by step and to rounding: losses, accuracies, tests and what the optimizer tells of itself."""
     alone(*MODES[mode][0], "--json", "one.json")
-    one, both = history(Path("one.json")), history(Path(f"{mode}.json"))
-    coarse = mode.startswith("fp16")
-    assert both["loss"] == pytest.approx(one["loss"], rel=2e-3 if coarse else 1e-4)
-    assert both["accuracy"] == pytest.approx(one["accuracy"], abs=0.011 if coarse else 1e-6)
-    for name in ("lr", "scale", "skipped", "gauge_steps", "layers"):
-        assert both[name] == one[name]
-    for gauge, rows in one["gauges"].items():
-        for ours, theirs in zip(both["gauges"][gauge], rows, strict=True):
-            assert ours == pytest.approx(theirs, rel=0.05 if coarse else 5e-3)
-    for ours, theirs in zip(both["tests"], one["tests"], strict=True):
-        assert ours == pytest.approx(
-            theirs, rel=2e-3 if coarse else 1e-3, abs=0.006 if coarse else 0
-        )  # a sample or two
+    assert_same_run(Path(f"{mode}.json"), Path("one.json"), coarse=mode.startswith("fp16"))
     saved = torch.load(f"{mode}.pt", weights_only=True)["run"]
     assert len(saved["optimizer"]["state"]) == len(saved["model"])
 
 
-def test_one_process_prints(two: Path) -> None:
-    output = (two / "output").read_text()
+def test_one_process_prints(together: Path) -> None:
+    output = (together / "output").read_text()
     finished = len(MODES) + 4  # resumed ones are four; the one that diverges does not come so far
     assert output.count("2 processes, each with 48 samples of a batch") == finished + 1 - 2  # of other tasks
     assert output.count("Optimizer state ") == finished
-    assert history(two / "overlap.json")["commands"][0].startswith("torchrun --nproc-per-node 2 --no-python bighorn")
+    assert history(together / "overlap.json")["commands"][0].startswith(
+        "torchrun --nproc-per-node 2 --no-python bighorn"
+    )
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=[text[:40] for _, text in REFUSED])
-def test_what_one_process_refuses_ends_all(number: int, two: Path) -> None:
+def test_what_one_process_refuses_ends_all(number: int, together: Path) -> None:
     """One process tells of it, also where it is another one's; the others end without a word."""
-    assert REFUSED[number][1] in (two / f"error-{number}-0").read_text()
-    assert (two / f"error-{number}-1").read_text() == "1"
+    assert REFUSED[number][1] in (together / f"error-{number}-0").read_text()
+    assert (together / f"error-{number}-1").read_text() == "1"
 
 
 @pytest.mark.parametrize("name", ["from2", "from2-shards"])
@@ -159,17 +129,14 @@ def test_two_processes_resume_what_one_has_saved(name: str, alone: Invoke) -> No
 
 
 def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
-    jobs = json.dumps([job(*DIGITS, fail=3)])
-    done = subprocess.run(
-        [*TWO, SEVERAL, jobs], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, env=VARIABLES
-    )
+    done = under_torchrun(tmp_path, [job(*DIGITS, fail=3)])
     assert done.returncode != 0
     assert "ZeroDivisionError: the reason of it all" in done.stderr
 
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     """As a terminal sends it: to torchrun and to all of its processes, one of which is slow to begin."""
-    command = [*TWO, SEVERAL, json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
+    command = [*TWO, str(SEVERAL), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,

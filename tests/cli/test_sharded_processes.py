@@ -1,22 +1,14 @@
 """``bighorn train --parallel``: real processes with shards of a model, their checkpoints, and processes that die."""
 
-import json
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from cli.helpers import Invoke, without_dropout
-from cli.test_processes import SEVERAL, TORCHRUN, TWO, VARIABLES, history, job
+from cli.helpers import Invoke, write_text
+from cli.launches import assert_same_run, history, in_processes, job
 
-LIMIT = 250
-"""Seconds that a launch may take on a machine with much else to do."""
-
-FOUR = [*TORCHRUN, "--standalone", "--nproc-per-node", "4"]
 TEXT = ["train", "--task", "text", "--data", "text.txt", "--steps", "4", "--batch-size", "8", "--threads", "1"]
 CLIPPED = [*TEXT, "--max-grad-norm", "0.5"]
 MODES: dict[str, tuple[list[str], list[str]]] = {
@@ -41,66 +33,31 @@ RESUMED: dict[int, dict[str, tuple[str, str]]] = {
 """By the number of processes: what they continue, a file of one process or a folder of two, and how."""
 
 
-def launch(folder: Path, launcher: list[str], jobs: list[dict[str, Any]], **variables: str) -> str:
-    done = subprocess.run(
-        [*launcher, SEVERAL, json.dumps(jobs)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=VARIABLES | variables,
-    )
-    assert done.returncode == 0, done.stderr
-    for number in range(len(jobs)):
-        (folder / f"store-{number}").unlink(missing_ok=True)
-    return done.stdout
-
-
-def write_text(folder: Path) -> None:
-    lines = (f"{number} times {number} is {number * number}{'a' if number % 3 else 7}.\n" for number in range(400))
-    (folder / "text.txt").write_text("".join(lines))
-
-
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which one, two and four processes have done all that the tests below look at."""
     folder = tmp_path_factory.mktemp("sharded")
-    write_text(folder)
+    write_text(folder / "text.txt")
     (folder / "text").mkdir()
-    launch(folder, [sys.executable], [job(*CLIPPED, "--save", "one.pt", interrupt=2)], RANK="0")
-    jobs = [job(*command) for command, _ in REFUSED]
-    jobs += [job(*command, *besides, "--json", f"{name}.json") for name, (command, besides) in MODES.items()]
-    jobs += [job(*CLIPPED, "--parallel", "fsdp", "--save", "two", interrupt=2)]
-    for processes, launcher in ((2, TWO), (4, FOUR)):
-        for name, (saved, parallel) in RESUMED[processes].items():
-            to = ["--save", name] if parallel != "ddp" else ["--save", f"{name}.pt"]
-            jobs.append(job("train", "--resume", saved, "--parallel", parallel, "--json", f"{name}.json", *to))
-        launch(folder, launcher, jobs)
-        jobs = []
+    of_two = [job(*command) for command, _ in REFUSED]
+    of_two += [job(*command, *besides, "--json", f"{name}.json") for name, (command, besides) in MODES.items()]
+    of_two += [job(*CLIPPED, "--parallel", "fsdp", "--save", "two", interrupt=2)]
+    jobs = {1: [job(*CLIPPED, "--save", "one.pt", interrupt=2)], 2: of_two, 4: []}
+    for processes, resumed in RESUMED.items():
+        for name, (saved, parallel) in resumed.items():
+            to = name if parallel != "ddp" else f"{name}.pt"
+            command = ["train", "--resume", saved, "--parallel", parallel, "--json", f"{name}.json", "--save", to]
+            jobs[processes].append(job(*command))
+    for processes, todo in jobs.items():
+        ended = in_processes(processes, folder, todo)
+        assert [process.code for process in ended] == [0] * processes, ended
     return folder
-
-
-@pytest.fixture
-def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs in this process, in the folder of the others, without dropout as theirs."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
-    monkeypatch.chdir(together)
-    return invoke
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_shards_are_one_process_with_the_whole_model(mode: str, alone: Invoke) -> None:
     alone(*MODES[mode][0], "--json", "one.json")
-    one, sharded = history(Path("one.json")), history(Path(f"{mode}.json"))
-    coarse = mode in {"fsdp-fp16", "fsdp-came-int8"}
-    assert sharded["loss"] == pytest.approx(one["loss"], rel=2e-3 if coarse else 1e-4)
-    assert sharded["accuracy"] == pytest.approx(one["accuracy"], abs=0.01 if coarse else 2e-3)
-    assert sharded["layers"] == one["layers"]
-    for gauge, rows in one["gauges"].items():
-        for ours, theirs in zip(sharded["gauges"][gauge], rows, strict=True):
-            assert ours == pytest.approx(theirs, rel=0.05 if coarse else 5e-3)
-    for ours, theirs in zip(sharded["tests"], one["tests"], strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-3 if coarse else 1e-3, abs=0.006)
+    assert_same_run(Path(f"{mode}.json"), Path("one.json"), coarse=mode in {"fsdp-fp16", "fsdp-came-int8"})
 
 
 @pytest.mark.parametrize("name", [name for names in RESUMED.values() for name in names])
@@ -142,25 +99,9 @@ def test_a_half_written_checkpoint_is_refused_by_name(alone: Invoke) -> None:
 @pytest.mark.parametrize("event", ["kill", "kill_saving"], ids=["in-a-step", "in-a-checkpoint"])
 def test_a_killed_process_ends_the_others(event: str, tmp_path: Path, invoke: Invoke) -> None:
     """With a message, at once; and the last complete checkpoint goes on."""
-    write_text(tmp_path)
-    jobs = json.dumps([job(*TEXT, "--parallel", "fsdp", "--save", "run", **{event: 3})])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, SEVERAL, jobs],
-            cwd=tmp_path,
-            env=VARIABLES | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [rank.wait(timeout=LIMIT) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0, -9]
+    write_text(tmp_path / "text.txt")
+    ended = in_processes(2, tmp_path, [job(*TEXT, "--parallel", "fsdp", "--save", "run", **{event: 3})])
+    assert [process.code for process in ended] == [0, -signal.SIGKILL]
     assert "process 0 of 2 stops, since another one has stopped" in (tmp_path / "error-0-0").read_text()
     if event == "kill_saving":
         assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["step-2", "step-3"]

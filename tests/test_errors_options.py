@@ -270,6 +270,12 @@ def test_an_unknown_option_suggests_the_nearest(kind: Kind, name: str) -> None:
         kind(weights(), lr=0.1, **{name: 0.1})  # type: ignore[arg-type]
 
 
+def test_an_option_of_a_group_is_told_where_it_goes(kind: Kind) -> None:
+    for name in kind.algorithm.group_only:
+        with pytest.raises(TypeError, match=rf"{name!r}, an option of a group: give \[.*{name!r}: \.\.\."):
+            kind(weights(), lr=0.1, **{name: True})  # type: ignore[arg-type]
+
+
 MISSPELT_KEYS = {"weigth_decay": "weight_decay", "learnrate": "", "stcked": "stacked"}
 OWN_MISSPELT_KEYS = {Lamb: MISSPELT_KEYS | {"adpat": "adapt"}, Came: MISSPELT_KEYS | {"factr": "factor", "adapt": ""}}
 

@@ -63,6 +63,7 @@ class KernelOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
         arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
+        checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(unknown, arguments, type(self).__name__)
         self._settings = Settings.of(arguments)
         self._drivers, self._order = [], []

@@ -250,6 +250,14 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
         raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
 
 
+def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:
+    """Raise for an option that only groups have, with where it goes."""
+    for name in set(names).intersection(group_only):
+        raise TypeError(
+            f'{where} got {name!r}, an option of a group: give [{{"params": ..., {name!r}: ...}}] as params'
+        )
+
+
 NEAR = 0.8
 """From which likeness on (`difflib`'s) a key is taken for an option's misspelt name."""
 

@@ -72,6 +72,32 @@ def test_something_else_than_a_manager() -> None:
         NPULossScaleOptimizer(Lamb(overlapping.network().parameters(), **LAMB), 128.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("switch", ["is_distributed", "is_loss_scale", "is_tailing_optimization"])
+def test_what_is_no_optimizer_and_no_switch(switch: str) -> None:
+    with pytest.raises(TypeError, match=r"^opt must be .*, not Linear$"):
+        NPUOptimizer(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"{switch} must be True or False, not 'no'"):
+        NPUOptimizer(Lamb(overlapping.network().parameters(), **LAMB), **{switch: "no"})  # type: ignore[arg-type]
+
+
+def test_a_state_that_does_not_fit_leaves_both_as_they_were() -> None:
+    model = overlapping.network()
+    scaled = NPUOptimizer(Lamb(model.parameters(), **LAMB), FixedLossScaleManager(2), is_loss_scale=True)
+    plain = NPUOptimizer(Lamb(model.parameters(), **LAMB))
+    other = NPUOptimizer(Lamb([nn.Parameter(torch.ones(2))], **LAMB), FixedLossScaleManager(8), is_loss_scale=True)
+    before = scaled.state_dict()
+    for state, words in (
+        (plain.state_dict(), "no state of a loss scaler, and there is one here.*is_loss_scale=False"),
+        (other.state_dict(), "parameter group"),
+        ({}, "with 'opt' and 'scaler'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            scaled.load_state_dict(state)
+        assert scaled.state_dict() == before
+    with pytest.raises(ValueError, match=r"has state of a loss scaler, and there is none here.*is_loss_scale=True"):
+        plain.load_state_dict(before)
+
+
 def test_tailing_without_distributed_warns_and_does_nothing() -> None:
     model = overlapping.network()
     with pytest.warns(UserWarning, match="no effect without is_distributed"):

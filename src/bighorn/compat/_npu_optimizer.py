@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bighorn import TailOverlap
+from bighorn.compat._checks import flag
 from bighorn.compat._loss_scale import LossScaleManager
 
 
@@ -31,7 +32,7 @@ class NPUOptimizer:
             optimisation. npu_bridge knows of no model. Default: None.
 
     Raises:
-        TypeError: `loss_scale_manager` is no manager.
+        TypeError: `opt` is no torch optimizer, `loss_scale_manager` no manager, or a switch neither True nor False.
         ValueError: `is_loss_scale` without a manager, a manager without `is_loss_scale`, `is_distributed` without a
             `model` that is a DistributedDataParallel; or what TailOverlap does not take.
 
@@ -55,6 +56,11 @@ class NPUOptimizer:
         *,
         model: DistributedDataParallel | None = None,
     ) -> None:
+        if not isinstance(opt, Optimizer):
+            raise TypeError(f"opt must be a torch.optim.Optimizer, not {type(opt).__name__}")
+        flag("is_distributed", is_distributed)
+        flag("is_loss_scale", is_loss_scale)
+        flag("is_tailing_optimization", is_tailing_optimization)
         if is_loss_scale != (loss_scale_manager is not None):
             raise ValueError(
                 f"is_loss_scale={is_loss_scale} with loss_scale_manager={loss_scale_manager}: scaling the loss takes "
@@ -104,10 +110,28 @@ class NPUOptimizer:
 
         Args:
             state_dict: With the optimizer's state, and the scaler's if there is one.
+
+        Raises:
+            ValueError: It is no such dict, has a scaler's state where there is none here or the other way round, or
+                the optimizer or the scaler refuses its part; both are as before.
         """
+        if not isinstance(state_dict, dict) or state_dict.keys() != {"opt", "scaler"}:
+            raise ValueError("state_dict must be what NPUOptimizer.state_dict() returned, with 'opt' and 'scaler'")
+        if bool(state_dict["scaler"]) != (self.scaler is not None):
+            there, here = ("", "none ") if state_dict["scaler"] else ("no ", "one ")
+            raise ValueError(
+                f"state_dict has {there}state of a loss scaler, and there is {here}here: make the optimizer with "
+                f"is_loss_scale={self.scaler is None} and load again"
+            )
+        before = self.state_dict()["scaler"]
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
-        self.opt.load_state_dict(state_dict["opt"])
+        try:
+            self.opt.load_state_dict(state_dict["opt"])
+        except BaseException:
+            if self.scaler is not None:
+                self.scaler.load_state_dict(before)
+            raise
 
 
 class NPULossScaleOptimizer(NPUOptimizer):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import Bucket, CameOptions, Kernel, codec
-from cases import Layout, arranged
+from leaves import Layout, arranged
 
 Make = Callable[[list[Bucket[CameOptions]]], Kernel]
 Factor = Literal["matrix", "last_two"]

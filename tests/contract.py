@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
-from cases import BACKENDS, CASES, INTERPRETED, ZOO, Case, Kind, Optimizer, set_gradients
+from cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
+from covering import covering
+from leaves import ZOO
 
 BY_ID = {case.id: case for case in CASES}
 CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
@@ -50,13 +52,18 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
 
 
 def runs(cases: Iterable[Case]) -> list[Any]:
-    """Each of these cases on each backend that serves it, for an indirect `backend` and a `case`."""
+    """Each of these cases on each backend that serves it, for an indirect `backend` and a `case`.
+
+    Most are slow tests on Triton, whose kernels are interpreted where there is no GPU.
+    """
+    cases = list(cases)
+    quick = covering(case for case in cases if case.runs_on("triton"))
     return [
         pytest.param(
             backend,
             case,
             id=f"{backend}-{case.id}",
-            marks=[pytest.mark.slow] if backend == "triton" and case.id not in INTERPRETED else [],
+            marks=[pytest.mark.slow] if backend == "triton" and case.id not in quick else [],
         )
         for backend in BACKENDS
         for case in cases

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb
 from cases import ExactCame, ExactLamb, Kind, Optimizer
+from together import LIMIT
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "prime": (13, 11),
@@ -439,7 +440,7 @@ def saves(layout: Layout, run: Run, folder: Path, in_background: bool = False) -
     advance(bag, optimizer, range(run.steps, 2 * run.steps), run.dtype)
     if in_background:
         assert isinstance(written, Future)
-        written.result(timeout=60)
+        written.result(timeout=LIMIT)
     later = [full(p).detach() for p in bag.parameters()]
     if dist.get_rank() == 0:
         torch.save(later, folder / "later.pt")

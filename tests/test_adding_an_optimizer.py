@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import bighorn
+from together import LIMIT
 
 PAGE = Path(__file__).parents[1] / "docs" / "adding-an-optimizer.md"
 RUN = """
@@ -61,6 +62,6 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
         *((old[0], new) for old, new in zip(old_rows, rows.splitlines(keepends=True), strict=True) if old),
     )
     (tmp_path / "test_lion.py").write_text(test)
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout

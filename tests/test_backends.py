@@ -18,8 +18,9 @@ from bighorn import Came, Lamb
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.reference import lamb as reference
 from bighorn.state import BESIDE
-from cases import CASES, ZOO, Case, Kind, Layout, Optimizer, arranged, double, set_gradients
+from cases import CASES, Case, Kind, Optimizer, set_gradients
 from contract import BY_ID, assert_bitwise, figures, runs
+from leaves import ZOO, Layout, arranged, double
 
 LOW = (torch.bfloat16, torch.float16)
 STEPS = 3

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from cases import BLOCKS, CASES, FEW, Case, Kind, set_gradients
+from cases import CASES, Case, Kind, set_gradients
 from contract import (
     BY_ID,
     CASE,
@@ -26,6 +26,7 @@ from contract import (
     runs,
     saved_and_loaded,
 )
+from leaves import BLOCKS, FEW
 
 KEPT = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bighorn.kernels import codec
-from cases import arranged
+from leaves import arranged
 
 
 @pytest.mark.parametrize("exponent", [*range(-149, -120), -20, 0, 20, 127])

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from cases import FEW, KINDS, Case, Kind, set_gradients, set_lr
+from cases import KINDS, Case, Kind, set_gradients, set_lr
 from contract import CASE, advance, assert_bitwise, backward, copies, model, saved_and_loaded
+from leaves import FEW
 
 
 def test_tensor_lr_is_the_same_as_a_float(kind: Kind, backend: str) -> None:

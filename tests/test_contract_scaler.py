@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cases import FEW, Case, Kind, set_gradients
+from cases import Case, Kind, set_gradients
 from contract import CASE, assert_bitwise, assert_same_everything
+from leaves import FEW
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came
-from cases import ZOO, Case, Kind, Leaf, arranged, set_gradients
+from cases import Case, Kind, set_gradients
 from contract import (
     BY_ID,
     CASE,
@@ -26,6 +26,7 @@ from contract import (
     model,
     runs,
 )
+from leaves import ZOO, Leaf, arranged
 from refusals import refused
 
 

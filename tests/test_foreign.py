@@ -19,8 +19,9 @@ from torch.nn import Parameter
 import peers
 from bighorn import Came, ConvertedStateWarning, Lamb
 from bighorn.optim.foreign import FORMATS
-from cases import FEW, LEFT_OUT, Case, Kind, Leaf, set_gradients
+from cases import LEFT_OUT, Case, Kind, set_gradients
 from contract import CASE, advance, assert_bitwise, assert_same_everything, backward, copies, model, saved_and_loaded
+from leaves import FEW, Leaf
 
 LEAVES = tuple(leaf for leaf in FEW if leaf.name != "empty")
 VALUES = Case("foreign", {}, LEAVES)

@@ -12,8 +12,9 @@ from torch.nn import Parameter
 
 import test_backends
 from bighorn import Lamb, kernels
-from cases import CASES, Case, Kind, Layout, arranged, set_gradients
+from cases import CASES, Case, Kind, set_gradients
 from contract import BY_ID, figures
+from leaves import Layout, arranged
 
 STATUS = kernels.status()["triton"]
 CUDA = STATUS.device == "cuda"

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import scalar
-from cases import LAMB, LRS, Case, Leaf, set_gradients, set_lr
+from cases import LAMB, LRS, Case, set_gradients, set_lr
 from contract import figures
+from leaves import Leaf
 
 EXACT = {torch.float32, torch.float64, torch.complex128}
 PLAIN = [

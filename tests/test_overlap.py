@@ -19,12 +19,12 @@ import overlapping
 from bighorn import Came, Lamb, TailOverlap
 from together import Outcome, outcomes
 
-LIMIT = 200
+pytestmark = pytest.mark.xdist_group("test_overlap")  # its processes are started once, on one worker
 
 
 def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
     program = Path(overlapping.__file__)
-    return outcomes(program, [[rank, world, folder / "store", folder, *scenarios] for rank in range(world)], LIMIT)
+    return outcomes(program, [[rank, world, folder / "store", folder, *scenarios] for rank in range(world)])
 
 
 def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:

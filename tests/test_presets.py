@@ -26,7 +26,8 @@ from torch.nn import Parameter
 
 import peers
 from bighorn import PRESETS, Lamb, Preset, kernels
-from cases import LEFT_OUT, LRS, Case, Leaf, set_gradients, set_lr
+from cases import LEFT_OUT, LRS, Case, set_gradients, set_lr
+from leaves import Leaf
 
 STEPS = 10
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}

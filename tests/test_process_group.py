@@ -17,9 +17,6 @@ from bighorn import Lamb
 from cases import Kind
 from together import outcomes
 
-LIMIT = 200
-"""Seconds; a busy machine takes a minute to import torch in every rank."""
-
 SCRIPT = """
     import sys, torch
     import torch.distributed as dist
@@ -70,7 +67,7 @@ SCRIPT = """
 
 
 def run_ranks(script: str, world: int, *arguments: str) -> None:
-    ranks = outcomes(script, [[rank, *arguments] for rank in range(world)], LIMIT)
+    ranks = outcomes(script, [[rank, *arguments] for rank in range(world)])
     assert [rank.code for rank in ranks] == [0] * world, ranks
 
 

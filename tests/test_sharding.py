@@ -16,7 +16,7 @@ from bighorn import kernels
 from contract import BY_ID, advance, assert_bitwise
 from together import outcomes
 
-LIMIT = 300
+pytestmark = pytest.mark.xdist_group("test_sharding")  # its processes are started once, on one worker
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
     """What each scenario said on each of so many ranks: nothing, or a traceback."""
-    ranks = outcomes(Path(sharded.__file__), [[rank, world, folder] for rank in range(world)], LIMIT)
+    ranks = outcomes(Path(sharded.__file__), [[rank, world, folder] for rank in range(world)])
     assert [rank.code for rank in ranks] == [0] * world, ranks
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 

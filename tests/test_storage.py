@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from bighorn.kernels import codec
 from bighorn.state import MOMENT_DTYPES
-from cases import BLOCKS, ZOO, Case, Kind, Leaf, Optimizer, arranged
+from cases import Case, Kind, Optimizer
 from contract import advance, assert_bitwise, assert_same_everything, backward, copies, model
+from leaves import BLOCKS, ZOO, Leaf, arranged
 
 
 def continues_from(optimizer: Optimizer, parameter: Parameter, backend: str) -> tuple[Parameter, Optimizer]:

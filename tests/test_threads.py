@@ -16,22 +16,19 @@ from torch.nn import Parameter
 import test_backends
 from bighorn import Lamb, kernels
 from cases import CASES
-from together import outcomes
+from together import LIMIT, outcomes
 
 HERE = Path(__file__).parent
 STATUS = kernels.status()["cpu"]
 pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
 
 
-LIMIT = 200
-"""Seconds that a process may take on a machine with much else to do."""
-
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "BIGHORN_"))}
 
 
 def run(code: str, **environment: str) -> str:
     """Run code in a new process; its standard output. It fails the test when it fails or takes too long."""
-    (process,) = outcomes(code, [[]], LIMIT, {**CLEAN, **environment})
+    (process,) = outcomes(code, [[]], {**CLEAN, **environment})
     assert process.code == 0, process.errors[-3000:]
     return process.output
 

@@ -38,6 +38,7 @@ from bighorn.kernels.triton.lamb import LambPart
 from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
 from pretended import Driver, compiled_while_numbers_change
+from together import LIMIT
 
 pytest.importorskip("triton")
 
@@ -432,7 +433,7 @@ assert "bighorn.kernels.triton.lamb_kernels" not in sys.modules
 def test_bighorn_neither_needs_triton_nor_reads_its_kernels_before_they_are_used(argument: str) -> None:
     """Torch itself imports Triton where it is installed."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "group 0: " in done.stdout

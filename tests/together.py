@@ -20,6 +20,9 @@ from pathlib import Path
 
 import pytest
 
+LIMIT = 250
+"""Seconds that a process may take on a machine with much else to do, where to import torch alone takes one minute."""
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -46,14 +49,13 @@ class Outcome:
 def outcomes(
     program: str | Path,
     arguments: Sequence[Sequence[object]],
-    limit: float,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> list[Outcome]:
     """Runs a program, a file or its text, beside itself with each of these arguments, in a folder.
 
     Each process is told its number as torchrun does.
-    Past the limit, in seconds, the test fails and tells where each process stood: one that waits for another is told
+    Past the limit the test fails and tells where each process stood: one that waits for another is told
     from a machine too busy to get there.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -74,7 +76,7 @@ def outcomes(
         for process in processes:
             process.start()
         try:
-            ends_at = time.monotonic() + limit
+            ends_at = time.monotonic() + LIMIT
             for process in processes:
                 process.join(max(0, ends_at - time.monotonic()))
             late = [process for process in processes if process.is_alive()]
@@ -88,7 +90,7 @@ def outcomes(
                 process.join()
         texts = [tuple(path.read_text() if path.exists() else "" for path in files) for files in written]
         if late:
-            pytest.fail(f"not done after {limit:g} seconds:\n" + "\n\n".join(errors for _, errors in texts))
+            pytest.fail(f"not done after {LIMIT} seconds:\n" + "\n\n".join(errors for _, errors in texts))
         return [Outcome(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
 
 

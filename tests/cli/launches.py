@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from together import Outcome, outcomes
-
-LIMIT = 250
-"""Seconds that a launch may take on a machine with much else to do."""
+from together import LIMIT, Outcome, outcomes
 
 SEVERAL = Path(__file__).with_name("several.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -35,7 +32,7 @@ def under_torchrun(folder: Path, jobs: list[Job]) -> subprocess.CompletedProcess
 
 def in_processes(count: int, folder: Path, jobs: list[Job]) -> list[Outcome]:
     """So many processes that nobody watches over."""
-    ended = outcomes(SEVERAL, [[json.dumps(jobs)]] * count, LIMIT, folder=folder)
+    ended = outcomes(SEVERAL, [[json.dumps(jobs)]] * count, folder=folder)
     for number in range(len(jobs)):
         (folder / f"store-{number}").unlink(missing_ok=True)
     return ended

@@ -17,7 +17,6 @@ import torch
 from bighorn.cli.training import Run
 from cli.helpers import Invoke, write_idx, write_text
 from cli.launches import (
-    LIMIT,
     SEVERAL,
     TORCHRUN,
     TWO,
@@ -28,6 +27,9 @@ from cli.launches import (
     job,
     under_torchrun,
 )
+from together import LIMIT
+
+pytestmark = pytest.mark.xdist_group("test_processes")  # its processes are started once, on one worker
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {

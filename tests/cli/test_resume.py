@@ -16,6 +16,7 @@ import torch
 from bighorn.cli.interrupt import Interrupt
 from bighorn.cli.training import Run
 from cli.helpers import Invoke
+from together import LIMIT
 
 
 def content(path: Path) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def test_ctrl_c_saves_and_prints_the_command_that_resumes(tmp_path: Path) -> Non
     while not process.stdout.readline().startswith(" epoch"):  # from here on, Ctrl-C is waited for
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     found = re.search(r"Resume with:\n {2}(bighorn train --resume .*)\n", output)

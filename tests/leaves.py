@@ -1,0 +1,135 @@
+"""What the parameters of the table of cases and their gradients look like. A new trap is one line in `ZOO`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Fill = Literal["normal", "big", "small", "zero"]
+Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
+Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded", "lazy"]
+
+SCALES: Mapping[Grad, float] = {"tiny": 1e-3, "minute": 1e-8, "zero": 0.0}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter and how its gradients look."""
+
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill = "normal"
+    grad: Grad = "normal"
+    layout: Layout = "plain"
+    grad_layout: Layout = "plain"
+    dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    group: int = 0
+
+    def has_gradient(self, step: int) -> bool:
+        return not (self.grad == "none" or (self.grad == "late" and step == 0) or (self.grad == "gap" and step == 1))
+
+
+def double(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def arranged(values: Tensor, layout: Layout) -> Tensor:
+    """A fresh tensor with these values in the given memory layout."""
+    if layout == "transposed":
+        return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+    if layout == "strided":
+        wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 7.0, dtype=values.dtype)
+        return wide[..., ::2].copy_(values)
+    if layout == "channels_last":
+        return values.clone(memory_format=torch.channels_last)
+    if layout == "misaligned":
+        return torch.zeros(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
+    if layout == "expanded":
+        return values.flatten()[:1].clone().expand(values.shape)
+    if layout == "lazy":  # torch's views that are conjugated or negated only when they are read
+        if values.is_complex():
+            return values.conj().resolve_conj().conj()
+        return torch.complex(torch.zeros_like(values), -values).conj().imag
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+# ---- what they are gathered in -------------------------------------------------------------------------------------
+
+
+ZOO = (
+    Leaf("plain.weight", (7, 5)),
+    Leaf("plain.bias", (17,)),
+    Leaf("scalar", ()),
+    Leaf("empty", (0,)),
+    Leaf("empty.weight", (3, 0)),
+    Leaf("one", (1,)),
+    Leaf("page.bias", (4097,)),
+    Leaf("zero.weight", (6, 4), fill="zero"),
+    Leaf("zero.bias", (9,), grad="zero"),
+    Leaf("zero.both", (5, 2), fill="zero", grad="zero"),
+    Leaf("none.weight", (4, 2), grad="none"),
+    Leaf("late.weight", (5, 3), grad="late"),
+    Leaf("gap.bias", (13,), grad="gap"),
+    Leaf("big.weight", (8, 8, 3), fill="big"),
+    Leaf("tiny.weight", (12, 3), grad="tiny"),
+    Leaf("minute.bias", (11,), grad="minute"),
+    Leaf("transposed.weight", (5, 9), layout="transposed"),
+    Leaf("strided.weight", (6, 7), layout="strided", grad_layout="transposed"),
+    Leaf("conv.weight", (4, 3, 3, 5), layout="channels_last"),
+    Leaf("conv2.weight", (3, 2, 3, 3), grad_layout="channels_last"),
+    Leaf("conv3.weight", (2, 4, 3, 2), layout="channels_last", grad_layout="channels_last"),
+    Leaf("misaligned.bias", (31,), layout="misaligned", grad_layout="misaligned"),
+    Leaf("expanded.weight", (4, 6), grad_layout="expanded"),
+    Leaf("column.weight", (19, 1), grad_layout="strided"),
+    Leaf("empty.rows", (0, 3)),
+    Leaf("pointwise.weight", (6, 5, 1, 1), layout="channels_last"),
+    Leaf("negated.weight", (7, 3), grad_layout="lazy"),
+)
+
+LARGE = (
+    Leaf("blocks.weight", (70, 1001)),
+    Leaf("blocks.bias", (8192,)),
+    Leaf("blocks.odd", (8193,), layout="misaligned"),
+    Leaf("blocks.transposed", (130, 129), layout="transposed"),
+)
+
+BLOCKS = (
+    # Of 4096 elements or more, which int8 takes, in rows of less than a block, one, a few, and some with odd ends.
+    Leaf("rows.weight", (41, 100)),
+    Leaf("row.weight", (1, 4100)),
+    Leaf("column.weight", (19, 1)),  # in blocks only where all tensors are: 4,100 of them take an interpreter minutes
+    Leaf("odd.weight", (16, 257), layout="transposed"),
+    Leaf("strided.weight", (9, 600), layout="strided", grad_layout="transposed"),
+    Leaf("conv.weight", (24, 20, 3, 3), layout="channels_last"),
+    Leaf("deep.weight", (2, 9, 256), grad="late"),
+    Leaf("zero.weight", (64, 64), fill="zero", grad="zero"),
+    Leaf("tiny.weight", (8, 513), grad="tiny"),
+    Leaf("bias", (4200,)),
+    Leaf("small.weight", (20, 9)),
+)
+
+FEW = tuple(
+    leaf
+    for leaf in ZOO
+    if leaf.name
+    in {"plain.weight", "page.bias", "empty", "zero.weight", "zero.bias", "strided.weight", "big.weight", "conv.weight"}
+)
+
+# More than a workspace of foreach holds, so that its second phase computes the update again.
+HUGE = (Leaf("huge.weight", (1301, 2050), grad_layout="transposed"), Leaf("huge.bias", (1301,)))
+
+MIXED = (
+    Leaf("float32.weight", (9, 5)),
+    Leaf("bfloat16.weight", (9, 5), dtype=torch.bfloat16),
+    Leaf("float16.bias", (33,), dtype=torch.float16),
+    Leaf("bfloat16.bias", (21,), dtype=torch.bfloat16, grad_dtype=torch.float32),
+    Leaf("float32.bias", (40,), grad_dtype=torch.bfloat16),
+    Leaf("complex64.weight", (4, 3), dtype=torch.complex64),
+    Leaf("conjugated.weight", (5, 2), dtype=torch.complex64, grad_layout="lazy"),
+    Leaf("bfloat16.conv", (2, 3, 3, 3), dtype=torch.bfloat16, layout="channels_last"),
+)

@@ -43,7 +43,7 @@ docs: $(STAMP)
 
 test: check docs
 	$(BIN)/bighorn doctor --require cpu
-	$(BIN)/pytest -n auto --dist loadgroup -m "not slow"
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
 dist: $(STAMP)
@@ -60,7 +60,7 @@ aarch64:
 	cmake --build build/aarch64
 
 slow: $(STAMP)
-	$(BIN)/pytest -n auto --dist loadgroup -m slow
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
 
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \

@@ -19,8 +19,6 @@ import overlapping
 from bighorn import Came, Lamb, TailOverlap
 from together import Outcome, outcomes
 
-pytestmark = pytest.mark.xdist_group("test_overlap")  # its processes are started once, on one worker
-
 
 def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
     program = Path(overlapping.__file__)

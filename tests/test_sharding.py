@@ -16,8 +16,6 @@ from bighorn import kernels
 from contract import BY_ID, advance, assert_bitwise
 from together import outcomes
 
-pytestmark = pytest.mark.xdist_group("test_sharding")  # its processes are started once, on one worker
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,8 +29,6 @@ from cli.launches import (
 )
 from together import LIMIT
 
-pytestmark = pytest.mark.xdist_group("test_processes")  # its processes are started once, on one worker
-
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {
     "plain": (DIGITS, []),

@@ -9,8 +9,6 @@ import pytest
 from cli.helpers import Invoke, write_text
 from cli.launches import assert_same_run, history, in_processes, job
 
-pytestmark = pytest.mark.xdist_group("test_sharded_processes")  # its processes are started once, on one worker
-
 TEXT = ["train", "--task", "text", "--data", "text.txt", "--steps", "4", "--batch-size", "8", "--threads", "1"]
 CLIPPED = [*TEXT, "--max-grad-norm", "0.5"]
 MODES: dict[str, tuple[list[str], list[str]]] = {

@@ -2,132 +2,259 @@
  * advanced, encoded, and read back as it is stored, in the first-level cache. */
 #include "codec.h"
 #include "lamb.h"
+#include "lanes.h"
 
-/* One block. */
+/* One block. What is not a multiple of lanes is copied into buffers, with zeros behind it. */
 typedef struct {
+    const Row *row;
     int64_t start, scale;
-    int n;
-    float *x;                             /* where it lies, or x_buffer */
-    float x_buffer[CODEC_BLOCK];
-    float m[CODEC_BLOCK], v[CODEC_BLOCK]; /* codes; values from `advance` to `encode` */
-    uint32_t bits[CODEC_BLOCK];           /* random ones */
+    int n, type;      /* of x and g: both lie as they are, in bfloat16, or both are in float32 */
+    const void *x, *g;
+    float grad_scale;
+    void *m_codes, *v_codes;
+    float *u, *wanted; /* where it is formed, and where it is to be, if anywhere */
+    Scale m_scale, v_scale;
+    _Alignas(64) float m[CODEC_BLOCK], v[CODEC_BLOCK]; /* values from `advance` to `encode` */
+    float x_buffer[CODEC_BLOCK], g_buffer[CODEC_BLOCK], u_buffer[CODEC_BLOCK];
+    float m_buffer[CODEC_BLOCK / 2], v_buffer[CODEC_BLOCK / 2];
+    uint32_t bits[CODEC_BLOCK]; /* random ones */
 } Few;
 
-#define FOR_FORMS(row, function, ...)                                                   \
-    ((row)->state_type == INT8 ? function(SIGNED, UNSIGNED, __VA_ARGS__) : function(HALF, HALF_ROOT, __VA_ARGS__))
+/* Forms and types are known where functions are compiled. */
+#define FOR_FORMS(few, function, ...)                                                                       \
+    ((few)->row->state_type == INT8                                                                         \
+         ? ((few)->type == BFLOAT16 ? function(SIGNED, UNSIGNED, BFLOAT16, few, __VA_ARGS__)                \
+                                    : function(SIGNED, UNSIGNED, FLOAT32, few, __VA_ARGS__))                \
+         : ((few)->type == BFLOAT16 ? function(HALF, HALF_ROOT, BFLOAT16, few, __VA_ARGS__)                 \
+                                    : function(HALF, HALF_ROOT, FLOAT32, few, __VA_ARGS__)))
 
-ALWAYS void read_as(const enum Form first, const enum Form second, Few *few, const Row *row) {
-    read_codes(first, row->exp_avg, few->start, few->n, few->m);
-    read_codes(second, row->exp_avg_sq, few->start, few->n, few->v);
+static int64_t code_bytes(const Row *row) { return row->state_type == INT8 ? 1 : 2; }
+
+static int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->way == NEAREST; }
+
+/* ---- lanes ----------------------------------------------------------------------------------------------- */
+
+ALWAYS Lanes load_as(const int type, const void *data, int i) {
+    return type == FLOAT32 ? load((const float *)data + i) : load_bfloat16((const uint16_t *)data + i);
 }
 
-static void find_block(Few *few, const Row *row, int64_t start, int64_t size) {
-    Part part = first_part(row->inner, start, size);
-    few->start = start, few->scale = part.scale, few->n = part.size;
-    few->x = read_weights(&row->weights, start, part.size, few->x_buffer);
+ALWAYS Lanes load_codes(const enum Form form, const void *codes, int i) {
+    if (form == HALF || form == HALF_ROOT) return load_float16((const uint16_t *)codes + i);
+    return load_bytes((const uint8_t *)codes + i, form == SIGNED);
 }
 
-/* The moments' values, and the bits of the largest. */
-ALWAYS void advance(const enum Form first, const enum Form second, const Factors f, const Row *row, Few *few,
-                    const float *restrict g, uint32_t *largest) {
+ALWAYS void store_codes(const enum Form form, Lanes code, void *codes, int i) {
+    if (form == HALF || form == HALF_ROOT) store_float16((uint16_t *)codes + i, code);
+    else store_bytes((uint8_t *)codes + i, (Words)(code + 0x1.8p23f)); /* whose last bits are the code */
+}
+
+ALWAYS Lanes values_of(const enum Form form, Lanes code, float unit) {
+    return (form == SIGNED ? code * magnitudes(code) : form == UNSIGNED ? code * code : code) * unit;
+}
+
+/* Of what is not negative, and not large. */
+ALWAYS Lanes nearest_ints(Lanes x) { return x + 0x1p23f - 0x1p23f; }
+
+/* The code below a fourth power or the one above, as likely as it is near it. */
+ALWAYS Lanes fourth_roots(Lanes fourth, Words bits) {
+    Lanes near = nearest_ints(nearly_fourth_root(fourth)), square = near * near;
+    Lanes half = with_sign(lanes(0.5f), fused(-square, square, fourth)); /* towards the other code */
+    Lanes middle = near + half;
+    square = middle * middle;
+    /* The mean of both fourth powers, and as much of their distance as chance will have it, of 2^-32. */
+    Lanes chance = from_ints((bits << 16) + 0x80008000u);
+    Lanes mean = fused(square, square + 1.5f, lanes(0.0625f));
+    Lanes least = fused(chance * middle, fused(square, lanes(0x1p-30f), lanes(0x1p-32f)), mean);
+    least = (Lanes)((Words)least & (Words)(middle > 1)); /* what is not 0 does not become 0 */
+    return middle - 0.5f + (Lanes)((Words)(fourth > least) & 0x3f800000u);
+}
+
+/* Shares as float16 keeps them; what is not 0 does not become 0. */
+ALWAYS Lanes halves(Lanes share) {
+    Lanes size = magnitudes(share);
+    Words bits = (Words)size;
+    Words normal = (bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u;
+    Words tiny = larger((Words)(size + 0.5f - 0.5f), (Words)(size > 0) & 0x33800000u /* 2^-24 */);
+    Words is_tiny = (Words)(size < 0x1p-14f);
+    return with_sign((Lanes)((tiny & is_tiny) | (normal & ~is_tiny)), share);
+}
+
+/* `bits` are random ones, for UNSIGNED. */
+ALWAYS Lanes codes_of(const enum Form form, Lanes value, Scale s, const uint32_t *bits) {
+    Lanes product = value * s.factor;
+    if (form == UNSIGNED) return fourth_roots(product, load_words(bits));
+    if (form == HALF || form == HALF_ROOT) return halves(form == HALF ? product : square_root(product));
+    return with_sign(nearest_ints(square_root(magnitudes(product))), product);
+}
+
+/* u from codes. */
+ALWAYS Lanes updates(const enum Form first, const enum Form second, const Factors f, float m_unit, float v_unit,
+                     Lanes x, Lanes m, Lanes v) {
+    Lanes root = values_of(second, v, v_unit);
+    return fused(lanes(f.weight_decay), x, f.correction * values_of(first, m, m_unit) / (root + f.eps)); /* LAMB-u */
+}
+
+/* ---- one block ------------------------------------------------------------------------------------------- */
+
+static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) {
+    memmove(buffer, data, (size_t)bytes);
+    memset((char *)buffer + bytes, 0, (size_t)(all - bytes));
+    return buffer;
+}
+
+static void take_block(Few *few, const Row *row, int64_t start, int64_t size, float *u) {
+    const Part part = first_part(row->inner, start, size);
+    const int64_t bytes = code_bytes(row);
+    few->row = row, few->start = start, few->scale = part.scale, few->n = part.size;
+    few->m_codes = (char *)row->exp_avg + start * bytes, few->v_codes = (char *)row->exp_avg_sq + start * bytes;
+    few->u = u ? u : few->u_buffer, few->wanted = u;
+    if (few->n % LANES) {
+        few->m_codes = padded(few->m_buffer, few->m_codes, few->n * bytes, sizeof few->m_buffer);
+        few->v_codes = padded(few->v_buffer, few->v_codes, few->n * bytes, sizeof few->v_buffer);
+        few->u = few->u_buffer;
+    }
+}
+
+static void take_weights(Few *few, const int type) {
+    const Weights *w = &few->row->weights;
+    few->type = few->n % LANES ? FLOAT32 : type;
+    if (few->type == BFLOAT16) {
+        few->x = (const uint16_t *)w->data + few->start;
+        return;
+    }
+    few->x = read_weights(w, few->start, few->n, few->x_buffer);
+    if (few->n % LANES) few->x = padded(few->x_buffer, few->x, few->n * 4, sizeof few->x_buffer);
+}
+
+static void take_grad(Few *few, const Block *b, const Factors *f, Mean *last) {
+    few->grad_scale = f->grad_scale;
+    if (few->type == BFLOAT16) {
+        few->g = (const uint16_t *)b->grad + few->start;
+        return;
+    }
+    const float *g = centred_grad(b->gradient, b->grad, few->start, few->n, few->g_buffer, last), *x = few->x;
+    if (few->n % LANES) g = padded(few->g_buffer, g, few->n * 4, sizeof few->g_buffer);
+    if (f->l2 != 0) {
+        few->grad_scale = 1;
+        for (int i = 0; i < few->n; i++) few->g_buffer[i] = FMA(f->l2, x[i], f->grad_scale * g[i]);
+        g = few->g_buffer;
+    }
+    few->g = g;
+}
+
+/* The moments' values, and the scales of these. */
+ALWAYS void advance_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f) {
+    const Row *row = few->row;
+    const float scale = few->grad_scale;
     const float m_unit = scale_of(first, row->exp_avg_scale[few->scale]).unit;
     const float v_unit = scale_of(second, row->exp_avg_sq_scale[few->scale]).unit;
-    const float *restrict x = few->x;
-    float *restrict m = few->m, *restrict v = few->v;
-    uint32_t m_top = 0, v_top = 0;
-#pragma omp simd reduction(max : m_top, v_top)
-    for (int i = 0; i < few->n; i++) {
-        float grad = FMA(f.l2, x[i], f.grad_scale * g[i]), root = value_of(second, v[i], v_unit);
-        m[i] = FMA(f.beta1, value_of(first, m[i], m_unit), f.beta3 * grad); /* LAMB-m */
-        v[i] = FMA(f.beta2, root * root, f.beta4 * (grad * grad));          /* LAMB-v */
-        uint32_t m_size = magnitude_of(m[i]), v_size = magnitude_of(v[i]);
-        m_top = m_size > m_top ? m_size : m_top;
-        v_top = v_size > v_top ? v_size : v_top;
+    const void *g = few->g, *m_codes = few->m_codes, *v_codes = few->v_codes;
+    const int n = few->n;
+    Words m_top = {0}, v_top = {0};
+    for (int i = 0; i < n; i += LANES) {
+        Lanes grad = scale * load_as(type, g, i);
+        Lanes root = values_of(second, load_codes(second, v_codes, i), v_unit);
+        Lanes m = values_of(first, load_codes(first, m_codes, i), m_unit);
+        m = fused(lanes(f.beta1), m, f.beta3 * grad);                    /* LAMB-m */
+        Lanes v = fused(lanes(f.beta2), root * root, f.beta4 * (grad * grad)); /* LAMB-v */
+        store(few->m + i, m);
+        store(few->v + i, v);
+        m_top = larger(m_top, (Words)magnitudes(m));
+        v_top = larger(v_top, (Words)magnitudes(v));
     }
-    largest[0] = m_top, largest[1] = v_top;
-}
-
-ALWAYS float update_at(const enum Form first, const enum Form second, const Factors f, float m_unit, float v_unit,
-                       float x, float m, float v) {
-    return update_of(f, x, value_of(first, m, m_unit), value_of(second, v, v_unit));
-}
-
-/* The moments' codes, and u from what these stand for. */
-ALWAYS Sums encode_as(const enum Form first, const enum Form second, const Factors f, const Row *row, Few *few,
-                      const uint32_t *largest, float *restrict u) {
-    const Scale m_scale = new_scale(first, largest[0]), v_scale = new_scale(second, largest[1]);
-    const float *restrict x = few->x;
-    const uint32_t *restrict bits = few->bits;
-    float *restrict m = few->m, *restrict v = few->v, weight = 0, update = 0;
-    row->exp_avg_scale[few->scale] = m_scale.scale, row->exp_avg_sq_scale[few->scale] = v_scale.scale;
-    make_ready(m, few->n, &m_scale);
-    make_ready(v, few->n, &v_scale);
-    /* Three loops, since roots and quotients in one chain would leave the machine waiting for each. */
-#pragma omp simd
-    for (int i = 0; i < few->n; i++) m[i] = code_of(first, m[i], m_scale, 0);
-#pragma omp simd
-    for (int i = 0; i < few->n; i++) v[i] = code_of(second, v[i], v_scale, bits[i]);
-#pragma omp simd reduction(+ : weight, update)
-    for (int i = 0; i < few->n; i++) {
-        u[i] = update_at(first, second, f, m_scale.unit, v_scale.unit, x[i], m[i], v[i]);
-        weight = FMA(x[i], x[i], weight);
-        update = FMA(u[i], u[i], update);
-    }
-    write_codes(first, m, few->n, row->exp_avg, few->start);
-    write_codes(second, v, few->n, row->exp_avg_sq, few->start);
-    return (Sums){weight, update};
+    few->m_scale = new_scale(first, largest(m_top));
+    few->v_scale = new_scale(second, largest(v_top));
 }
 
 /* The same in double. */
-static Sums careful_sums(const Few *few, const float *u) {
+static Sums careful_sums(const Few *few) {
     Sums sums = {0, 0};
     for (int i = 0; i < few->n; i++) {
-        sums.weight += (double)few->x[i] * few->x[i];
-        sums.update += (double)u[i] * u[i];
+        double x = get(few->type, few->x, i);
+        sums.weight += x * x;
+        sums.update += (double)few->u[i] * few->u[i];
     }
     return sums;
 }
 
-ALWAYS Sums step_as(const enum Form first, const enum Form second, const Factors f, const Row *row, Few *few,
-                    const float *g, float *u) {
-    uint32_t largest[2];
-    read_as(first, second, few, row);
-    advance(first, second, f, row, few, g, largest);
-    if (second == UNSIGNED) random_bits(&row->weights, f.draw, few->start, few->n, few->bits);
-    Sums sums = encode_as(first, second, f, row, few, largest, u);
-    return in_range(sums.weight) && in_range(sums.update) ? sums : careful_sums(few, u);
+/* The moments' codes, and u from what these stand for. */
+ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f) {
+    const Scale m_scale = few->m_scale, v_scale = few->v_scale;
+    void *m_codes = few->m_codes, *v_codes = few->v_codes;
+    const void *all_x = few->x;
+    float *all_u = few->u;
+    const int n = few->n;
+    Lanes weight = {0}, update = {0};
+    for (int i = 0; i < n; i += LANES) {
+        Lanes m = codes_of(first, load(few->m + i), m_scale, NULL);
+        Lanes v = codes_of(second, load(few->v + i), v_scale, few->bits + i);
+        store_codes(first, m, m_codes, i);
+        store_codes(second, v, v_codes, i);
+        Lanes x = load_as(type, all_x, i), u = updates(first, second, f, m_scale.unit, v_scale.unit, x, m, v);
+        store(all_u + i, u);
+        weight = fused(x, x, weight);
+        update = fused(u, u, update);
+    }
+    return (Sums){sum(weight), sum(update)};
+}
+
+/* Stores the moments and forms u. */
+static Sums finish(Few *few, const Factors *f) {
+    const Row *row = few->row;
+    row->exp_avg_scale[few->scale] = few->m_scale.scale, row->exp_avg_sq_scale[few->scale] = few->v_scale.scale;
+    make_ready(few->m, few->n, &few->m_scale);
+    make_ready(few->v, few->n, &few->v_scale);
+    if (row->state_type == INT8) random_bits(&row->weights, f->draw, few->start, few->n, few->bits);
+    Sums sums = FOR_FORMS(few, encode_as, *f);
+    if (few->n % LANES) {
+        const int64_t bytes = code_bytes(row);
+        memcpy((char *)row->exp_avg + few->start * bytes, few->m_codes, (size_t)(few->n * bytes));
+        memcpy((char *)row->exp_avg_sq + few->start * bytes, few->v_codes, (size_t)(few->n * bytes));
+        if (few->wanted) memcpy(few->wanted, few->u, (size_t)few->n * sizeof(float));
+    }
+    return in_range(sums.weight) && in_range(sums.update) ? sums : careful_sums(few);
 }
 
 /* u of the moments as they are stored. */
-ALWAYS void update_as(const enum Form first, const enum Form second, const Factors f, const Row *row, Few *few,
-                      float *restrict u) {
-    read_as(first, second, few, row);
-    const float m_unit = scale_of(first, row->exp_avg_scale[few->scale]).unit;
-    const float v_unit = scale_of(second, row->exp_avg_sq_scale[few->scale]).unit;
-#pragma omp simd
-    for (int i = 0; i < few->n; i++)
-        u[i] = update_at(first, second, f, m_unit, v_unit, few->x[i], few->m[i], few->v[i]);
+ALWAYS void update_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f) {
+    const float m_unit = scale_of(first, few->row->exp_avg_scale[few->scale]).unit;
+    const float v_unit = scale_of(second, few->row->exp_avg_sq_scale[few->scale]).unit;
+    for (int i = 0; i < few->n; i += LANES) {
+        Lanes m = load_codes(first, few->m_codes, i), v = load_codes(second, few->v_codes, i);
+        store(few->u + i, updates(first, second, f, m_unit, v_unit, load_as(type, few->x, i), m, v));
+    }
 }
 
-static void move(const Factors f, float step, const Few *few, const Row *row, const float *restrict u) {
-    float *restrict x = few->x;
+static void move(const Factors *f, float step, Few *few, const float *restrict u) {
+    const Weights *w = &few->row->weights;
+    if (lies_in_bfloat16(w)) { /* no NaN has low bits here: u is computed from codes */
+        uint16_t *restrict x = (uint16_t *)w->data + few->start;
 #pragma omp simd
-    for (int i = 0; i < few->n; i++) x[i] = moved(f, step, x[i], u[i]);
-    write_weights(&row->weights, f.draw, few->start, few->n, x);
+        for (int i = 0; i < few->n; i++) put(BFLOAT16, x, i, round_bfloat16(moved(*f, step, get(BFLOAT16, x, i), u[i]), 0));
+        return;
+    }
+    float *restrict x = read_weights(w, few->start, few->n, few->x_buffer);
+#pragma omp simd
+    for (int i = 0; i < few->n; i++) x[i] = moved(*f, step, x[i], u[i]);
+    write_weights(w, f->draw, few->start, few->n, x);
 }
+
+/* ---- blocks ---------------------------------------------------------------------------------------------- */
 
 /* Moments and u, and x if `step` is there. */
 static Sums step_block(const Block *b, const Factors *f, const float *step, float *update) {
-    float buffer[CODEC_BLOCK], own[CODEC_BLOCK];
+    const int half = lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
+    const int type = half && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     Sums sums = {0, 0};
     Mean last = {-1, 0};
     Few few;
     for (int64_t done = 0; done < b->size; done += few.n) {
-        float *u = update ? update + done : own;
-        find_block(&few, b->row, b->start + done, b->size - done);
-        const float *g = centred_grad(b->gradient, b->grad, few.start, few.n, buffer, &last);
-        Sums s = FOR_FORMS(b->row, step_as, *f, b->row, &few, g, u);
-        if (step) move(*f, *step, &few, b->row, u);
+        take_block(&few, b->row, b->start + done, b->size - done, update ? update + done : NULL);
+        take_weights(&few, type);
+        take_grad(&few, b, f, &last);
+        FOR_FORMS(&few, advance_as, *f);
+        Sums s = finish(&few, f);
+        if (step) move(f, *step, &few, few.u);
         sums.weight += s.weight;
         sums.update += s.update;
     }
@@ -145,12 +272,15 @@ static Sums moments_and_apply(const Block *b, const Factors *f, int second_momen
 }
 
 static void apply(const Block *b, const Factors *f, float step, const float *update) {
-    float own[CODEC_BLOCK];
+    const int type = lies_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
     Few few;
     for (int64_t done = 0; done < b->size; done += few.n) {
-        find_block(&few, b->row, b->start + done, b->size - done);
-        if (!update) FOR_FORMS(b->row, update_as, *f, b->row, &few, own);
-        move(*f, step, &few, b->row, update ? update + done : own);
+        take_block(&few, b->row, b->start + done, b->size - done, NULL);
+        if (!update) {
+            take_weights(&few, type);
+            FOR_FORMS(&few, update_as, *f);
+        }
+        move(f, step, &few, update ? update + done : few.u);
     }
 }
 

@@ -13,6 +13,7 @@ class Pages(TocTree):
     content: StringList
 
     def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # at every build, since a page that fits may have been added
         found = [name for pattern in self.content for name in patfilter(sorted(self.env.found_docs), pattern)]
         self.content = StringList(dict.fromkeys(found), source="index")
         return super().run()

@@ -15,10 +15,14 @@ from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 # Stand-ins that to_svg() turns into the page's CSS variables, so that a figure follows light and dark mode.
 INK, GRID = "#010203", "#040506"
-SERIES = tuple(f"#0708{number:02x}" for number in range(6))
+SERIES = tuple(f"#0708{number:02x}" for number in range(8))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
 LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
-    zip(SERIES, ("#2f5fd0", "#d5600f", "#12866a", "#8a3ffc", "#b4235a", "#6b7280"), strict=True)
+    zip(
+        SERIES,
+        ("#2f5fd0", "#d5600f", "#12866a", "#8a3ffc", "#b4235a", "#6b7280", "#a37b00", "#0b8fa8"),
+        strict=True,
+    )
 )  # the page's, where there is no page around it
 
 STYLE: Any = {

@@ -29,7 +29,7 @@ static inline Part first_part(int64_t inner, int64_t start, int64_t n) {
     return (Part){row * blocks_in_row(inner) + at / CODEC_BLOCK, (int)(size < n ? size : n)};
 }
 
-/* ---- one code, as a float; forms are known when this is compiled ----------------------------------------- */
+/* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
 
 /* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once,
  * and as products of codes are exact, one rounding less is left. */
@@ -59,7 +59,7 @@ ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
     return s;
 }
 
-/* Values made ready for `code_of`. Those of a block of zeros, or with one that is not finite, have codes of 0. */
+/* Values made ready to be encoded. Those of a block of zeros, or with one that is not finite, have codes of 0. */
 static inline void make_ready(float *values, int n, const Scale *s) {
     if (!(s->scale > 0)) memset(values, 0, (size_t)n * sizeof(float));
     else if (s->lift != 1)
@@ -68,59 +68,8 @@ static inline void make_ready(float *values, int n, const Scale *s) {
 
 ALWAYS uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
 
-ALWAYS float value_of(const enum Form form, float code, float unit) {
-    return (form == SIGNED ? code * fabsf(code) : form == UNSIGNED ? code * code : code) * unit;
-}
-
 /* Rounds what is not negative, and not large, to the nearest integer, ties to even. */
 ALWAYS float nearest(float value) { return value + 0x1p23f - 0x1p23f; }
-
-/* The code below a fourth power or the one above, as likely as it is near it. */
-ALWAYS float fourth_root(float fourth, uint32_t bits) {
-    float below = floorf(sqrtf(sqrtf(fourth))), above = below + 1;
-    float low = below * below * (below * below), high = above * above * (above * above);
-    float chance = FMA((float)(int)(bits & 0xffffu), 0x1p-16f, 0x1p-17f);
-    float code = fourth > FMA(chance, high - low, low) ? above : below;
-    return (code < 1) & (fourth > 0) ? 1 : code; /* what is not 0 does not become 0 */
-}
-
-/* A share as float16 keeps it; what is not 0 does not become 0. */
-ALWAYS float half_of(float share) {
-    uint32_t bits = to_bits(share);
-    float normal = from_bits((bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u);
-    float tiny = fabsf(share) + 0.5f - 0.5f, least = share == 0 ? 0 : 0x1p-24f;
-    return fabsf(share) < 0x1p-14f ? copysignf(tiny < least ? least : tiny, share) : normal;
-}
-
-/* `bits` are random ones, for UNSIGNED. */
-ALWAYS float code_of(const enum Form form, float value, Scale s, uint32_t bits) {
-    float product = value * s.factor;
-    if (form == UNSIGNED) return fourth_root(product, bits);
-    if (form == HALF || form == HALF_ROOT) return half_of(form == HALF ? product : sqrtf(product));
-    return copysignf(nearest(form == SIGNED ? sqrtf(fabsf(product)) : fabsf(product)), product);
-}
-
-/* ---- codes as they are stored ---------------------------------------------------------------------------- */
-
-ALWAYS void read_codes(const enum Form form, const void *codes, int64_t start, int n, float *restrict out) {
-    if (form == HALF || form == HALF_ROOT) {
-        widen_float16((const uint16_t *)codes + start, n, out);
-        return;
-    }
-    const int8_t *restrict c = (const int8_t *)codes + start;
-#pragma omp simd
-    for (int i = 0; i < n; i++) out[i] = form == UNSIGNED ? (uint8_t)c[i] : c[i];
-}
-
-ALWAYS void write_codes(const enum Form form, const float *restrict values, int n, void *codes, int64_t start) {
-    if (form == HALF || form == HALF_ROOT) {
-        narrow_float16(values, n, (uint16_t *)codes + start);
-        return;
-    }
-    int8_t *restrict c = (int8_t *)codes + start;
-#pragma omp simd
-    for (int i = 0; i < n; i++) c[i] = (int8_t)(int)values[i];
-}
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
@@ -137,7 +86,7 @@ static inline void decode(const Int8 *data, int64_t start, int n, float *restric
         const float unit = scale_of(LINEAR, data->scales[part.scale]).unit;
         const int8_t *restrict codes = data->codes + start;
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) out[i] = value_of(LINEAR, codes[i], unit);
+        for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
     }
 }
 
@@ -158,7 +107,10 @@ static inline void encode(const Int8 *data, int64_t start, int n, const float *r
         make_ready(ready, part.size, &scale);
         data->scales[part.scale] = scale.scale;
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)(int)code_of(LINEAR, ready[i], scale, 0);
+        for (int i = 0; i < part.size; i++) {
+            float product = ready[i] * scale.factor;
+            codes[i] = (int8_t)(int)copysignf(nearest(fabsf(product)), product);
+        }
     }
 }
 

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 import overlapping
 from bighorn import Came, Lamb, TailOverlap
-from together import Outcome, outcomes
+from together import Outcome, assert_ended_well, outcomes
 
 
 def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
@@ -27,8 +27,7 @@ def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
 
 def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:
     """What each scenario said on each rank, all run in the same processes: nothing, or a traceback."""
-    ranks = run_ranks(world, folder, *scenarios)
-    assert [rank.code for rank in ranks] == [0] * world, ranks
+    assert_ended_well(run_ranks(world, folder, *scenarios))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 

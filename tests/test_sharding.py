@@ -14,7 +14,7 @@ import sharded
 import stepping
 from bighorn import kernels
 from contract import BY_ID, advance, assert_bitwise
-from together import outcomes
+from together import assert_ended_well, outcomes
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
     """What each scenario said on each of so many ranks: nothing, or a traceback."""
-    ranks = outcomes(Path(sharded.__file__), [[rank, world, folder] for rank in range(world)])
-    assert [rank.code for rank in ranks] == [0] * world, ranks
+    assert_ended_well(outcomes(Path(sharded.__file__), [[rank, world, folder] for rank in range(world)]))
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -1,4 +1,4 @@
-"""CAME in Triton without a GPU, as `test_triton.py`; the table of cases runs from there."""
+"""CAME in Triton without a GPU, as `test_triton.py`; the table of cases runs from `test_interpreter.py`."""
 
 from __future__ import annotations
 

@@ -94,6 +94,13 @@ def outcomes(
         return [Outcome(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
 
 
+def assert_ended_well(processes: Sequence[Outcome]) -> None:
+    """Fails, with all that they wrote, if one of them did."""
+    told = [f"process {number} ended with {end.code}\n{end.output}{end.errors}" for number, end in enumerate(processes)]
+    if any(end.code for end in processes):
+        pytest.fail("\n".join(told), pytrace=False)
+
+
 def become(argv: list[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
     """In a new process: run a program as Python would that is started with these words."""
     for descriptor, path in ((1, output), (2, errors)):

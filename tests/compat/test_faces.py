@@ -116,6 +116,33 @@ def test_pickles_need_schedules_that_pickle() -> None:
         assert getattr(again, "loss_scale", 2) == 2
 
 
+MISSPELT: dict[str, tuple[type, str, str]] = {
+    "torch_npu": (torch_npu.NpuFusedLamb, "use_global_gradnorm", "use_global_grad_norm"),
+    "mindspore": (mindspore.Lamb, "lr", "learning_rate"),
+    "pytorch_fused_lamb": (pytorch_fused_lamb.Lamb, "amsgrd", "amsgrad"),
+    "npu_bridge": (npu_bridge.LAMBOptimizer, "weight_decay", "weight_decay_rate"),
+    "npu_bridge's wrapper": (npu_bridge.NPUOptimizer, "is_losscale", "is_loss_scale"),
+    "npu_bridge's distributed wrapper": (npu_bridge.NPUDistributedOptimizer, "models", "model"),
+    "npu_bridge's scaling wrapper": (npu_bridge.NPULossScaleOptimizer, "is_distribute", "is_distributed"),
+    "mindformers": (mindformers.Came, "clip_treshold", "clip_threshold"),
+}
+
+
+@pytest.mark.parametrize("face", MISSPELT)
+def test_a_misspelt_keyword_suggests_the_nearest(face: str) -> None:
+    kind, name, nearest = MISSPELT[face]
+    with pytest.raises(TypeError, match=rf"{kind.__name__} got an unknown .*{name!r} \(did you mean {nearest!r}\?\)"):
+        kind(**{name: 1})
+
+
+def test_state_bytes_in_the_words_of_a_face() -> None:
+    params = weights(torch.float32)
+    expected = bighorn.Lamb.state_bytes(params.items())
+    assert mindspore.Lamb.state_bytes(params.items(), learning_rate=0.1) == expected
+    assert npu_bridge.LAMBOptimizer.state_bytes(params.items(), learning_rate=0.1) == expected
+    assert torch_npu.NpuFusedLamb.state_bytes(params.items()) == expected
+
+
 @pytest.mark.parametrize("face", FACES)
 def test_a_torch_scheduler_drives_it(face: str) -> None:
     params = weights(torch.float32)

@@ -47,6 +47,7 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
         (True, True)
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         params: Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],
@@ -66,7 +67,7 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
             warnings.warn(
                 "params have no names, so weight_decay spares none of them, not even what MindSpore would by 'beta' or "
                 "'gamma' in its name: pass model.named_parameters()",
-                stacklevel=2,
+                stacklevel=3,
             )
         with _checks.renamed({"lr": "learning_rate"}):
             super().__init__(

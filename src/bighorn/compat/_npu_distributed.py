@@ -25,6 +25,7 @@ class NPUDistributedOptimizer(NPUOptimizer):
         ValueError: As NPUOptimizer, or as `bighorn.shard_update`.
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         optimizer: Optimizer,

@@ -52,6 +52,7 @@ class LAMBOptimizer(Lamb):
         >>> optimizer.step()
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         learning_rate: float | Tensor | Iterable[float] | Callable[[int], Any],

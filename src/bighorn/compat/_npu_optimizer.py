@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bighorn import TailOverlap
+from bighorn.compat import _checks
 from bighorn.compat._checks import flag
 from bighorn.compat._loss_scale import LossScaleManager
 
@@ -45,6 +46,7 @@ class NPUOptimizer:
         >>> optimizer.minimize(model(torch.ones(4, 3)).square().mean())
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         opt: Optimizer,
@@ -77,7 +79,7 @@ class NPUOptimizer:
                 "a DistributedDataParallel; pass it as model, together with is_distributed=True"
             )
         if is_tailing_optimization and not is_distributed:
-            warnings.warn("is_tailing_optimization has no effect without is_distributed=True", stacklevel=2)
+            warnings.warn("is_tailing_optimization has no effect without is_distributed=True", stacklevel=3)
         self.opt, self.name = opt, name
         self.scaler = None if loss_scale_manager is None else loss_scale_manager.loss_scaler()
         self.overlap = (
@@ -144,6 +146,7 @@ class NPULossScaleOptimizer(NPUOptimizer):
         model: As of NPUOptimizer. Default: None.
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         opt: Optimizer,

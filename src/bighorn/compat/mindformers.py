@@ -55,6 +55,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
 
     MOST_DECAY = 1.0
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         params: Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],

@@ -39,6 +39,7 @@ class Lamb(bighorn.Lamb):
         >>> optimizer.step()
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         params: ParamsT,

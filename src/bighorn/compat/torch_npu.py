@@ -42,6 +42,7 @@ class NpuFusedLamb(Lamb):
         >>> optimizer.step()
     """
 
+    @_checks.knows_its_keywords
     def __init__(
         self,
         params: ParamsT,

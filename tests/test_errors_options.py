@@ -146,6 +146,7 @@ WHOLE: list[Value] = [
     ("exclude_from_weight_decay", "bias", TypeError),
     ("exclude_from_weight_decay", [1], TypeError),
     ("exclude_from_weight_decay", ["("], ValueError),
+    ("exclude_from_weight_decay", torch.nn.LayerNorm, TypeError),
     ("names", 3, TypeError),
     ("names", ["a", "b"], TypeError),
     ("process_group", "WORLD", TypeError),
@@ -213,6 +214,16 @@ def test_a_bad_value_written_into_a_group_later(
             method()
 
 
+def test_a_bad_value_written_later_is_told_with_its_group(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    for name, value in (("lr", "0.1"), ("lr", [0.1, math.nan]), ("maximize", 1)):
+        before = optimizer.param_groups[0][name]
+        optimizer.param_groups[0][name] = value
+        with refused(parameters, optimizer, (TypeError, ValueError), rf"param_groups\[0\]: {name}"):
+            optimizer.step()
+        optimizer.param_groups[0][name] = before
+
+
 def test_a_bad_value_in_the_last_group_stops_the_first(kind: Kind, backend: str) -> None:
     parameters, optimizer = stepped(kind, backend)
     late = Parameter(torch.ones(3))
@@ -254,7 +265,7 @@ def test_zero_is_allowed_where_it_makes_sense(kind: Kind, backend: str) -> None:
 
 # ---- unknown names ----------------------------------------------------------------------------------------------
 
-MISSPELT = {"beta": "betas", "weigth_decay": "weight_decay", "max_grad_nrom": "max_grad_norm", "learning_rate": ""}
+MISSPELT = {"beta": "betas", "weigth_decay": "weight_decay", "max_grad_nrom": "max_grad_norm", "learning_rate": "lr"}
 OWN_MISSPELT = {
     Lamb: MISSPELT | {"trust_ratio_bound": "trust_ratio_bounds"},
     Came: MISSPELT | {"factr": "factor", "clip_treshold": "clip_threshold", "exclude_from_layer_adaptation": ""},
@@ -293,6 +304,7 @@ def test_an_unknown_group_key_suggests_the_nearest(kind: Kind, name: str) -> Non
 
 
 WRITTEN = MISSPELT_KEYS | {"max_grad_nrom": "max_grad_norm", "weight_decays": "weight_decay", "beta1": "betas"}
+WRITTEN |= {"learning_rate": "lr", "weight_decay_rate": "weight_decay"}  # as others call them
 
 
 @pytest.mark.parametrize("name", [name for name, nearest in WRITTEN.items() if nearest])

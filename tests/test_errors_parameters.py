@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -137,6 +137,20 @@ def test_exclusions_without_names(kind: Kind) -> None:
         parameters, optimizer = stepped_named(kind, **exclusion)
         with refused(parameters, optimizer, ValueError, "name"):
             optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+
+
+def test_no_parameters(kind: Kind) -> None:
+    used_up: list[Iterable[Parameter]] = [[], iter(())]
+    for params in used_up:
+        with pytest.raises(ValueError, match=r"params is empty: pass model.named_parameters\(\).*anew"):
+            kind(params, lr=0.1)
+
+
+def test_two_names_for_one_parameter(kind: Kind) -> None:
+    """An exclusion would see one of them."""
+    a, b, _ = weights()
+    with pytest.raises(ValueError, match=r"one parameter 'embed' and 'head'.*names=model"):
+        kind([a, b], lr=0.1, names={"embed": a, "bias": b, "head": a})
 
 
 def test_an_exclusion_of_nothing_needs_no_names(kind: Kind) -> None:

@@ -161,6 +161,8 @@ def test_a_wrong_rule_is_refused(match: Any, options: dict[str, Any], kind: type
 
 
 def test_the_report_wants_groups() -> None:
+    with pytest.raises(ValueError, match=r"groups\[0\] has no 'params', but 'lr'"):
+        groups.report([{"lr": 0.1}])
     with pytest.raises(TypeError, match=r"as optimizer.param_groups, not a Lamb"):
         groups.report(Lamb(model().parameters()))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"as optimizer.param_groups, not of a Parameter"):

@@ -286,7 +286,7 @@ def test_past_the_end_nothing_changes(values: Iterable[float]) -> None:
     for seed in range(2):
         step(params, optimizer, seed)
     for _ in range(2):
-        refusal(optimizer, params, ValueError, "step.*2.*2 values")
+        refusal(optimizer, params, ValueError, r"param_groups\[1\]: the schedule of lr at step 2: .*2 values")
 
 
 def test_a_schedule_that_turns_bad_changes_nothing() -> None:
@@ -369,6 +369,9 @@ def test_order_params_is_checked() -> None:
         ([a, b, Parameter(torch.ones(1))], ValueError, "1 are in no group"),
         ([a, b, a], ValueError, "twice"),
         ([a, 3], TypeError, "must hold the parameters"),
+        (None, TypeError, "order_params must be parameters"),
+        (a, TypeError, r"order_params must be a list, not a Parameter: pass \[tensor\]"),
+        ({a, b}, TypeError, "order_params must be ordered"),
     ):
         with pytest.raises(error, match=message):
             Lamb([*both, {"order_params": ordered}])

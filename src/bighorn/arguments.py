@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Real
+
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "weight_decay_rate": "weight_decay",
+    "wd": "weight_decay",
+    "beta_1": "betas",
+    "beta_2": "betas",
+}
+"""What arguments are called elsewhere, too unlike ours for `difflib`."""
+
+
+def hint(name: object, known: Iterable[object]) -> str:
+    """The known name that was probably meant, as a question; nothing if there is none like it."""
+    words = [str(word) for word in known]
+    same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(str(name), name)]
+    near = same or difflib.get_close_matches(str(name), words, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def real_number(name: str, value: object) -> float:

@@ -122,6 +122,7 @@ def report(groups: Iterable[Mapping[str, Any]]) -> str:
 
     Raises:
         TypeError: They are no dicts in a list.
+        ValueError: One of them has no `params`.
     """
     if not isinstance(groups, Iterable):
         raise TypeError(f"groups must be dicts in a list, as optimizer.param_groups, not a {type(groups).__name__}")
@@ -131,6 +132,8 @@ def report(groups: Iterable[Mapping[str, Any]]) -> str:
             raise TypeError(
                 f"groups must be dicts in a list, as optimizer.param_groups, not of a {type(group).__name__}"
             )
+        if "params" not in group:
+            raise ValueError(f"groups[{index}] has no 'params', but {', '.join(map(repr, group)) or 'nothing'}")
         params = [param if isinstance(param, tuple) else (None, param) for param in group["params"]]
         names = group.get("param_names") or [name or f"params[{i}]" for i, (name, _) in enumerate(params)]
         options = {key: value for key, value in group.items() if key not in ("name", "params", "param_names")}

@@ -30,7 +30,7 @@ def check_exclusion(name: str, value: object) -> Exclusion | None:
         TypeError: It is neither a list of regular expressions nor callable.
         ValueError: A regular expression does not compile.
     """
-    if value is None or callable(value):
+    if value is None or (callable(value) and not isinstance(value, type)):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         raise TypeError(
@@ -70,19 +70,19 @@ def named(params: object, names: Names | None) -> list[Any]:
     return [(known[id(param)], param) for param in params]
 
 
-def listed(params: object) -> list[Any]:
-    """What is given as `params`, in a list.
+def listed(params: object, name: str = "params") -> list[Any]:
+    """What is given as `params`, or as another argument of that kind, in a list.
 
     Raises:
         TypeError: It has no order, or is no kind of list.
     """
     for kind, remedy in REMEDIES.items():
         if isinstance(params, kind):
-            raise TypeError(f"params must be a list, not a {type(params).__name__}: {remedy}")
+            raise TypeError(f"{name} must be a list, not a {type(params).__name__}: {remedy}")
     if isinstance(params, (set, frozenset)):
-        raise TypeError("params must be ordered, but a set is not: pass a list")
+        raise TypeError(f"{name} must be ordered, but a set is not: pass a list")
     if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be parameters, pairs of name and parameter, or groups in a list, not {params!r}")
+        raise TypeError(f"{name} must be parameters, pairs of name and parameter, or groups in a list, not {params!r}")
     return list(params)
 
 
@@ -91,6 +91,7 @@ def names_of(names: object) -> dict[int, str]:
 
     Raises:
         TypeError: `names` is neither a module nor a mapping of names to tensors.
+        ValueError: It has two names for one parameter, of which an exclusion would see one.
     """
     if isinstance(names, nn.Module):
         names = dict(names.named_parameters())
@@ -98,4 +99,10 @@ def names_of(names: object) -> dict[int, str]:
         isinstance(name, str) and isinstance(param, Tensor) for name, param in names.items()
     ):
         raise TypeError(f"names must be a module or a mapping of names to parameters, not {type(names).__name__}")
-    return {id(param): name for name, param in names.items()}
+    known: dict[int, str] = {}
+    for name, param in names.items():
+        if known.setdefault(id(param), name) != name:
+            raise ValueError(
+                f"names calls one parameter {known[id(param)]!r} and {name!r}: keep one of them, as names=model does"
+            )
+    return known

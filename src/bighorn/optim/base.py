@@ -6,6 +6,7 @@ multiplied with and whether anything is written at all, and hands over to the ke
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -69,6 +70,8 @@ class KernelOptimizer(Optimizer):
         self._drivers, self._order = [], []
         self._forget()
         params, ordered = order.split(params)
+        if not params:
+            raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
         checked = self.algorithm.checked({**arguments, **self.algorithm.group_only})
         self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked[name])}
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
@@ -269,11 +272,12 @@ class KernelOptimizer(Optimizer):
                 f"param_groups has {len(self.param_groups)} groups, where {len(self._drivers)} were added: add groups "
                 "with add_param_group(), and make a new optimizer to do without some"
             )
-        for group, drivers in zip(self.param_groups, self._drivers, strict=True):
+        for index, (group, drivers) in enumerate(zip(self.param_groups, self._drivers, strict=True)):
             values = [group.setdefault(name, self.defaults[name]) for name in SCHEDULED]
             if not all(isinstance(value, (float, int, Tensor)) for value in values):
-                group.update(self.algorithm.checked({name: group[name] for name in SCHEDULED}))
-                take_over(group, drivers)
+                with checks.of_group(index):
+                    group.update(self.algorithm.checked({name: group[name] for name in SCHEDULED}))
+                    take_over(group, drivers)
 
     def _refresh_options(self) -> None:
         if not self._watch.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
@@ -372,9 +376,9 @@ class KernelOptimizer(Optimizer):
         """
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        if not options.get("relative_step"):
+        if "lr" in inspect.signature(cls).parameters and not options.get("relative_step"):
             options.setdefault("lr", 0.0)
-        optimizer = cls(params, **options)
+        optimizer = cls(params=params, **options)
         return explain.bytes_of_state(optimizer._parts(), optimizer.param_groups, cls.algorithm)
 
     def explain(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bighorn import arguments, sharding
+from bighorn.arguments import ELSEWHERE, hint
 from bighorn.arguments import flag as flag
 from bighorn.schedules import Values
 from bighorn.state import overlaps
@@ -151,7 +153,7 @@ def choice(*allowed: str | bool) -> Check:
     def check(name: str, value: object) -> str | bool:
         if isinstance(value, (str, bool)) and any(value is word or value == word for word in allowed):
             return value
-        raise ValueError(f"{name}={value!r} is not known: use {', '.join(map(repr, allowed))}{_hint(value, allowed)}")
+        raise ValueError(f"{name}={value!r} is not known: use {', '.join(map(repr, allowed))}{hint(value, allowed)}")
 
     return check
 
@@ -239,6 +241,15 @@ def _brief(value: object) -> str:
     return f"{value!r} ({kind})" if isinstance(value, (str, bytes, int, float, complex, type(None))) else f"a {kind}"
 
 
+@contextmanager
+def of_group(index: int) -> Iterator[None]:
+    """Errors say which group they are about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"param_groups[{index}]: {error}") from error
+
+
 def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:
     """Raise for the first name that is not known, with what was probably meant."""
     known = list(known)
@@ -247,7 +258,7 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
             continue
         if isinstance(name, str) and name in TORCH_ONLY:
             raise TypeError(f"{where} got {name!r}, an option of torch.optim but not of ours: {TORCH_ONLY[name]}")
-        raise TypeError(f"{where} got an unknown option {name!r}{_hint(name, known)}. Known: {', '.join(known)}")
+        raise TypeError(f"{where} got an unknown option {name!r}{hint(name, known)}. Known: {', '.join(known)}")
 
 
 def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:
@@ -274,10 +285,7 @@ def refuse_misspelt(names: Iterable[object], options: Iterable[str], where: str)
 def _misspells(name: object, options: list[str]) -> bool:
     if not isinstance(name, str) or name in options:
         return False
+    if ELSEWHERE.get(name) in options:
+        return True
     near = difflib.get_close_matches(name, options, n=1, cutoff=NEAR)
     return bool(near) and not any(name.startswith(f"{word}_") or name.endswith(f"_{word}") for word in options)
-
-
-def _hint(name: object, known: Iterable[object]) -> str:
-    nearest = difflib.get_close_matches(str(name), [str(word) for word in known], n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""

@@ -32,7 +32,8 @@ def split(params: Any) -> tuple[Any, list[Tensor] | None]:
             f"the group with order_params has other keys too, which mean nothing there: {', '.join(ignored)}",
             stacklevel=4,
         )
-    tensors = [item[1] if isinstance(item, tuple) else item for item in orders[0]["order_params"]]
+    ordered = listed(orders[0]["order_params"], "order_params")
+    tensors = [item[1] if isinstance(item, tuple) else item for item in ordered]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"order_params must hold the parameters of the other groups, not {tensor!r}")

@@ -152,10 +152,8 @@ class Watch:
             values = tuple(group.get(name, REMOVED) for name in algorithm.options)
             if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
                 values = tuple((defaults | group)[name] for name in algorithm.options)
-                try:
+                with checks.of_group(index):
                     fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
-                except (TypeError, ValueError) as error:
-                    raise type(error)(f"param_groups[{index}]: {error}") from None
         plans_hold = True
         for index, (checked, values) in fresh.items():
             old = dict(zip(algorithm.options, self._seen.get(index, ()), strict=False))

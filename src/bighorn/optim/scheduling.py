@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from bighorn.arguments import number
-from bighorn.optim.checks import StepFunction
+from bighorn.optim.checks import StepFunction, of_group
 
 SCHEDULED = ("lr", "weight_decay")
 COUNT = "schedule_step"
@@ -43,15 +43,15 @@ def value_at(name: str, schedule: StepFunction, step: int) -> float:
     """What a schedule says.
 
     Raises:
+        TypeError: It says something that is no number.
         ValueError: It is over, or says what the option cannot be.
     """
-    value = schedule(step)
-    if isinstance(value, Tensor):
-        value = value.item()
     try:
-        return number(name, value)
+        value = schedule(step)
+        return number(name, value.item() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"the schedule of {name} at step {step}: {error}") from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # those of others may want other arguments
+        raise kind(f"the schedule of {name} at step {step}: {error}") from error
 
 
 def take_over(group: Group, drivers: Drivers) -> None:
@@ -85,9 +85,12 @@ class Drive:
             if any(driven.overwritten(group[name]) for name, driven in own.items()):
                 continue
             self.counting.append(group)
-            values += [
-                (group, name, driven, value_at(name, driven.schedule, group[COUNT])) for name, driven in own.items()
-            ]
+            if own:
+                with of_group(index):
+                    values += [
+                        (group, name, driven, value_at(name, driven.schedule, group[COUNT]))
+                        for name, driven in own.items()
+                    ]
         for group, name, driven, value in values:
             group[name] = driven.written = value
 

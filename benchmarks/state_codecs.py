@@ -23,14 +23,15 @@ from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
-from bighorn.kernels import codec
+from bighorn.kernels import codec, rounding
 from bighorn.kernels.codec import Form
 
 HERE = Path(__file__).parent
 BETA1, BETA2, EPS, WEIGHT_DECAY, EVERY = 0.9, 0.999, 1e-6, 0.01, 25
 BATCH_SIZES = {"digits": 64, "text": 16}
 
-Round = Callable[[Tensor], Tensor]
+Round = Callable[[Tensor, Tensor], Tensor]
+"""There and back, from values and the dither that an optimizer would add."""
 
 
 def power(exponent: float) -> Form:
@@ -55,19 +56,47 @@ def logarithm(octaves: float) -> Form:
     )
 
 
-def in_blocks(form: Form, by_chance: bool = False) -> Round:
-    """There and back."""
-    return lambda x: codec.decode(*codec.encode(x, form, torch.rand_like(x) if by_chance else 0.5), form)
+def square_root(share: Tensor, _: codec.Dither) -> Tensor:
+    """The code of a first moment's square root, to the nearest."""
+    return (share.abs().sqrt() * 127).round().copysign(share)
+
+
+def fourth_root(share: Tensor, dither: codec.Dither) -> Tensor:
+    """The code of a second moment's fourth root (its root is what is shared), rounded so that the mean is the value."""
+    code = share.sqrt() * 255
+    below = code.floor()
+    low, high = below**4, (below + 1) ** 4
+    below += (code**4 - low > (0.5 - dither) * (high - low)).to(code.dtype)
+    return torch.where(share == 0, share, below.clamp(min=1))
+
+
+SQUARE_ROOT = Form(torch.int8, square_root, lambda code: code * code.abs() / 127**2)
+FOURTH_ROOT = Form(torch.uint8, fourth_root, lambda code: (code / 255).square(), root=True)
+
+
+def in_blocks(form: Form) -> Round:
+    """To the nearest code."""
+    return lambda x, _: codec.decode(*codec.encode(x, form), form)
+
+
+def by_chance(form: Form) -> Round:
+    """To one of two codes, by random numbers."""
+    return lambda x, _: codec.decode(*codec.encode(x, form, torch.rand_like(x) - 0.5), form)
+
+
+def dithered(form: Form) -> Round:
+    """To one of two codes, by dither."""
+    return lambda x, dither: codec.decode(*codec.encode(x, form, dither), form)
 
 
 def cast(dtype: torch.dtype, root: bool = False) -> Round:
-    """There and back without scales."""
+    """Without scales."""
     if root:
-        return lambda v: v.sqrt().to(dtype).float().square()
-    return lambda x: x.to(dtype).float()
+        return lambda v, _: v.sqrt().to(dtype).float().square()
+    return lambda x, _: x.to(dtype).float()
 
 
-def exactly(x: Tensor) -> Tensor:
+def exactly(x: Tensor, _: Tensor) -> Tensor:
     """Not rounded."""
     return x
 
@@ -79,15 +108,20 @@ FORMS: dict[str, tuple[Round, Round]] = {
     "float16, unscaled, v by its root": (cast(torch.float16), cast(torch.float16, root=True)),
     "float16 (chosen): in blocks, v by its root": (in_blocks(codec.HALF), in_blocks(codec.HALF_ROOT)),
     "m: linear": (in_blocks(codec.LINEAR), exactly),
-    "m (chosen): square": (in_blocks(codec.SIGNED), exactly),
+    "m: square": (in_blocks(SQUARE_ROOT), exactly),
+    "m (chosen): square, by bits": (in_blocks(codec.SIGNED), exactly),
     "v: root, linear": (exactly, in_blocks(power(1))),
     "v: root, power 1.5": (exactly, in_blocks(power(1.5))),
     "v: root, square": (exactly, in_blocks(power(2))),
     "v: root, power 3": (exactly, in_blocks(power(3))),
     "v: root, logarithm over 8 octaves": (exactly, in_blocks(logarithm(8))),
     "v: root, logarithm over 16 octaves": (exactly, in_blocks(logarithm(16))),
-    "v (chosen): root, square, by chance": (exactly, in_blocks(codec.UNSIGNED, by_chance=True)),
-    "int8 (chosen): m square, v by chance": (in_blocks(codec.SIGNED), in_blocks(codec.UNSIGNED, by_chance=True)),
+    "v: root, square, by chance": (exactly, by_chance(FOURTH_ROOT)),
+    "v: root, square, dithered": (exactly, dithered(FOURTH_ROOT)),
+    "v: fourth power, by bits, by chance": (exactly, by_chance(codec.UNSIGNED)),
+    "v (chosen): fourth power, by bits, dithered": (exactly, dithered(codec.UNSIGNED)),
+    "int8: m square, v root, square, by chance": (in_blocks(SQUARE_ROOT), by_chance(FOURTH_ROOT)),
+    "int8 (chosen): both by bits, v dithered": (in_blocks(codec.SIGNED), dithered(codec.UNSIGNED)),
 }
 
 
@@ -108,10 +142,12 @@ def measured(task: str, steps: int) -> dict[str, dict[str, float]]:
         for i, x in enumerate(matrices):
             assert x.grad is not None
             exact: tuple[Tensor, Tensor] | None = None
+            places = torch.arange(x.numel()).view_as(x)
+            dither = rounding.dither(rounding.stream(0, i), torch.tensor(t), places)
             for name, (round_m, round_v) in FORMS.items():
                 m, v = moments[name][i]
-                m = round_m(BETA1 * m + (1 - BETA1) * x.grad)
-                v = round_v(BETA2 * v + (1 - BETA2) * x.grad.square())
+                m = round_m(BETA1 * m + (1 - BETA1) * x.grad, dither)
+                v = round_v(BETA2 * v + (1 - BETA2) * x.grad.square(), dither)
                 moments[name][i] = m, v
                 if t % EVERY:
                     continue

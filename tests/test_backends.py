@@ -69,7 +69,10 @@ def assert_rounded(ours: Tensor, exact: Tensor, before: Tensor, what: str, loose
 def assert_same_codes(ours: Tensor, exact: Tensor, what: str) -> bool:
     """The same codes, but for rare ties; says whether there was one."""
     away = (ours.int() - exact.int()).abs()
-    assert (away > 0).sum() <= 0.001 * away.numel(), f"{what}: {int((away > 0).sum())} of {away.numel()} codes differ"
+    # Of gradients in bfloat16 many are half-way between two codes, where the largest is 63 or 126 of their ulps.
+    assert (away > 0).sum() <= max(2, 0.01 * away.numel()), (
+        f"{what}: {int((away > 0).sum())} of {away.numel()} codes differ"
+    )
     # A block of one value that is almost 0: its sign is nobody's.
     away[(exact.abs() == codec.TOP) & ((ours == 0) | (ours.int() == -exact.int()))] = 0
     assert away.max() <= 1, f"{what}: {away.max()} codes"

@@ -24,8 +24,8 @@ CODES = (torch.int8, torch.uint8, torch.float16)
 """The dtypes of codes."""
 
 
-Chance = Tensor | float
-"""Where between two codes the upper one is taken: uniform in (0, 1), or 0.5 for the nearest code."""
+Dither = Tensor | float
+"""What is added to a code before it is rounded to the nearest: even over (-1/2, 1/2), or 0."""
 
 
 @dataclass(frozen=True)
@@ -40,41 +40,56 @@ class Form:
     """
 
     dtype: torch.dtype
-    to_code: Callable[[Tensor, Chance], Tensor]
+    to_code: Callable[[Tensor, Dither], Tensor]
     to_share: Callable[[Tensor], Tensor]
     root: bool = False
 
 
-def _half(share: Tensor, chance: Chance) -> Tensor:
-    del chance
+def _half(share: Tensor, dither: Dither) -> Tensor:
+    del dither
     # What is not 0 does not become 0: it may be what another number is divided by.
     return torch.where(share == 0, share, share.abs().clamp(min=2.0**-24).copysign(share))
 
 
-def _fourth_root(share: Tensor, chance: Chance) -> Tensor:
-    code = share.sqrt() * 255
-    below = code.floor()
-    # As likely as the value, the code's fourth power, is near it: the mean is the value.
-    fourth, low, high = code.square().square(), below.square().square(), (below + 1).square().square()
-    below += (fourth - low > chance * (high - low)).to(code.dtype)
-    return torch.where(share == 0, share, below.clamp(min=1))
+def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
+    """Codes below `end` for a root of shares as the bits of floats make it: a square root, halved twice a fourth root.
+
+    The bits of a float, as an integer, are its logarithm at powers of 2 and straight between them. Half of them are the
+    bits of a number that grows like its square root, but straight from code to code: what a value is between two
+    codes, it is between the values of these, and dither leaves the mean what it is. (The lowest codes are more than a
+    factor of 2 apart, and straight to the logarithm only: of second moments those below 1e-7 of the largest.)
+    """
+
+    def bits(values: Tensor) -> Tensor:
+        return values.view(torch.int32)
+
+    # So `end` would stand for 64 and the largest code stands for 63, which is a share of 1.
+    root_end, share_end = (int(bits(torch.tensor(float(of)))) for of in (end, 64))
+
+    def to_code(share: Tensor, dither: Dither) -> Tensor:
+        root = root_end + (bits(share.abs() * 63) - share_end >> halvings)
+        code = (root.view(torch.float32) + dither).round()
+        least = 0 if dtype.is_signed else 1  # what is not 0 does not become 0: updates are divided by it
+        return torch.where(share == 0, share, code.clamp(min=least).copysign(share))
+
+    def to_share(code: Tensor) -> Tensor:
+        share = share_end + (bits(code.abs()) - root_end << halvings)
+        return torch.where(code == 0, code, (share.view(torch.float32) / 63).copysign(code))
+
+    return Form(dtype, to_code, to_share)
 
 
 LINEAR = Form(torch.int8, lambda share, _: (share * TOP).round(), lambda code: code / TOP)
 """CAME's momentum, whose values are of one size, since the updates that it averages are."""
 
-SIGNED = Form(
-    torch.int8,
-    lambda share, _: (share.abs().sqrt() * TOP).round().copysign(share),
-    lambda code: code / TOP * (code.abs() / TOP),
-)
-"""LAMB's first moment: codes lie closer where values are smaller."""
+SIGNED = _root(torch.int8, 128, 1)
+"""LAMB's first moment, by its square root: codes lie closer where values are smaller."""
 
-UNSIGNED = Form(torch.uint8, _fourth_root, lambda code: (code / 255).square(), root=True)
+UNSIGNED = _root(torch.uint8, 256, 2)
 """LAMB's second moment, by its fourth root.
 
-A step changes it by less than the distance of two codes, so to the nearest one it would stay where it is: it is rounded
-by chance. What is not 0 does not become 0, since updates are divided by it.
+A step changes it by less than the distance of two codes, so to the nearest one it would stay where it is: it is
+dithered.
 """
 
 HALF = Form(torch.float16, _half, lambda code: code)
@@ -100,12 +115,12 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     return LAMB_FORMS[name].get(state[name].dtype) if "exp_avg_sq_scale" in state else LINEAR
 
 
-def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], chance: Chance = 0.5) -> dict[str, Tensor]:
+def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = 0.0) -> dict[str, Tensor]:
     """A moment as it is stored, under its names: rounded to its dtype, or as codes and scales."""
     form = form_of(name, like)
     if form is None:
         return {name: values.to(like[name].dtype)}
-    codes, scales = encode(values, form, chance)
+    codes, scales = encode(values, form, dither)
     return {name: codes, f"{name}_scale": scales}
 
 
@@ -126,7 +141,7 @@ def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return rows, -(-math.prod(shape[1:]) // BLOCK)
 
 
-def encode(values: Tensor, form: Form = LINEAR, chance: Chance = 0.5) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, form: Form = LINEAR, dither: Dither = 0.0) -> tuple[Tensor, Tensor]:
     """Codes, in the shape of `values`, and scales, float32 in that of `scales_shape`.
 
     A linear value's error is at most 1/254 of its block's scale. A block of zeros keeps scale 0. A block that holds
@@ -137,16 +152,16 @@ def encode(values: Tensor, form: Form = LINEAR, chance: Chance = 0.5) -> tuple[T
         >>> encode(torch.tensor([[1.0, -0.5, 0.0]]))
         (tensor([[127, -64,   0]], dtype=torch.int8), tensor([[1.]]))
         >>> encode(torch.tensor([[1.0, 0.0625, 1e-30]]), UNSIGNED)
-        (tensor([[255, 127,   1]], dtype=torch.uint8), tensor([[1.]]))
+        (tensor([[255, 128,   1]], dtype=torch.uint8), tensor([[1.]]))
     """
     blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
     scales = blocks.abs().amax(dim=-1)
     scales = torch.where(scales.isfinite(), scales, math.nan)
-    # Blocks of zeros would be 0 / 0; what a NaN converts to is nobody's to rely on.
-    shares = torch.where(scales.unsqueeze(-1) > 0, blocks / scales.unsqueeze(-1), 0)
-    return _unblocked(form.to_code(shares, _blocks(chance) if isinstance(chance, Tensor) else chance), values.shape).to(
-        form.dtype
-    ), scales
+    # Blocks of zeros would be 0 / 0; what a NaN converts to is nobody's to rely on. No share but that of 0 vanishes.
+    shares = (blocks.abs() / scales.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny).copysign(blocks)
+    shares = torch.where((scales.unsqueeze(-1) > 0) & (blocks != 0), shares, 0)
+    codes = form.to_code(shares, _blocks(dither) if isinstance(dither, Tensor) else dither)
+    return _unblocked(codes, values.shape).to(form.dtype), scales
 
 
 def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:

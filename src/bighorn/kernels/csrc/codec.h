@@ -8,8 +8,7 @@
 
 enum { CODEC_BLOCK = 256 };
 
-/* How a value's share of its block's scale becomes a code. Of second moments the roots are stored: these are what is
- * given and taken. */
+/* How a value's share of its block's scale becomes a code. */
 enum Form { LINEAR, SIGNED, UNSIGNED, HALF, HALF_ROOT };
 
 /* ---- where blocks lie ------------------------------------------------------------------------------------ */
@@ -31,31 +30,27 @@ static inline Part first_part(int64_t inner, int64_t start, int64_t n) {
 
 /* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
 
-/* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once,
- * and as products of codes are exact, one rounding less is left. */
+/* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once. */
 typedef struct {
-    float scale;  /* as it is stored: of second moments the root */
-    float unit;   /* value = unit times a product of codes */
-    float factor; /* the product of codes = factor value */
+    float scale;  /* as it is stored: in HALF_ROOT the root */
+    float unit;   /* value = unit times what a code stands for */
+    float factor; /* what a code stands for = factor value */
     float lift;   /* what values are to be multiplied with first, so that the factor is finite: mostly 1 */
 } Scale;
 
-ALWAYS Scale scale_of(const enum Form form, float scale) {
-    const float top = form == LINEAR ? 127 : form == SIGNED ? 127 * 127 : form == UNSIGNED ? 255 * 255 : 1;
-    return (Scale){scale, scale / top, 0, 1};
-}
+/* What the largest code stands for. */
+ALWAYS float top_of(const enum Form form) { return form == LINEAR ? 127 : form == SIGNED || form == UNSIGNED ? 63 : 1; }
+
+ALWAYS Scale scale_of(const enum Form form, float scale) { return (Scale){scale, scale / top_of(form), 0, 1}; }
 
 /* From the bits of the largest magnitude: NaN if one is not finite. */
 ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
-    const int root = form == UNSIGNED || form == HALF_ROOT;
-    const float top = form == LINEAR ? 127 : form == SIGNED ? 127 * 127 : form == UNSIGNED ? 255.f * 255 * 255 * 255 : 1;
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
-    Scale s = scale_of(form, root ? sqrtf(largest) : largest);
+    Scale s = scale_of(form, form == HALF_ROOT ? sqrtf(largest) : largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    /* Rounded up, since of ties between two codes there is but 63.5, whose upper one is even; of fourth powers rounded
-     * down, since none is beyond the largest. */
-    const float nudge = form == UNSIGNED ? 1 - 0x1p-23f : 1 + 0x1p-23f;
-    s.factor = largest > 0 ? top / (largest * s.lift) * nudge : 0;
+    /* Rounded up: of LINEAR's ties between two codes there is but 63.5, whose upper one is even. It is so little that the
+     * largest magnitude has the largest code, with dither too, since a quarter of it is below a float's last bit. */
+    s.factor = largest > 0 ? top_of(form) / (largest * s.lift) * (1 + 0x1p-23f) : 0;
     return s;
 }
 

@@ -71,6 +71,7 @@ static double prepare(const Options *o, const Row *row, double grad_scale, Facto
         .weight_decay = o->decay_mode == RATIO ? (float)o->weight_decay : 0,
         .decay = o->decay_mode == DECOUPLED ? (float)(1 - o->lr * o->weight_decay) : 1,
         .draw = draw_at(&row->weights, o->rounding_seed, t),
+        .turns = turns_at(&row->weights, o->rounding_seed, t),
     };
     return lr;
 }

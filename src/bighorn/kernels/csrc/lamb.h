@@ -39,7 +39,7 @@ typedef struct {
     float beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
     float correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
     float decay;                         /* x <- decay * x - step * u */
-    uint32_t draw;                       /* what random bits start from */
+    uint32_t draw, turns;                /* what random bits start from, and dither */
 } Factors;
 
 typedef struct {

@@ -17,7 +17,6 @@ typedef struct {
     _Alignas(64) float m[CODEC_BLOCK], v[CODEC_BLOCK]; /* values from `advance` to `encode` */
     float x_buffer[CODEC_BLOCK], g_buffer[CODEC_BLOCK], u_buffer[CODEC_BLOCK];
     float m_buffer[CODEC_BLOCK / 2], v_buffer[CODEC_BLOCK / 2];
-    uint32_t bits[CODEC_BLOCK]; /* random ones */
 } Few;
 
 /* Forms and types are known where functions are compiled. */
@@ -38,6 +37,19 @@ ALWAYS Lanes load_as(const int type, const void *data, int i) {
     return type == FLOAT32 ? load((const float *)data + i) : load_bfloat16((const uint16_t *)data + i);
 }
 
+/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: half of these bits, or
+ * a quarter, and a constant, that of `root_of` in kernels/codec.py. */
+#define HALVINGS(form) ((form) == SIGNED ? 1 : 2)
+#define LIFT(form) ((form) == SIGNED ? 0x43800000u : 0xcb800000u)
+
+/* What codes stand for. */
+ALWAYS Lanes stood_for(const enum Form form, Lanes code) {
+    if (form == HALF || form == HALF_ROOT) return code;
+    Words power = ((Words)code << HALVINGS(form)) - LIFT(form); /* the sign is shifted out */
+    power &= (Words)(code != 0);
+    return form == SIGNED ? with_sign((Lanes)power, code) : (Lanes)power;
+}
+
 ALWAYS Lanes load_codes(const enum Form form, const void *codes, int i) {
     if (form == HALF || form == HALF_ROOT) return load_float16((const uint16_t *)codes + i);
     return load_bytes((const uint8_t *)codes + i, form == SIGNED);
@@ -48,26 +60,8 @@ ALWAYS void store_codes(const enum Form form, Lanes code, void *codes, int i) {
     else store_bytes((uint8_t *)codes + i, (Words)(code + 0x1.8p23f)); /* whose last bits are the code */
 }
 
-ALWAYS Lanes values_of(const enum Form form, Lanes code, float unit) {
-    return (form == SIGNED ? code * magnitudes(code) : form == UNSIGNED ? code * code : code) * unit;
-}
-
 /* Of what is not negative, and not large. */
 ALWAYS Lanes nearest_ints(Lanes x) { return x + 0x1p23f - 0x1p23f; }
-
-/* The code below a fourth power or the one above, as likely as it is near it. */
-ALWAYS Lanes fourth_roots(Lanes fourth, Words bits) {
-    Lanes near = nearest_ints(nearly_fourth_root(fourth)), square = near * near;
-    Lanes half = with_sign(lanes(0.5f), fused(-square, square, fourth)); /* towards the other code */
-    Lanes middle = near + half;
-    square = middle * middle;
-    /* The mean of both fourth powers, and as much of their distance as chance will have it, of 2^-32. */
-    Lanes chance = from_ints((bits << 16) + 0x80008000u);
-    Lanes mean = fused(square, square + 1.5f, lanes(0.0625f));
-    Lanes least = fused(chance * middle, fused(square, lanes(0x1p-30f), lanes(0x1p-32f)), mean);
-    least = (Lanes)((Words)least & (Words)(middle > 1)); /* what is not 0 does not become 0 */
-    return middle - 0.5f + (Lanes)((Words)(fourth > least) & 0x3f800000u);
-}
 
 /* Shares as float16 keeps them; what is not 0 does not become 0. */
 ALWAYS Lanes halves(Lanes share) {
@@ -79,19 +73,23 @@ ALWAYS Lanes halves(Lanes share) {
     return with_sign((Lanes)((tiny & is_tiny) | (normal & ~is_tiny)), share);
 }
 
-/* `bits` are random ones, for UNSIGNED. */
-ALWAYS Lanes codes_of(const enum Form form, Lanes value, Scale s, const uint32_t *bits) {
-    Lanes product = value * s.factor;
-    if (form == UNSIGNED) return fourth_roots(product, load_words(bits));
+/* `turns` are for UNSIGNED, whose codes are dithered (rounding.h). */
+ALWAYS Lanes codes_of(const enum Form form, Lanes value, float factor, Words turns) {
+    Lanes product = value * factor;
     if (form == HALF || form == HALF_ROOT) return halves(form == HALF ? product : square_root(product));
-    return with_sign(nearest_ints(square_root(magnitudes(product))), product);
+    Lanes root = (Lanes)(((Words)magnitudes(product) >> HALVINGS(form)) + (LIFT(form) >> HALVINGS(form)));
+    if (form == SIGNED) return with_sign(nearest_ints(root), product);
+    Lanes dither = from_ints((Words)((Ints)turns >> 16) | 1);
+    Words code = (Words)nearest_ints(fused(dither, lanes(0x1p-16f), root));
+    return (Lanes)larger(code, (Words)(value > 0) & 0x3f800000u); /* what is not 0 does not become 0 */
 }
 
 /* u from codes. */
 ALWAYS Lanes updates(const enum Form first, const enum Form second, const Factors f, float m_unit, float v_unit,
                      Lanes x, Lanes m, Lanes v) {
-    Lanes root = values_of(second, v, v_unit);
-    return fused(lanes(f.weight_decay), x, f.correction * values_of(first, m, m_unit) / (root + f.eps)); /* LAMB-u */
+    Lanes root = stood_for(second, v) * v_unit;
+    if (second == UNSIGNED) root = square_root(root);
+    return fused(lanes(f.weight_decay), x, f.correction * (stood_for(first, m) * m_unit) / (root + f.eps)); /* LAMB-u */
 }
 
 /* ---- one block ------------------------------------------------------------------------------------------- */
@@ -153,10 +151,11 @@ ALWAYS void advance_as(const enum Form first, const enum Form second, const int 
     Words m_top = {0}, v_top = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = scale * load_as(type, g, i);
-        Lanes root = values_of(second, load_codes(second, v_codes, i), v_unit);
-        Lanes m = values_of(first, load_codes(first, m_codes, i), m_unit);
-        m = fused(lanes(f.beta1), m, f.beta3 * grad);                    /* LAMB-m */
-        Lanes v = fused(lanes(f.beta2), root * root, f.beta4 * (grad * grad)); /* LAMB-v */
+        Lanes m = stood_for(first, load_codes(first, m_codes, i)) * m_unit;
+        Lanes v = stood_for(second, load_codes(second, v_codes, i)) * v_unit;
+        if (second == HALF_ROOT) v *= v;
+        m = fused(lanes(f.beta1), m, f.beta3 * grad);          /* LAMB-m */
+        v = fused(lanes(f.beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
         store(few->m + i, m);
         store(few->v + i, v);
         m_top = larger(m_top, (Words)magnitudes(m));
@@ -184,10 +183,12 @@ ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int t
     const void *all_x = few->x;
     float *all_u = few->u;
     const int n = few->n;
+    Words turns = counted(f.turns + (uint32_t)few->start * TURN, TURN); /* blocks are of one piece in the whole, too */
     Lanes weight = {0}, update = {0};
     for (int i = 0; i < n; i += LANES) {
-        Lanes m = codes_of(first, load(few->m + i), m_scale, NULL);
-        Lanes v = codes_of(second, load(few->v + i), v_scale, few->bits + i);
+        Lanes m = codes_of(first, load(few->m + i), m_scale.factor, turns);
+        Lanes v = codes_of(second, load(few->v + i), v_scale.factor, turns);
+        turns += (uint32_t)LANES * TURN;
         store_codes(first, m, m_codes, i);
         store_codes(second, v, v_codes, i);
         Lanes x = load_as(type, all_x, i), u = updates(first, second, f, m_scale.unit, v_scale.unit, x, m, v);
@@ -204,7 +205,6 @@ static Sums finish(Few *few, const Factors *f) {
     row->exp_avg_scale[few->scale] = few->m_scale.scale, row->exp_avg_sq_scale[few->scale] = few->v_scale.scale;
     make_ready(few->m, few->n, &few->m_scale);
     make_ready(few->v, few->n, &few->v_scale);
-    if (row->state_type == INT8) random_bits(&row->weights, f->draw, few->start, few->n, few->bits);
     Sums sums = FOR_FORMS(few, encode_as, *f);
     if (few->n % LANES) {
         const int64_t bytes = code_bytes(row);

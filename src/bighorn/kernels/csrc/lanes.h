@@ -30,6 +30,7 @@ enum { LANES = 4 };
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 #define EACH_LANE for (int lane = 0; lane < LANES; lane++)
 
@@ -43,9 +44,9 @@ ALWAYS Lanes load(const float *data) {
 
 ALWAYS void store(float *data, Lanes x) { memcpy(data, &x, sizeof x); }
 
-ALWAYS Words load_words(const uint32_t *data) {
+ALWAYS Words counted(uint32_t first, uint32_t step) {
     Words words;
-    memcpy(&words, data, sizeof words);
+    EACH_LANE words[lane] = first + (uint32_t)lane * step;
     return words;
 }
 
@@ -96,15 +97,6 @@ ALWAYS Lanes square_root(Lanes x) { return SIMD(sqrt_ps)(x); }
 ALWAYS Words larger(Words a, Words b) { return (Words)SIMD(max_epu32)((Raw)a, (Raw)b); }
 ALWAYS Lanes from_ints(Words x) { return SIMD(cvtepi32_ps)((Raw)x); }
 
-/* To a thousandth, and 0 of 0. */
-ALWAYS Lanes nearly_fourth_root(Lanes x) {
-#if defined(__AVX512F__)
-    return _mm512_rsqrt14_ps(_mm512_rsqrt14_ps(x));
-#else
-    return SIMD(rsqrt_ps)(SIMD(rsqrt_ps)(x));
-#endif
-}
-
 ALWAYS Lanes load_bytes(const void *data, const int is_signed) {
     __m128i raw = _mm_setzero_si128();
     memcpy(&raw, data, LANES);
@@ -150,8 +142,6 @@ ALWAYS Lanes from_ints(Words x) {
     EACH_LANE values[lane] = (float)(int32_t)x[lane];
     return values;
 }
-
-ALWAYS Lanes nearly_fourth_root(Lanes x) { return square_root(square_root(x)); }
 
 ALWAYS Lanes load_bytes(const void *data, const int is_signed) {
     Lanes values;

@@ -24,10 +24,21 @@ static inline uint32_t mix(uint32_t h) {
     return h ^ (h >> 16);
 }
 
+static inline uint32_t stream_of(const Weights *w, uint64_t seed) {
+    return mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix(w->number)));
+}
+
 /* What the random bits of a tensor start from at step t, which is 1 at first. */
 static inline uint32_t draw_at(const Weights *w, uint64_t seed, int64_t t) {
-    uint32_t stream = mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix(w->number)));
-    return mix(stream + (uint32_t)t);
+    return mix(stream_of(w, seed) + (uint32_t)t);
+}
+
+/* What dither starts from. An element's is that of TURN for each element before it: of these turns, as signed integers, the
+ * upper half, made odd, in units of 2^-16. */
+#define TURN 0xc13fa9a9u
+
+static inline uint32_t turns_at(const Weights *w, uint64_t seed, int64_t t) {
+    return stream_of(w, seed) + (uint32_t)t * 0x9e3779b9u + (uint32_t)w->first * TURN + 0x80000000u;
 }
 
 /* 32 random bits for each of the elements [start, start + n). */

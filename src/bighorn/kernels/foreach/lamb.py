@@ -21,7 +21,7 @@ from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 from bighorn.kernels.reference.stepper import draws
-from bighorn.kernels.rounding import chance, kept_for, random_bits, stream, unrounded
+from bighorn.kernels.rounding import dither, kept_for, random_bits, stream, unrounded
 from bighorn.kernels.rounding import rounded as rounded_weight
 
 WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
@@ -169,7 +169,7 @@ class Batch:
             give_back(piece.x, values, commit)
             return
         for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
-            bits = self._bits(piece, i, t) if rounding == "stochastic" else None
+            bits = random_bits(*self._places(piece, i, t)) if rounding == "stochastic" else None
             for name, new in rounded_weight(value, x.dtype, rounding, bits).items():
                 target = x if name == "x" else piece.state[i][name].view(-1)
                 write(target, new, commit)
@@ -188,19 +188,19 @@ class Batch:
     ) -> None:
         """Store moments in blocks unless they are discarded, and write back into them what is (or would be) stored."""
         for i, state in enumerate(piece.state):
-            odds = chance(self._bits(piece, i, t)).view_as(state["exp_avg"]) if self.draws else 0.5
-            for name, values in (("exp_avg", m[i]), ("exp_avg_sq", v[i])):
-                new = rounded(name, values.view_as(state[name]), state, odds)
+            shifts = dither(*self._places(piece, i, t)).view_as(state["exp_avg"]) if self.draws else 0.0
+            for name, values, shift in (("exp_avg", m[i], 0.0), ("exp_avg_sq", v[i], shifts)):
+                new = rounded(name, values.view_as(state[name]), state, shift)
                 values.copy_(stored(name, {**state, **new}).flatten())
                 for key, value in new.items() if not discard else ():
                     write(state[key], value, commit)
 
-    def _bits(self, piece: Piece, i: int, t: Tensor) -> Tensor:
-        """Random bits for tensor `i` of a piece, at the steps `t` of the batch's rows."""
+    def _places(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
+        """The arguments of `random_bits` for tensor `i` of a piece, at the steps `t` of the batch's rows."""
         row = piece.rows.start + i
         key = stream(self.bucket.options.rounding_seed, self.bucket.numbers[self.rows][row])
         first = piece.firsts[i]
-        return random_bits(key, t[row], torch.arange(first, first + piece.x[i].numel(), device=t.device))
+        return key, t[row], torch.arange(first, first + piece.x[i].numel(), device=t.device)
 
     def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
         """The gradients of each piece as the moments take them, but for an l2 decay; only copies are written."""

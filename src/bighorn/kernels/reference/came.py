@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import square_sum
 from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard
-from bighorn.kernels.codec import rounded, stored
+from bighorn.kernels.codec import Dither, rounded, stored
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
 
 
@@ -26,11 +26,11 @@ class Came(Stepper[CameOptions]):
 
 
 def came(
-    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, bits: Tensor | None, options: CameOptions, shard: Shard
+    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, dither: Dither, options: CameOptions, shard: Shard
 ) -> Rule:
     """Step `t` (from 1) of one tensor: the new x, its new state, and [RMS of u, its clip factor, mean confidence]."""
     o, (beta1, beta2, beta3), (eps1, eps2) = options, options.betas, options.eps
-    del bits  # its state takes none
+    del dither  # its state takes none
     dtype = x.dtype
     if shard.numel == 0:
         return x, state, torch.tensor([0.0, 1.0, 1.0], device=x.device)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import square_sum
 from bighorn.kernels.bucket import Bounds, Bucket, LambOptions, Shard
-from bighorn.kernels.codec import rounded, stored
+from bighorn.kernels.codec import Dither, rounded, stored
 from bighorn.kernels.reference.stepper import Rule, Stepper, mean_of_rows
-from bighorn.kernels.rounding import chance
 
 
 class Lamb(Stepper[LambOptions]):
@@ -24,7 +23,7 @@ class Lamb(Stepper[LambOptions]):
 
 
 def lamb(
-    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, bits: Tensor | None, options: LambOptions, shard: Shard
+    x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, dither: Dither, options: LambOptions, shard: Shard
 ) -> Rule:
     """Step `t` (from 1) of one tensor: the new x, its new state, and [weight norm, update norm, trust ratio]."""
     o, (beta1, beta2) = options, options.betas
@@ -43,7 +42,7 @@ def lamb(
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
     # From here on the moments as they are stored, so that every backend may read them back.
     new_state = rounded("exp_avg", m, state)
-    new_state |= rounded("exp_avg_sq", v, state, 0.5 if bits is None else chance(bits))
+    new_state |= rounded("exp_avg_sq", v, state, dither)
     m, v = (stored(name, new_state).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     if o.second_moment == "amsgrad":
         v = torch.maximum(state["max_exp_avg_sq"].to(dtype), v)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, Options, Shard
-from bighorn.kernels.rounding import Rounding, places, random_bits, rounded, stream, unrounded
+from bighorn.kernels.codec import Dither
+from bighorn.kernels.rounding import Rounding, dither, places, random_bits, rounded, stream, unrounded
 
 T = TypeVar("T")
 
@@ -25,14 +26,12 @@ tensor is whole, what it has yielded."""
 Rule: TypeAlias = Sums[Results]
 """One step of one tensor."""
 
-MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor | None, Options, Shard], Rule]
-"""From x, g (in the dtype of the arithmetic), state, t, random bits, options, and where x lies in the whole tensor.
-
-The bits are there where `draws` says so, 32 for each element."""
+MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dither, Options, Shard], Rule]
+"""From x, g (in the dtype of the arithmetic), state, t, dither, options, and where x lies in the whole tensor."""
 
 
 def draws(bucket: Bucket[Options]) -> bool:
-    """Whether a bucket's step takes random bits: for weights, or for a second moment in 8 bits."""
+    """Whether a bucket's step takes random bits, for weights, or dither, for a second moment in 8 bits."""
     in_8_bits = any(tensor.dtype == torch.uint8 for tensors in bucket.state.values() for tensor in tensors[:1])
     return bucket.options.weight_rounding == "stochastic" or in_8_bits
 
@@ -89,12 +88,13 @@ class Stepper(Generic[Options]):
             for i, (x, g, step, shard) in enumerate(rows):
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
                 t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
-                bits = None
+                bits: Tensor | None = None
+                shifts: Dither = 0.0
                 if with_bits:
                     key = stream(o.rounding_seed, bucket.numbers[i])
                     index = bucket.firsts[i] + places(shard.size, shard.offset, shard.shape, x.device)
-                    bits = random_bits(key, t, index)
-                rule = self.rule(unrounded(x, state), g, state, t, bits, o, shard)
+                    bits, shifts = random_bits(key, t, index), dither(key, t, index)
+                rule = self.rule(unrounded(x, state), g, state, t, shifts, o, shard)
                 yield Row(rule, x, state, bucket.norms[i], commit, o.weight_rounding, bits)
 
     def _count(self, commit: Tensor | None) -> None:

@@ -5,10 +5,15 @@ import triton.language as tl
 
 from bighorn.kernels import codec
 from bighorn.kernels.triton import tiles
-from bighorn.kernels.triton.common_kernels import at, block, read, write
+from bighorn.kernels.triton.common_kernels import as_bits, as_float, at, block, read, write
 
 CODES = tl.constexpr(codec.BLOCK)
 PACK = tl.constexpr(tiles.PACK)  # blocks that are worked on at a time
+
+# The bits of 64 as a float, for which there would stand 128 in "signed" and 256 in "unsigned", and of these.
+SHARE_END = tl.constexpr((127 + 6) << 23)
+SIGNED_END = tl.constexpr((127 + 7) << 23)
+UNSIGNED_END = tl.constexpr((127 + 8) << 23)
 
 
 @triton.jit
@@ -66,12 +71,12 @@ def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def write_moment(moment, where, value, chance, FORM: tl.constexpr, VECTOR: tl.constexpr):
+def write_moment(moment, where, value, dither, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Store a block of a moment, and return it as it is stored."""
     if FORM == "":
         return write(moment[0], where[0], where[1], value, VECTOR)
     else:
-        codes, scale = encoded(value, where[1], chance, FORM)
+        codes, scale = encoded(value, where[1], dither, FORM)
         tl.store(moment[1] + where[2], scale, mask=where[3])
         return decoded(write(moment[0], where[0], where[1], codes, VECTOR), scale[:, None], FORM)
 
@@ -83,11 +88,10 @@ def decoded(codes, scale, FORM: tl.constexpr):
     if FORM == "linear":
         return tl.div_rn(code, 127.0) * scale
     elif FORM == "signed":
-        return tl.div_rn(code, 127.0) * tl.div_rn(tl.abs(code), 127.0) * scale
+        share = power(tl.abs(code), SIGNED_END, 1)
+        return tl.where(code < 0, -share, share) * scale
     elif FORM == "unsigned":
-        root = tl.div_rn(code, 255.0)
-        value = root * root * scale
-        return value * value
+        return power(code, UNSIGNED_END, 2) * scale
     elif FORM == "half":
         return code * scale
     else:
@@ -95,35 +99,38 @@ def decoded(codes, scale, FORM: tl.constexpr):
 
 
 @triton.jit
-def encoded(values, mask, chance, FORM: tl.constexpr):
+def encoded(values, mask, dither, FORM: tl.constexpr):
     """Codes, in float32, of some blocks, and these blocks' scales; a block that is not finite has scale NaN."""
-    if FORM == "unsigned" or FORM == "half_root":
+    if FORM == "half_root":
         values = tl.sqrt_rn(values)
     size = tl.where(tl.abs(values) < float("inf"), tl.abs(values), float("inf"))
     scale = tl.max(tl.where(mask, size, 0.0), 1)
     scale = tl.where(scale < float("inf"), scale, float("nan"))
-    share = tl.where((scale > 0)[:, None], tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None]), 0.0)
-    size = tl.abs(share)
+    size = tl.maximum(tl.div_rn(tl.abs(values), tl.where(scale > 0, scale, 1.0)[:, None]), 2.0**-126)
+    size = tl.where((scale > 0)[:, None] & (values != 0), size, 0.0)
     if FORM == "linear":
         code = nearest(size * 127)
     elif FORM == "signed":
-        code = nearest(tl.sqrt_rn(size) * 127)
+        code = nearest(root(size, SIGNED_END, 1))
     elif FORM == "unsigned":
-        code = fourth_root(size, chance)
+        code = tl.maximum(nearest(root(size, UNSIGNED_END, 2) + dither), 1.0)
     else:
-        code = tl.where(size == 0, 0.0, tl.maximum(size, 2.0**-24))
-    return tl.where(share < 0, -code, code), scale
+        code = tl.maximum(size, 2.0**-24)
+    code = tl.where(size == 0, 0.0, code)
+    return tl.where(values < 0, -code, code), scale
 
 
 @triton.jit
-def fourth_root(share, chance):
-    """The code of a square's root, rounded so that the mean of the square is what it was."""
-    code = tl.sqrt_rn(share) * 255
-    below = tl.floor(code)
-    fourth, low, high = code * code, below * below, (below + 1) * (below + 1)
-    fourth, low, high = fourth * fourth, low * low, high * high
-    below += tl.where(fourth - low > chance * (high - low), 1.0, 0.0)
-    return tl.where(share == 0, 0.0, tl.maximum(below, 1.0))
+def root(share, END: tl.constexpr, HALVINGS: tl.constexpr):
+    """A root of a share, as the bits of floats make it: what is to be rounded to a code."""
+    return as_float(((as_bits(share * 63) - SHARE_END) >> HALVINGS) + END)
+
+
+@triton.jit
+def power(code, END: tl.constexpr, HALVINGS: tl.constexpr):
+    """The inverse."""
+    share = as_float(((as_bits(code) - END) << HALVINGS) + SHARE_END)
+    return tl.where(code == 0, 0.0, tl.div_rn(share, 63.0))
 
 
 @triton.jit

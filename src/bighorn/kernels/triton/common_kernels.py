@@ -157,3 +157,15 @@ def folded(values):
 def number(pointer):
     """A float64 of a table as a float32."""
     return tl.load(pointer).to(tl.float32)
+
+
+@triton.jit
+def as_bits(x):
+    """The bits of a float32 as an int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """The inverse."""
+    return bits.to(tl.float32, bitcast=True)

@@ -38,7 +38,7 @@ from bighorn.kernels.triton.common_kernels import (
     write,
 )
 from bighorn.kernels.triton.weight_kernels import (
-    chance,
+    dither,
     random_bits,
     read_weight,
     stream,
@@ -143,7 +143,7 @@ def moments(
     for i in range(first, stop, BLOCK):
         where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
         offsets, mask = where[0], where[1]
-        bits = random_bits(places[3], places[1] + offsets)
+        bits = random_bits(places[3], places[1] + offsets) if ROUNDING == "stochastic" else None
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         g = read(pointers[1], offsets, mask, VECTOR).to(tl.float32) * scale
         if DECAY_MODE == "l2":
@@ -151,7 +151,8 @@ def moments(
         m = beta1 * read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
         v = beta2 * read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
         m = write_moment(pointers[2], where, m, None, M_FORM, VECTOR)
-        v = write_moment(pointers[3], where, v, chance(bits) if V_FORM == "unsigned" else None, V_FORM, VECTOR)
+        shifts = dither(places[3], places[1] + offsets) if V_FORM == "unsigned" else None
+        v = write_moment(pointers[3], where, v, shifts, V_FORM, VECTOR)
         if AMSGRAD:
             v_max = read(pointers[4], offsets, mask).to(tl.float32)
             v = write(pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL))

@@ -13,6 +13,8 @@ from bighorn.kernels.triton.common_kernels import (
     RUN_STEP,
     RUNS,
     RUNS_STEP,
+    as_bits,
+    as_float,
     at,
     read,
     write,
@@ -89,9 +91,9 @@ def stochastic(value, bits, X: tl.constexpr):
 
 @triton.jit
 def stream(row, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
-    """What the random bits of a tensor at step `t` are made from; CUT: it may be a shard that is not of one piece."""
+    """What random bits and dither at step `t` are made from; CUT: it may be a shard that is not of one piece."""
     if DRAWS:
-        key = mixed((tl.load(row + KEY) + t.to(tl.int64)).to(tl.uint32))
+        key = tl.load(row + KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
         if CUT:
             runs = tl.load(row + RUN), tl.load(row + RUNS), tl.load(row + RUN_STEP), tl.load(row + RUNS_STEP)
             return key, tl.load(row + PLACE), runs
@@ -107,19 +109,28 @@ def random_bits(stream, elements):
     if stream is None:
         return None
     else:
-        key, first, runs = stream
-        place = elements.to(tl.int64)
-        if runs is not None:
-            run = place // runs[0]
-            place += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
-        place += first
-        return mixed(place.to(tl.uint32) ^ mixed(key + (place >> 32).to(tl.uint32)))
+        key, t = stream[0]
+        place = place_of(stream, elements)
+        return mixed(place.to(tl.uint32) ^ mixed(mixed(key + t) + (place >> 32).to(tl.uint32)))
 
 
 @triton.jit
-def chance(bits):
-    """A number in (0, 1) from the lower 16 of random bits."""
-    return ((bits & 0xFFFF).to(tl.float32) + 0.5) / 65536
+def dither(stream, elements):
+    """Numbers in (-1/2, 1/2) for some elements, likewise."""
+    key, t = stream[0]
+    place = place_of(stream, elements).to(tl.uint32)
+    turns = key + t * tl.full((), 0x9E3779B9, tl.uint32) + place * tl.full((), 0xC13FA9A9, tl.uint32)
+    return ((turns >> 16) | 1).to(tl.float32) / 65536 - 0.5
+
+
+@triton.jit
+def place_of(stream, elements):
+    """Their places in the whole parameter, int64."""
+    place, first, runs = elements.to(tl.int64), stream[1], stream[2]
+    if runs is not None:
+        run = place // runs[0]
+        place += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
+    return place + first
 
 
 @triton.jit
@@ -128,15 +139,3 @@ def mixed(h):
     h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     h = (h ^ (h >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
     return h ^ (h >> 16)
-
-
-@triton.jit
-def as_bits(x):
-    """The bits of a float32 as an int32."""
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def as_float(bits):
-    """The inverse."""
-    return bits.to(tl.float32, bitcast=True)

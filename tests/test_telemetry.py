@@ -190,3 +190,5 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             telemetry.log_every(optimizer, steps, print)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="log must be a function of the scalars and the step, not 'wandb'"):
+        telemetry.log_every(optimizer, 1, "wandb")  # type: ignore[arg-type]

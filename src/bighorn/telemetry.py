@@ -72,7 +72,7 @@ def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
         A handle, whose `remove()` ends it.
 
     Raises:
-        TypeError: As `scalars`, or `steps` is no integer.
+        TypeError: As `scalars`, `steps` is no integer, or `log` no function.
         ValueError: `steps` is less than 1.
 
     Example:
@@ -89,6 +89,8 @@ def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
         4 0.009999999776482582
     """
     integer("steps", steps, least=1)
+    if not callable(log):
+        raise TypeError(f"log must be a function of the scalars and the step, not {log!r} ({type(log).__name__})")
     inner, taken = _telemetric(optimizer), 0
 
     def after(*_: object) -> None:

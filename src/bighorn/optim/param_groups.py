@@ -113,7 +113,12 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
     try:
         group = settings.without_own(group) if settings else group
         group = {foreign.VERSION: foreign.FORMAT, **{name: current[name] for name in algorithm.options}, **group}
-        checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options, *current], "it")
+        known = {*NO_OPTIONS, *algorithm.options, *current}
+        if others := [repr(name) for name in group if name not in known]:
+            raise ValueError(
+                f"an unknown option {' and '.join(others[:2])}: the state is another optimizer's, so load it into that "
+                "one; or somebody noted this in its groups, so remove it there"
+            )
         if "param_names" in group:
             _check_names(group["param_names"], len(group["params"]))
         group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])

@@ -66,7 +66,7 @@ def fourth_root(share: Tensor, dither: codec.Dither) -> Tensor:
     code = share.sqrt() * 255
     below = code.floor()
     low, high = below**4, (below + 1) ** 4
-    below += (code**4 - low > (0.5 - dither) * (high - low)).to(code.dtype)
+    below += (code**4 - low > (1 - dither / 2**16) * (high - low)).to(code.dtype)
     return torch.where(share == 0, share, below.clamp(min=1))
 
 
@@ -81,7 +81,7 @@ def in_blocks(form: Form) -> Round:
 
 def by_chance(form: Form) -> Round:
     """To one of two codes, by random numbers."""
-    return lambda x, _: codec.decode(*codec.encode(x, form, torch.rand_like(x) - 0.5), form)
+    return lambda x, _: codec.decode(*codec.encode(x, form, torch.randint(2**16, x.shape)), form)
 
 
 def dithered(form: Form) -> Round:

@@ -24,8 +24,10 @@ CODES = (torch.int8, torch.uint8, torch.float16)
 """The dtypes of codes."""
 
 
-Dither = Tensor | float
-"""What is added to a code before it is rounded to the nearest: even over (-1/2, 1/2), or 0."""
+Dither = Tensor | int
+"""What is added to a code, in 2^-16ths, before it is rounded down: evenly spread from 0 to 2^16 - 1, or `NEAREST`."""
+
+NEAREST = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
 
     def to_code(share: Tensor, dither: Dither) -> Tensor:
         root = root_end + (bits(share.abs() * 63) - share_end >> halvings)
-        code = (root.view(torch.float32) + dither).round()
+        code = (((root.view(torch.float32) * 2**16).round() + dither) / 2**16).floor()
         least = 0 if dtype.is_signed else 1  # what is not 0 does not become 0: updates are divided by it
         return torch.where(share == 0, share, code.clamp(min=least).copysign(share))
 
@@ -115,7 +117,7 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     return LAMB_FORMS[name].get(state[name].dtype) if "exp_avg_sq_scale" in state else LINEAR
 
 
-def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = 0.0) -> dict[str, Tensor]:
+def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
     """A moment as it is stored, under its names: rounded to its dtype, or as codes and scales."""
     form = form_of(name, like)
     if form is None:
@@ -141,7 +143,7 @@ def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return rows, -(-math.prod(shape[1:]) // BLOCK)
 
 
-def encode(values: Tensor, form: Form = LINEAR, dither: Dither = 0.0) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tuple[Tensor, Tensor]:
     """Codes, in the shape of `values`, and scales, float32 in that of `scales_shape`.
 
     A linear value's error is at most 1/254 of its block's scale. A block of zeros keeps scale 0. A block that holds

@@ -127,13 +127,12 @@ def random_bits(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
 
 
 def dither(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
-    """Numbers in (-1/2, 1/2), odd multiples of 2^-16, in the arguments of `random_bits`.
+    """16 bits, in int64, that are as even as random ones are not, in the arguments of `random_bits`.
 
     Places on a circle, one step around it further for each element and another for each t, so that neither neighbours
     nor steps that follow one another leave out a part of it: less noise adds up than of random numbers.
     """
-    turns = (key + t.to(torch.int64) * 0x9E3779B9 + (index & WORD) * 0xC13FA9A9) & WORD
-    return ((turns >> 16) | 1).to(torch.float32) / 65536 - 0.5
+    return ((key + t.to(torch.int64) * 0x9E3779B9 + (index & WORD) * 0xC13FA9A9) & WORD) >> 16
 
 
 def places(size: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:

@@ -37,31 +37,23 @@ ALWAYS Lanes load_as(const int type, const void *data, int i) {
     return type == FLOAT32 ? load((const float *)data + i) : load_bfloat16((const uint16_t *)data + i);
 }
 
-/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: half of these bits, or
- * a quarter, and a constant, that of `root_of` in kernels/codec.py. */
+/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: these bits, halved once
+ * or twice, and a constant. */
 #define HALVINGS(form) ((form) == SIGNED ? 1 : 2)
-#define LIFT(form) ((form) == SIGNED ? 0x43800000u : 0xcb800000u)
+#define LIFT(form) ((form) == SIGNED ? 0x21c00000u : 0x32e00000u)
 
-/* What codes stand for. */
-ALWAYS Lanes stood_for(const enum Form form, Lanes code) {
-    if (form == HALF || form == HALF_ROOT) return code;
-    Words power = ((Words)code << HALVINGS(form)) - LIFT(form); /* the sign is shifted out */
-    power &= (Words)(code != 0);
-    return form == SIGNED ? with_sign((Lanes)power, code) : (Lanes)power;
+/* What codes stand for, as multiples of the scale's unit. 0 is the one whose bits are below the constant. */
+ALWAYS Lanes powers(const enum Form form, Words code) {
+    Lanes root = from_ints(code);
+    Words size = (Words)(form == SIGNED ? magnitudes(root) : root);
+    Lanes power = (Lanes)((larger(size, LIFT(form) + (Words){0}) - LIFT(form)) << HALVINGS(form));
+    return form == SIGNED ? with_sign(power, root) : power;
 }
 
-ALWAYS Lanes load_codes(const enum Form form, const void *codes, int i) {
+ALWAYS Lanes load_powers(const enum Form form, const void *codes, int i) {
     if (form == HALF || form == HALF_ROOT) return load_float16((const uint16_t *)codes + i);
-    return load_bytes((const uint8_t *)codes + i, form == SIGNED);
+    return powers(form, load_bytes((const uint8_t *)codes + i, form == SIGNED));
 }
-
-ALWAYS void store_codes(const enum Form form, Lanes code, void *codes, int i) {
-    if (form == HALF || form == HALF_ROOT) store_float16((uint16_t *)codes + i, code);
-    else store_bytes((uint8_t *)codes + i, (Words)(code + 0x1.8p23f)); /* whose last bits are the code */
-}
-
-/* Of what is not negative, and not large. */
-ALWAYS Lanes nearest_ints(Lanes x) { return x + 0x1p23f - 0x1p23f; }
 
 /* Shares as float16 keeps them; what is not 0 does not become 0. */
 ALWAYS Lanes halves(Lanes share) {
@@ -73,23 +65,30 @@ ALWAYS Lanes halves(Lanes share) {
     return with_sign((Lanes)((tiny & is_tiny) | (normal & ~is_tiny)), share);
 }
 
-/* `turns` are for UNSIGNED, whose codes are dithered (rounding.h). */
-ALWAYS Lanes codes_of(const enum Form form, Lanes value, float factor, Words turns) {
-    Lanes product = value * factor;
-    if (form == HALF || form == HALF_ROOT) return halves(form == HALF ? product : square_root(product));
-    Lanes root = (Lanes)(((Words)magnitudes(product) >> HALVINGS(form)) + (LIFT(form) >> HALVINGS(form)));
-    if (form == SIGNED) return with_sign(nearest_ints(root), product);
-    Lanes dither = from_ints((Words)((Ints)turns >> 16) | 1);
-    Words code = (Words)nearest_ints(fused(dither, lanes(0x1p-16f), root));
-    return (Lanes)larger(code, (Words)(value > 0) & 0x3f800000u); /* what is not 0 does not become 0 */
+/* Stores the codes of values, and returns what they stand for. UNSIGNED is dithered by `turns` (rounding.h). */
+ALWAYS Lanes store_powers(const enum Form form, Lanes value, float factor, Words turns, void *codes, int i) {
+    Lanes power = value * factor;
+    if (form == HALF || form == HALF_ROOT) {
+        Lanes share = halves(form == HALF ? power : square_root(power));
+        store_float16((uint16_t *)codes + i, share);
+        return share;
+    }
+    Words code, size = (Words)(form == SIGNED ? magnitudes(power) : power);
+    if (form == SIGNED) {
+        code = nearest_ints(with_sign((Lanes)((size >> 1) + LIFT(form)), power));
+    } else {
+        const uint32_t times_2_16 = 16u << 23;
+        code = (nearest_ints((Lanes)((size >> 2) + (LIFT(form) + times_2_16))) + (turns >> 16)) >> 16;
+        code = larger(code, smaller((Words)value, 1 + (Words){0})); /* what is not 0 does not become 0 */
+    }
+    store_bytes((uint8_t *)codes + i, code);
+    return powers(form, code);
 }
 
-/* u from codes. */
-ALWAYS Lanes updates(const enum Form first, const enum Form second, const Factors f, float m_unit, float v_unit,
-                     Lanes x, Lanes m, Lanes v) {
-    Lanes root = stood_for(second, v) * v_unit;
-    if (second == UNSIGNED) root = square_root(root);
-    return fused(lanes(f.weight_decay), x, f.correction * (stood_for(first, m) * m_unit) / (root + f.eps)); /* LAMB-u */
+/* u from what codes stand for. */
+ALWAYS Lanes updates(const enum Form second, const Factors f, float m_unit, float v_unit, Lanes x, Lanes m, Lanes v) {
+    Lanes root = second == UNSIGNED ? square_root(v * v_unit) : v * v_unit;
+    return fused(lanes(f.weight_decay), x, m * (f.correction * m_unit) / (root + f.eps)); /* LAMB-u */
 }
 
 /* ---- one block ------------------------------------------------------------------------------------------- */
@@ -151,8 +150,7 @@ ALWAYS void advance_as(const enum Form first, const enum Form second, const int 
     Words m_top = {0}, v_top = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = scale * load_as(type, g, i);
-        Lanes m = stood_for(first, load_codes(first, m_codes, i)) * m_unit;
-        Lanes v = stood_for(second, load_codes(second, v_codes, i)) * v_unit;
+        Lanes m = load_powers(first, m_codes, i) * m_unit, v = load_powers(second, v_codes, i) * v_unit;
         if (second == HALF_ROOT) v *= v;
         m = fused(lanes(f.beta1), m, f.beta3 * grad);          /* LAMB-m */
         v = fused(lanes(f.beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
@@ -186,12 +184,10 @@ ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int t
     Words turns = counted(f.turns + (uint32_t)few->start * TURN, TURN); /* blocks are of one piece in the whole, too */
     Lanes weight = {0}, update = {0};
     for (int i = 0; i < n; i += LANES) {
-        Lanes m = codes_of(first, load(few->m + i), m_scale.factor, turns);
-        Lanes v = codes_of(second, load(few->v + i), v_scale.factor, turns);
+        Lanes m = store_powers(first, load(few->m + i), m_scale.factor, turns, m_codes, i);
+        Lanes v = store_powers(second, load(few->v + i), v_scale.factor, turns, v_codes, i);
         turns += (uint32_t)LANES * TURN;
-        store_codes(first, m, m_codes, i);
-        store_codes(second, v, v_codes, i);
-        Lanes x = load_as(type, all_x, i), u = updates(first, second, f, m_scale.unit, v_scale.unit, x, m, v);
+        Lanes x = load_as(type, all_x, i), u = updates(second, f, m_scale.unit, v_scale.unit, x, m, v);
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
@@ -220,8 +216,8 @@ ALWAYS void update_as(const enum Form first, const enum Form second, const int t
     const float m_unit = scale_of(first, few->row->exp_avg_scale[few->scale]).unit;
     const float v_unit = scale_of(second, few->row->exp_avg_sq_scale[few->scale]).unit;
     for (int i = 0; i < few->n; i += LANES) {
-        Lanes m = load_codes(first, few->m_codes, i), v = load_codes(second, few->v_codes, i);
-        store(few->u + i, updates(first, second, f, m_unit, v_unit, load_as(type, few->x, i), m, v));
+        Lanes m = load_powers(first, few->m_codes, i), v = load_powers(second, few->v_codes, i);
+        store(few->u + i, updates(second, f, m_unit, v_unit, load_as(type, few->x, i), m, v));
     }
 }
 

@@ -95,12 +95,14 @@ ALWAYS Lanes fused(Lanes a, Lanes b, Lanes c) {
 
 ALWAYS Lanes square_root(Lanes x) { return SIMD(sqrt_ps)(x); }
 ALWAYS Words larger(Words a, Words b) { return (Words)SIMD(max_epu32)((Raw)a, (Raw)b); }
+ALWAYS Words smaller(Words a, Words b) { return (Words)SIMD(min_epu32)((Raw)a, (Raw)b); }
 ALWAYS Lanes from_ints(Words x) { return SIMD(cvtepi32_ps)((Raw)x); }
+ALWAYS Words nearest_ints(Lanes x) { return (Words)SIMD(cvtps_epi32)(x); } /* ties to even */
 
-ALWAYS Lanes load_bytes(const void *data, const int is_signed) {
+ALWAYS Words load_bytes(const void *data, const int is_signed) {
     __m128i raw = _mm_setzero_si128();
     memcpy(&raw, data, LANES);
-    return SIMD(cvtepi32_ps)(is_signed ? SIMD(cvtepi8_epi32)(raw) : SIMD(cvtepu8_epi32)(raw));
+    return (Words)(is_signed ? SIMD(cvtepi8_epi32)(raw) : SIMD(cvtepu8_epi32)(raw));
 }
 
 ALWAYS Lanes load_bfloat16(const void *data) {
@@ -137,15 +139,26 @@ ALWAYS Words larger(Words a, Words b) {
     return a;
 }
 
+ALWAYS Words smaller(Words a, Words b) {
+    EACH_LANE a[lane] = a[lane] < b[lane] ? a[lane] : b[lane];
+    return a;
+}
+
+ALWAYS Words nearest_ints(Lanes x) {
+    Words values;
+    EACH_LANE values[lane] = (uint32_t)(int32_t)rintf(x[lane]);
+    return values;
+}
+
 ALWAYS Lanes from_ints(Words x) {
     Lanes values;
     EACH_LANE values[lane] = (float)(int32_t)x[lane];
     return values;
 }
 
-ALWAYS Lanes load_bytes(const void *data, const int is_signed) {
-    Lanes values;
-    EACH_LANE values[lane] = is_signed ? ((const int8_t *)data)[lane] : ((const uint8_t *)data)[lane];
+ALWAYS Words load_bytes(const void *data, const int is_signed) {
+    Words values;
+    EACH_LANE values[lane] = is_signed ? (uint32_t)((const int8_t *)data)[lane] : ((const uint8_t *)data)[lane];
     return values;
 }
 

@@ -33,12 +33,11 @@ static inline uint32_t draw_at(const Weights *w, uint64_t seed, int64_t t) {
     return mix(stream_of(w, seed) + (uint32_t)t);
 }
 
-/* What dither starts from. An element's is that of TURN for each element before it: of these turns, as signed integers, the
- * upper half, made odd, in units of 2^-16. */
+/* What dither starts from: it is the upper half of this and a TURN for each element before. */
 #define TURN 0xc13fa9a9u
 
 static inline uint32_t turns_at(const Weights *w, uint64_t seed, int64_t t) {
-    return stream_of(w, seed) + (uint32_t)t * 0x9e3779b9u + (uint32_t)w->first * TURN + 0x80000000u;
+    return stream_of(w, seed) + (uint32_t)t * 0x9e3779b9u + (uint32_t)w->first * TURN;
 }
 
 /* 32 random bits for each of the elements [start, start + n). */

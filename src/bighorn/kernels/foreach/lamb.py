@@ -17,7 +17,7 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, wide, write
 from bighorn.kernels.bucket import Bucket, LambOptions
-from bighorn.kernels.codec import rounded, stored
+from bighorn.kernels.codec import NEAREST, rounded, stored
 from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 from bighorn.kernels.reference.stepper import draws
@@ -188,8 +188,8 @@ class Batch:
     ) -> None:
         """Store moments in blocks unless they are discarded, and write back into them what is (or would be) stored."""
         for i, state in enumerate(piece.state):
-            shifts = dither(*self._places(piece, i, t)).view_as(state["exp_avg"]) if self.draws else 0.0
-            for name, values, shift in (("exp_avg", m[i], 0.0), ("exp_avg_sq", v[i], shifts)):
+            shifts = dither(*self._places(piece, i, t)).view_as(state["exp_avg"]) if self.draws else NEAREST
+            for name, values, shift in (("exp_avg", m[i], NEAREST), ("exp_avg_sq", v[i], shifts)):
                 new = rounded(name, values.view_as(state[name]), state, shift)
                 values.copy_(stored(name, {**state, **new}).flatten())
                 for key, value in new.items() if not discard else ():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, Options, Shard
-from bighorn.kernels.codec import Dither
+from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.rounding import Rounding, dither, places, random_bits, rounded, stream, unrounded
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Stepper(Generic[Options]):
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
                 t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
                 bits: Tensor | None = None
-                shifts: Dither = 0.0
+                shifts: Dither = NEAREST
                 if with_bits:
                     key = stream(o.rounding_seed, bucket.numbers[i])
                     index = bucket.firsts[i] + places(shard.size, shard.offset, shard.shape, x.device)

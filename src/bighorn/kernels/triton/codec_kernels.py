@@ -113,7 +113,8 @@ def encoded(values, mask, dither, FORM: tl.constexpr):
     elif FORM == "signed":
         code = nearest(root(size, SIGNED_END, 1))
     elif FORM == "unsigned":
-        code = tl.maximum(nearest(root(size, UNSIGNED_END, 2) + dither), 1.0)
+        code = tl.floor((nearest(root(size, UNSIGNED_END, 2) * 65536) + dither.to(tl.float32)) / 65536)
+        code = tl.maximum(code, 1.0)
     else:
         code = tl.maximum(size, 2.0**-24)
     code = tl.where(size == 0, 0.0, code)
@@ -135,5 +136,5 @@ def power(code, END: tl.constexpr, HALVINGS: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """The nearest integer of a number from 0 to 2^22, the even one of two."""
-    return x + 12582912.0 - 12582912.0  # added to this, it has no place left for a fraction
+    """The nearest integer of a number from 0 on, the even one of two."""
+    return tl.where(x < 8388608.0, x + 8388608.0 - 8388608.0, x)

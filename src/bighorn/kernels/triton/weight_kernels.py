@@ -116,11 +116,10 @@ def random_bits(stream, elements):
 
 @triton.jit
 def dither(stream, elements):
-    """Numbers in (-1/2, 1/2) for some elements, likewise."""
+    """16 bits for each of some elements, likewise, that are more even."""
     key, t = stream[0]
     place = place_of(stream, elements).to(tl.uint32)
-    turns = key + t * tl.full((), 0x9E3779B9, tl.uint32) + place * tl.full((), 0xC13FA9A9, tl.uint32)
-    return ((turns >> 16) | 1).to(tl.float32) / 65536 - 0.5
+    return (key + t * tl.full((), 0x9E3779B9, tl.uint32) + place * tl.full((), 0xC13FA9A9, tl.uint32)) >> 16
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Tables of the docs are those of the scripts in benchmarks, whose plan for many GPUs agrees with what was counted."""
+"""Tables say what was measured: those of the scripts in benchmarks, of the README, and a plan what was counted."""
 
 from __future__ import annotations
 
@@ -32,6 +32,32 @@ scale, eight_bit = script("scale"), script("eight_bit")
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """If not: `python benchmarks/scale.py`, `python benchmarks/eight_bit.py --page`."""
     assert source.PAGE.read_text() == source.written()
+
+
+README = {
+    "200 tiny tensors": ("step-fp32", "tiny"),
+    "EfficientNet-B0": ("step-fp32", "efficientnet_b0"),
+    "ViT-S/16": ("step-fp32", "vit_small"),
+    "ResNet-50": ("step-fp32", "resnet50"),
+    "BERT-base": ("step-fp32", "bert_base"),
+    "BERT-large": ("step-fp32", "bert_large"),
+    "one 30522x1024 tensor": ("step-fp32", "one"),
+    "BERT-base in bf16, bf16 state": ("step-bf16", "bert_base"),
+}
+"""Its rows: the file in results, and the parameter set there."""
+
+
+@pytest.mark.parametrize("row", README)
+def test_the_readme_says_what_was_measured(row: str) -> None:
+    name, shapes = README[row]
+    measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+    (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
+    ratios = {optimizer["name"]: optimizer["ratio"] for optimizer in found}
+    cells = [
+        f"{ratios[each]['median']:.2f} ({ratios[each]['p10']:.2f}-{ratios[each]['p90']:.2f})"
+        for each in ("lamb", "lamb-adam", "came")
+    ]
+    assert f"| {row} | {' | '.join(cells)} |" in (ROOT / "README.md").read_text()
 
 
 def test_every_tensor_is_in_a_group() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 
 ELSEWHERE = {
@@ -25,6 +26,15 @@ def hint(name: object, known: Iterable[object]) -> str:
     same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(str(name), name)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Errors begin with what they are about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def real_number(name: str, value: object) -> float:

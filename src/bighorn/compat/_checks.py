@@ -92,15 +92,6 @@ def mindspore_group(group: dict[str, Any], most_decay: float = math.inf) -> dict
 
 
 @contextmanager
-def of_group(index: int) -> Iterator[None]:
-    """Errors say which group they are about."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"group {index}: {error}") from None
-
-
-@contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Errors name our arguments as theirs; not those about a group, whose keys are called the same in both."""
     try:

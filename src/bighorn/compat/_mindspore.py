@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn.arguments import about
 from bighorn.compat import _checks
 
 
@@ -34,7 +35,7 @@ class MindSporeOptimizer(Optimizer):
         Args:
             param_group: As in `params` of the constructor.
         """
-        with _checks.of_group(len(self.param_groups)):
+        with about(f"group {len(self.param_groups)}"):
             super().add_param_group(_checks.mindspore_group(param_group, self.MOST_DECAY))
 
     def _step_with(self, gradients: object) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from bighorn.arguments import about
 from bighorn.optim import checks, explain, foreign, order, param_groups
 from bighorn.optim.ahead import Ahead
 from bighorn.optim.algorithm import Algorithm, Variant
@@ -275,7 +276,7 @@ class KernelOptimizer(Optimizer):
         for index, (group, drivers) in enumerate(zip(self.param_groups, self._drivers, strict=True)):
             values = [group.setdefault(name, self.defaults[name]) for name in SCHEDULED]
             if not all(isinstance(value, (float, int, Tensor)) for value in values):
-                with checks.of_group(index):
+                with about(f"param_groups[{index}]"):
                     group.update(self.algorithm.checked({name: group[name] for name in SCHEDULED}))
                     take_over(group, drivers)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -239,15 +238,6 @@ def _brief(value: object) -> str:
     """What something is, without the contents of tensors and of what holds them."""
     kind = type(value).__name__
     return f"{value!r} ({kind})" if isinstance(value, (str, bytes, int, float, complex, type(None))) else f"a {kind}"
-
-
-@contextmanager
-def of_group(index: int) -> Iterator[None]:
-    """Errors say which group they are about."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"param_groups[{index}]: {error}") from error
 
 
 def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:

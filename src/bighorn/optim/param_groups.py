@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.arguments import integer
+from bighorn.arguments import about, integer
 from bighorn.names import named
 from bighorn.optim import checks, foreign
 from bighorn.optim.algorithm import Algorithm, Group
@@ -157,7 +157,7 @@ class Watch:
             values = tuple(group.get(name, REMOVED) for name in algorithm.options)
             if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
                 values = tuple((defaults | group)[name] for name in algorithm.options)
-                with checks.of_group(index):
+                with about(f"param_groups[{index}]"):
                     fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
         plans_hold = True
         for index, (checked, values) in fresh.items():

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.arguments import number
-from bighorn.optim.checks import StepFunction, of_group
+from bighorn.arguments import about, number
+from bighorn.optim.checks import StepFunction
 
 SCHEDULED = ("lr", "weight_decay")
 COUNT = "schedule_step"
@@ -85,8 +85,8 @@ class Drive:
             if any(driven.overwritten(group[name]) for name, driven in own.items()):
                 continue
             self.counting.append(group)
-            if own:
-                with of_group(index):
+            if own:  # else there is nothing to tell, at every step
+                with about(f"param_groups[{index}]"):
                     values += [
                         (group, name, driven, value_at(name, driven.schedule, group[COUNT]))
                         for name, driven in own.items()

@@ -38,8 +38,10 @@ typedef struct {
     float lift;   /* what values are to be multiplied with first, so that the factor is finite: mostly 1 */
 } Scale;
 
-/* What the largest code stands for. */
-ALWAYS float top_of(const enum Form form) { return form == LINEAR ? 127 : form == SIGNED || form == UNSIGNED ? 63 : 1; }
+/* What the largest code stands for: of SIGNED and UNSIGNED the specification's 63, times a power of 2 that suits bits. */
+ALWAYS float top_of(const enum Form form) {
+    return form == LINEAR ? 127 : form == SIGNED || form == UNSIGNED ? 63 / 32.0f : 1;
+}
 
 ALWAYS Scale scale_of(const enum Form form, float scale) { return (Scale){scale, scale / top_of(form), 0, 1}; }
 

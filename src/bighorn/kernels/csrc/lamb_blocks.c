@@ -37,22 +37,19 @@ ALWAYS Lanes load_as(const int type, const void *data, int i) {
     return type == FLOAT32 ? load((const float *)data + i) : load_bfloat16((const uint16_t *)data + i);
 }
 
-/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: these bits, halved once
- * or twice, and a constant. */
-#define HALVINGS(form) ((form) == SIGNED ? 1 : 2)
-#define LIFT(form) ((form) == SIGNED ? 0x21c00000u : 0x32e00000u)
+/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: multiplied by this, so
+ * that there is room in their exponents, codes become what they stand for when their bits move up by one or by two. */
+#define REDUCED(form) ((form) == SIGNED ? 0x1p-70f : 0x1p-103f)
 
-/* What codes stand for, as multiples of the scale's unit. 0 is the one whose bits are below the constant. */
-ALWAYS Lanes powers(const enum Form form, Words code) {
-    Lanes root = from_ints(code);
-    Words size = (Words)(form == SIGNED ? magnitudes(root) : root);
-    Lanes power = (Lanes)((larger(size, LIFT(form) + (Words){0}) - LIFT(form)) << HALVINGS(form));
-    return form == SIGNED ? with_sign(power, root) : power;
+/* What reduced codes stand for, as multiples of the scale's unit. */
+ALWAYS Lanes powers(const enum Form form, Lanes reduced) {
+    Words bits = (Words)reduced;
+    return (Lanes)(form == SIGNED ? bits << 1 | (bits & 0x80000000u) : bits << 2);
 }
 
 ALWAYS Lanes load_powers(const enum Form form, const void *codes, int i) {
     if (form == HALF || form == HALF_ROOT) return load_float16((const uint16_t *)codes + i);
-    return powers(form, load_bytes((const uint8_t *)codes + i, form == SIGNED));
+    return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == SIGNED)));
 }
 
 /* Shares as float16 keeps them; what is not 0 does not become 0. */
@@ -73,22 +70,27 @@ ALWAYS Lanes store_powers(const enum Form form, Lanes value, float factor, Words
         store_float16((uint16_t *)codes + i, share);
         return share;
     }
-    Words code, size = (Words)(form == SIGNED ? magnitudes(power) : power);
     if (form == SIGNED) {
-        code = nearest_ints(with_sign((Lanes)((size >> 1) + LIFT(form)), power));
-    } else {
-        const uint32_t times_2_16 = 16u << 23;
-        code = (nearest_ints((Lanes)((size >> 2) + (LIFT(form) + times_2_16))) + (turns >> 16)) >> 16;
-        code = larger(code, smaller((Words)value, 1 + (Words){0})); /* what is not 0 does not become 0 */
+        const float whole = 0x1.8p23f; /* a sum with it is rounded to a whole number, which is what its last bits are */
+        Lanes root = (Lanes)((Words)((Ints)power >> 1) & 0xbfffffffu); /* but for the sign, which stays */
+        Lanes code = fused(root, lanes(1 / REDUCED(SIGNED)), lanes(whole));
+        store_bytes((uint8_t *)codes + i, (Words)code);
+        return powers(SIGNED, fused(code, lanes(REDUCED(SIGNED)), lanes(-whole * REDUCED(SIGNED))));
     }
+    const float in_2_16ths = 0x1p16f / REDUCED(UNSIGNED);
+    Words code = (nearest_ints((Lanes)((Words)power >> 2) * in_2_16ths) + (turns >> 16)) >> 16;
+    code = larger(code, smaller((Words)value, 1 + (Words){0})); /* what is not 0 does not become 0 */
     store_bytes((uint8_t *)codes + i, code);
-    return powers(form, code);
+    return powers(UNSIGNED, REDUCED(UNSIGNED) * from_ints(code));
 }
 
+/* The unit of the roots of v. */
+ALWAYS float root_unit(const enum Form second, float unit) { return second == UNSIGNED ? sqrtf(unit) : unit; }
+
 /* u from what codes stand for. */
-ALWAYS Lanes updates(const enum Form second, const Factors f, float m_unit, float v_unit, Lanes x, Lanes m, Lanes v) {
-    Lanes root = second == UNSIGNED ? square_root(v * v_unit) : v * v_unit;
-    return fused(lanes(f.weight_decay), x, m * (f.correction * m_unit) / (root + f.eps)); /* LAMB-u */
+ALWAYS Lanes updates(const enum Form second, const Factors f, float m_unit, float v_root_unit, Lanes x, Lanes m, Lanes v) {
+    Lanes root = fused(second == UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
+    return fused(lanes(f.weight_decay), x, m * (f.correction * m_unit) / root); /* LAMB-u */
 }
 
 /* ---- one block ------------------------------------------------------------------------------------------- */
@@ -145,19 +147,20 @@ ALWAYS void advance_as(const enum Form first, const enum Form second, const int 
     const float scale = few->grad_scale;
     const float m_unit = scale_of(first, row->exp_avg_scale[few->scale]).unit;
     const float v_unit = scale_of(second, row->exp_avg_sq_scale[few->scale]).unit;
+    const float beta1 = f.beta1 * m_unit, beta2 = second == HALF_ROOT ? f.beta2 : f.beta2 * v_unit;
     const void *g = few->g, *m_codes = few->m_codes, *v_codes = few->v_codes;
     const int n = few->n;
     Words m_top = {0}, v_top = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = scale * load_as(type, g, i);
-        Lanes m = load_powers(first, m_codes, i) * m_unit, v = load_powers(second, v_codes, i) * v_unit;
-        if (second == HALF_ROOT) v *= v;
-        m = fused(lanes(f.beta1), m, f.beta3 * grad);          /* LAMB-m */
-        v = fused(lanes(f.beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
+        Lanes m = load_powers(first, m_codes, i), v = load_powers(second, v_codes, i);
+        if (second == HALF_ROOT) v *= v_unit, v *= v;
+        m = fused(lanes(beta1), m, f.beta3 * grad);          /* LAMB-m */
+        v = fused(lanes(beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
         store(few->m + i, m);
         store(few->v + i, v);
         m_top = larger(m_top, (Words)magnitudes(m));
-        v_top = larger(v_top, (Words)magnitudes(v));
+        v_top = larger(v_top, (Words)v);
     }
     few->m_scale = new_scale(first, largest(m_top));
     few->v_scale = new_scale(second, largest(v_top));
@@ -177,6 +180,7 @@ static Sums careful_sums(const Few *few) {
 /* The moments' codes, and u from what these stand for. */
 ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f) {
     const Scale m_scale = few->m_scale, v_scale = few->v_scale;
+    const float v_root_unit = root_unit(second, v_scale.unit);
     void *m_codes = few->m_codes, *v_codes = few->v_codes;
     const void *all_x = few->x;
     float *all_u = few->u;
@@ -187,7 +191,7 @@ ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int t
         Lanes m = store_powers(first, load(few->m + i), m_scale.factor, turns, m_codes, i);
         Lanes v = store_powers(second, load(few->v + i), v_scale.factor, turns, v_codes, i);
         turns += (uint32_t)LANES * TURN;
-        Lanes x = load_as(type, all_x, i), u = updates(second, f, m_scale.unit, v_scale.unit, x, m, v);
+        Lanes x = load_as(type, all_x, i), u = updates(second, f, m_scale.unit, v_root_unit, x, m, v);
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
@@ -214,10 +218,10 @@ static Sums finish(Few *few, const Factors *f) {
 /* u of the moments as they are stored. */
 ALWAYS void update_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f) {
     const float m_unit = scale_of(first, few->row->exp_avg_scale[few->scale]).unit;
-    const float v_unit = scale_of(second, few->row->exp_avg_sq_scale[few->scale]).unit;
+    const float v_root_unit = root_unit(second, scale_of(second, few->row->exp_avg_sq_scale[few->scale]).unit);
     for (int i = 0; i < few->n; i += LANES) {
         Lanes m = load_powers(first, few->m_codes, i), v = load_powers(second, few->v_codes, i);
-        store(few->u + i, updates(second, f, m_unit, v_unit, load_as(type, few->x, i), m, v));
+        store(few->u + i, updates(second, f, m_unit, v_root_unit, load_as(type, few->x, i), m, v));
     }
 }
 
@@ -237,22 +241,28 @@ static void move(const Factors *f, float step, Few *few, const float *restrict u
 
 /* ---- blocks ---------------------------------------------------------------------------------------------- */
 
-/* Moments and u, and x if `step` is there. */
+/* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster. */
 static Sums step_block(const Block *b, const Factors *f, const float *step, float *update) {
     const int half = lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
     const int type = half && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     Sums sums = {0, 0};
     Mean last = {-1, 0};
-    Few few;
-    for (int64_t done = 0; done < b->size; done += few.n) {
-        take_block(&few, b->row, b->start + done, b->size - done, update ? update + done : NULL);
-        take_weights(&few, type);
-        take_grad(&few, b, f, &last);
-        FOR_FORMS(&few, advance_as, *f);
-        Sums s = finish(&few, f);
-        if (step) move(f, *step, &few, few.u);
-        sums.weight += s.weight;
-        sums.update += s.update;
+    Few few[2];
+    for (int64_t done = 0; done < b->size;) {
+        int count = 0;
+        for (; count < 2 && done < b->size; done += few[count++].n) {
+            Few *next = &few[count];
+            take_block(next, b->row, b->start + done, b->size - done, update ? update + done : NULL);
+            take_weights(next, type);
+            take_grad(next, b, f, &last);
+            FOR_FORMS(next, advance_as, *f);
+        }
+        for (int i = 0; i < count; i++) {
+            Sums s = finish(&few[i], f);
+            if (step) move(f, *step, &few[i], few[i].u);
+            sums.weight += s.weight;
+            sums.update += s.update;
+        }
     }
     return sums;
 }

@@ -45,9 +45,9 @@ ALWAYS Lanes load(const float *data) {
 ALWAYS void store(float *data, Lanes x) { memcpy(data, &x, sizeof x); }
 
 ALWAYS Words counted(uint32_t first, uint32_t step) {
-    Words words;
-    EACH_LANE words[lane] = first + (uint32_t)lane * step;
-    return words;
+    Words numbers;
+    EACH_LANE numbers[lane] = (uint32_t)lane;
+    return first + numbers * step;
 }
 
 ALWAYS Lanes magnitudes(Lanes x) { return (Lanes)((Words)x & 0x7fffffffu); }

@@ -49,7 +49,7 @@ class Text:
 class GPT(nn.Module):
     """A decoder-only transformer: learned positions, pre-norm blocks, dropout."""
 
-    def __init__(self, classes: int, width: int = 128, heads: int = 4, blocks: int = 3, dropout: float = 0.1) -> None:
+    def __init__(self, classes: int, width: int = 128, heads: int = 4, blocks: int = 5, dropout: float = 0.1) -> None:
         super().__init__()
         self.heads = heads
         self.token = nn.Embedding(classes, width)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 from torch.nn import Parameter
 
 import test_backends
-from bighorn import Lamb, kernels
+from bighorn import Came, Lamb, kernels
+from bighorn.kernels.cpu import library
 from cases import CASES
 from together import LIMIT, outcomes
 
@@ -78,6 +81,35 @@ def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -
     assert cores == 1 or "2 threads" in kernels.status()["cpu"].detail
     monkeypatch.setenv("BIGHORN_NUM_THREADS", "5")
     assert "5 threads" in kernels.status()["cpu"].detail
+
+
+@pytest.mark.parametrize("sizes", {(16,) * 200: 1, (100_000,): 4, (30_000, 30_000, 30_000): 3, (1 << 20,): 8}.items())
+@pytest.mark.parametrize("optimizer", [Lamb, Came])
+def test_little_work_is_shared_by_few(
+    optimizer: type[Lamb | Came], sizes: tuple[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller would wait for the others longer than for their work, for milliseconds on a busy machine."""
+    teams = []
+
+    def parallel(body: Callable[[int], None], data: int, threads: int, _: int) -> None:
+        teams.append(threads)
+        body(data)
+
+    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    runtime = (
+        ctypes.CFUNCTYPE(None, body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel),
+        ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0),
+        ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1),
+    )
+    monkeypatch.setattr(library, "OPENMP", tuple(ctypes.cast(each, ctypes.c_void_p).value for each in runtime))
+    monkeypatch.setattr(library, "_run_on", library._run_on.__wrapped__)
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", "8")
+    parameters = [Parameter(torch.ones(size)) for size in sizes[0]]
+    stepped = optimizer(parameters, lr=0.1, max_grad_norm=1.0, backend="cpu")
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stepped.step()
+    assert teams == [sizes[1]] * 2 * (sizes[1] > 1), "the norm's, and the step's"
 
 
 @pytest.mark.parametrize("name", ["BIGHORN_NUM_THREADS", "BIGHORN_ISA"])

@@ -291,9 +291,10 @@ class KernelOptimizer(Optimizer):
         """
         groups, found = self.param_groups, []
         for ready in divided:
-            plan = self._plans.find(ready, Looks.of(ready, groups, self.state, all_of_them=all_of_them))
+            looks = Looks.of(ready, groups, self.state, all_of_them=all_of_them)
+            plan = self._plans.find(ready, looks)
             if plan is not None:
-                plan.feed(ready.grads, self._options_of({slot.variant for slot in plan.slots}))
+                plan.feed(looks.grads, self._options_of({slot.variant for slot in plan.slots}))
             found.append((plan, {}) if plan is not None else self._new_plan(ready, places or self._places()))
         for ready, (plan, states) in zip(divided, found, strict=True):
             self.state.update(states)

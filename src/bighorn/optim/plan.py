@@ -69,6 +69,8 @@ class Slot:
     bucket: Bucket[Any]
     variant: Variant
     feeds: list[Feed] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    """Those of the feeds' parts."""
     direct: bool = True
     """Parameters and gradients are used as they are."""
 
@@ -76,6 +78,7 @@ class Slot:
         """Add the rows of a parameter, whose random bits a number tells from others'; returns which they are."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.feeds.append(feed)
+        self.indices.append(feed.index)
         bucket.params += feed.rows(feed.dense)
         bucket.shards += feed.shards()
         for name, value in moments.items():
@@ -111,12 +114,11 @@ class Plan:
     _rows: Tensor | None = None
 
     def feed(self, grads: list[Tensor], options: dict[Variant, Any]) -> None:
-        """Hand this step's gradients and options to the buckets."""
-        grads = [sharding.local(grad) for grad in grads]
+        """Hand this step's gradients, what of them lies here, and options to the buckets."""
         for slot in self.slots:
             slot.bucket.options = options[slot.variant]
             if slot.direct:
-                slot.bucket.grads = [grads[feed.index] for feed in slot.feeds]
+                slot.bucket.grads = list(map(grads.__getitem__, slot.indices))
                 continue
             slot.bucket.grads = [row for feed in slot.feeds for row in feed.grad_rows(grads[feed.index])]
             for feed in slot.feeds:
@@ -225,7 +227,7 @@ def build(
     sizes = [len(slot.bucket.params) for slot in slots.values()]
     starts = dict(zip(map(id, slots.values()), itertools.accumulate(sizes, initial=0), strict=False))
     plan = Plan(list(slots.values()), [], {}, tuple(labels), [starts[id(slot)] + row for slot, row in rows])
-    plan.feed(grads, options)
+    plan.feed(list(map(sharding.local, grads)), options)
     cuts = [cut for _, _, cut in backends if cut is not None]
     for (name, device, cut), buckets in backends.items():
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import Generic
 
@@ -60,4 +61,5 @@ class Stepper(Generic[Options]):
         raise NotImplementedError
 
     def _grads(self) -> array[int]:
-        return array("Q", [grad.data_ptr() for bucket in self.buckets for grad in bucket.grads])
+        grads = itertools.chain.from_iterable([bucket.grads for bucket in self.buckets])
+        return array("Q", list(map(Tensor.data_ptr, grads)))

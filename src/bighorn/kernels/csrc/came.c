@@ -388,5 +388,5 @@ EXPORT void bighorn_came_step(const Run *run, const CameOptions *options, const 
                               double *workspace) {
     Step s = {came_loops_for(run->isa), options, rows, shards, gradients, grads, beta2s, order, rows_count, grad_scale,
               round, workspace, needs_of(rows, shards, gradients, rows_count), 0, {0, 0, 0}};
-    run_parallel(run, step_body, &s);
+    run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
 }

@@ -12,6 +12,12 @@ typedef struct {
     int32_t type;
 } Gradient;
 
+static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
+    int64_t elements = 0;
+    for (int64_t row = 0; row < rows; row++) elements += gradients[row].size;
+    return elements;
+}
+
 static inline float element(const void *data, int type, int64_t at) {
     switch (type) {
         case FLOAT32: return ((const float *)data)[at];

@@ -191,5 +191,5 @@ EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row 
     int64_t most = bighorn_lamb_blocks(rows, gradients, rows_count);
     Step s = {{lamb_loops_for(run->isa), lamb_blocks_for(run->isa)}, options, rows, gradients, grads, order, rows_count, grad_scale, phase, sums,
               scratch, scratch_size, {partial, partial + most}, 0, {0, 0, 0}};
-    run_parallel(run, step_body, &s);
+    run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
 }

@@ -33,7 +33,7 @@ EXPORT double bighorn_square_sum(const Run *run, const Gradient *gradients, void
                                  double *partial) {
     SquareSum s = {square_sum_loops_for(run->isa), gradients, data, rows, partial, 0};
     for (int64_t row = 0; row < rows; row++) s.blocks += blocks_in(gradients[row].size);
-    run_parallel(run, square_sum_body, &s);
+    run_parallel(run, elements_of(gradients, rows), square_sum_body, &s);
     double total = 0;
     for (int64_t b = 0; b < s.blocks; b++) total += partial[b];
     return total;

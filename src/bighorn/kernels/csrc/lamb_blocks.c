@@ -52,23 +52,13 @@ ALWAYS Lanes load_powers(const enum Form form, const void *codes, int i) {
     return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == SIGNED)));
 }
 
-/* Shares as float16 keeps them; what is not 0 does not become 0. */
-ALWAYS Lanes halves(Lanes share) {
-    Lanes size = magnitudes(share);
-    Words bits = (Words)size;
-    Words normal = (bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u;
-    Words tiny = larger((Words)(size + 0.5f - 0.5f), (Words)(size > 0) & 0x33800000u /* 2^-24 */);
-    Words is_tiny = (Words)(size < 0x1p-14f);
-    return with_sign((Lanes)((tiny & is_tiny) | (normal & ~is_tiny)), share);
-}
-
 /* Stores the codes of values, and returns what they stand for. UNSIGNED is dithered by `turns` (rounding.h). */
 ALWAYS Lanes store_powers(const enum Form form, Lanes value, float factor, Words turns, void *codes, int i) {
     Lanes power = value * factor;
     if (form == HALF || form == HALF_ROOT) {
-        Lanes share = halves(form == HALF ? power : square_root(power));
-        store_float16((uint16_t *)codes + i, share);
-        return share;
+        Lanes share = form == HALF ? power : square_root(power), size = magnitudes(share);
+        Words least = (Words)(size > 0) & 0x33800000u; /* 2^-24: what is not 0 does not become 0 */
+        return store_float16((uint16_t *)codes + i, with_sign((Lanes)larger((Words)size, least), share));
     }
     if (form == SIGNED) {
         const float whole = 0x1.8p23f; /* a sum with it is rounded to a whole number, which is what its last bits are */

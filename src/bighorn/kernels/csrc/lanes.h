@@ -172,7 +172,7 @@ ALWAYS void store_bytes(void *data, Words words) { EACH_LANE ((uint8_t *)data)[l
 
 #endif
 
-/* float16 numbers, and float32 rounded to them. */
+/* float16 numbers, and float32 rounded to them, to the nearest, ties to even. */
 ALWAYS Lanes load_float16(const void *data) {
 #if defined(__AVX512F__) || defined(__AVX2__)
     RawHalves raw;
@@ -185,12 +185,15 @@ ALWAYS Lanes load_float16(const void *data) {
 #endif
 }
 
-ALWAYS void store_float16(void *data, Lanes x) {
+/* Returns what is stored. */
+ALWAYS Lanes store_float16(void *data, Lanes x) {
 #if defined(__AVX512F__) || defined(__AVX2__)
     RawHalves raw = SIMD(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT);
     memcpy(data, &raw, sizeof raw);
+    return SIMD(cvtph_ps)(raw);
 #else
     EACH_LANE ((uint16_t *)data)[lane] = to_float16(x[lane]);
+    return load_float16(data);
 #endif
 }
 

@@ -65,8 +65,8 @@ static inline void make_ready(float *values, int n, const Scale *s) {
 
 ALWAYS uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
 
-/* Rounds what is not negative, and not large, to the nearest integer, ties to even. */
-ALWAYS float nearest(float value) { return value + 0x1p23f - 0x1p23f; }
+/* A sum with it is rounded to a whole number, ties to even, which the low bits of the sum are. */
+#define WHOLE 0x1.8p23f
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
@@ -104,10 +104,7 @@ static inline void encode(const Int8 *data, int64_t start, int n, const float *r
         make_ready(ready, part.size, &scale);
         data->scales[part.scale] = scale.scale;
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) {
-            float product = ready[i] * scale.factor;
-            codes[i] = (int8_t)(int)copysignf(nearest(fabsf(product)), product);
-        }
+        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + WHOLE);
     }
 }
 

@@ -61,11 +61,10 @@ ALWAYS Lanes store_powers(const enum Form form, Lanes value, float factor, Words
         return store_float16((uint16_t *)codes + i, with_sign((Lanes)larger((Words)size, least), share));
     }
     if (form == SIGNED) {
-        const float whole = 0x1.8p23f; /* a sum with it is rounded to a whole number, which is what its last bits are */
         Lanes root = (Lanes)((Words)((Ints)power >> 1) & 0xbfffffffu); /* but for the sign, which stays */
-        Lanes code = fused(root, lanes(1 / REDUCED(SIGNED)), lanes(whole));
+        Lanes code = fused(root, lanes(1 / REDUCED(SIGNED)), lanes(WHOLE));
         store_bytes((uint8_t *)codes + i, (Words)code);
-        return powers(SIGNED, fused(code, lanes(REDUCED(SIGNED)), lanes(-whole * REDUCED(SIGNED))));
+        return powers(SIGNED, fused(code, lanes(REDUCED(SIGNED)), lanes(-WHOLE * REDUCED(SIGNED))));
     }
     const float in_2_16ths = 0x1p16f / REDUCED(UNSIGNED);
     Words code = (nearest_ints((Lanes)((Words)power >> 2) * in_2_16ths) + (turns >> 16)) >> 16;

@@ -83,13 +83,12 @@ static void enter(void *argument) {
 }
 
 void run_parallel(const Run *run, int64_t elements, Body *body, void *data) {
-    const int64_t useful = 1 + elements / SHARE, threads = run->threads < useful ? run->threads : useful;
-    if (threads <= 1 || !run->parallel) {
+    if (elements < LITTLE || run->threads <= 1 || !run->parallel) {
         body(0, 1, data);
         return;
     }
     Region region = {run, body, data, float_mode()};
-    run->parallel(enter, &region, (unsigned)threads, 0);
+    run->parallel(enter, &region, (unsigned)run->threads, 0);
 }
 
 /* Spins briefly, then sleeps in the kernel: spinning alone is 5 to 46 times slower with more threads than cores. */

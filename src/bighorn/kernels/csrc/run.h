@@ -10,9 +10,9 @@
 /* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
 enum { LARGE = 1 << 20 };
 
-/* A thread more is asked for so many elements each: for less, waking it takes longer than its work, and on a busy machine
- * a caller waits until it had its turn (8 ms for 200 vectors of 16 elements). It is what torch counts by, too. */
-enum { SHARE = 1 << 15 };
+/* Fewer elements than torch shares out, too, stay with the caller: on a busy machine others take long to wake (8 ms for
+ * 200 vectors of 16 elements). There is no team in between: libgomp ends threads that a smaller one leaves over. */
+enum { LITTLE = 1 << 15 };
 
 /* Sums are formed per block and added in block order, so that no result depends on the number of threads. */
 enum { BLOCK = 8192 };
@@ -42,7 +42,7 @@ typedef struct {
 
 typedef void Body(int thread, int team, void *data);
 
-/* Runs the body in every thread of a team for so many elements, which can be smaller than asked for (OMP_THREAD_LIMIT,
+/* Runs the body, for so many elements, in every thread of a team, which can be smaller than asked for (OMP_THREAD_LIMIT,
  * OMP_DYNAMIC). */
 void run_parallel(const Run *run, int64_t elements, Body *body, void *data);
 

@@ -40,7 +40,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "group": (lambda: LossScaler(process_group="world"), TypeError, "process_group.*'world'"),
     "torchs-option": (lambda: LossScaler(init_scale=2.0), TypeError, r"LossScaler\(WindowScale\(init_scale="),
     "device": (lambda: LossScaler(device="cuda"), TypeError, "'device'; the scale lives where"),
-    "typo": (lambda: LossScaler(min_scal=2.0), TypeError, "'min_scal'; did you mean 'min_scale'"),
+    "typo": (lambda: LossScaler(min_scal=2.0), TypeError, r"'min_scal' \(did you mean 'min_scale'"),
     "no-optimizer": (lambda: LossScaler().step(3), TypeError, "must be a torch.optim.Optimizer, not 3"),  # type: ignore[arg-type]
     "no-state": (lambda: LossScaler().load_state_dict(None), TypeError, "must be what state_dict.*not None"),  # type: ignore[arg-type]
     "half-a-state": (
@@ -48,7 +48,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"misses \['_growth_tracker'\]: it",
     ),
-    "foreign": (lambda: LossScaler(xyz=2.0), TypeError, "'xyz'; known are policy, min_scale"),
+    "foreign": (lambda: LossScaler(xyz=2.0), TypeError, r"'xyz'\. Known: policy, min_scale"),
 }
 
 

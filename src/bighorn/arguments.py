@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from numbers import Real
+from typing import TypeVar
+
+Kind = TypeVar("Kind", bound=object)
 
 ELSEWHERE = {
     "learning_rate": "lr",
@@ -26,6 +31,25 @@ def hint(name: object, known: Iterable[object]) -> str:
     same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(str(name), name)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
+    """A class whose constructor refuses keywords that it does not have with the nearest one that it has."""
+    init = kind.__init__
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(self: Kind, *args: object, **kwargs: object) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"{type(self).__name__} got an unknown argument {name!r}{hint(name, known)}. "
+                    f"Known: {', '.join(known)}"
+                )
+        init(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[method-assign,assignment]
+    return kind
 
 
 @contextmanager

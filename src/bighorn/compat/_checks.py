@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from numbers import Real
-from typing import Any, ParamSpec
+from typing import Any
 
 from torch.nn import Parameter
 
 from bighorn.arguments import flag as flag
 from bighorn.arguments import hint, number
 
-Arguments = ParamSpec("Arguments")
-
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
-
-
-def knows_its_keywords(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """A constructor that refuses keywords it does not have as ours do, with the nearest one that it has."""
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @wraps(init)
-    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                what = type(args[0]).__name__
-                raise TypeError(
-                    f"{what} got an unknown argument {name!r}{hint(name, known)}. Known: {', '.join(known)}"
-                )
-        init(*args, **kwargs)
-
-    return checked
 
 
 class ElementError(TypeError, ValueError):

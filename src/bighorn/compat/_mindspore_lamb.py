@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
+from bighorn.arguments import knows_its_keywords
 from bighorn.compat import _checks
 from bighorn.compat._mindspore import MindSporeOptimizer
 
 
+@knows_its_keywords
 class Lamb(MindSporeOptimizer, bighorn.Lamb):
     """MindSpore's: version 5 of the paper, with MindSpore's groups and errors, and called with gradients.
 
@@ -47,7 +49,6 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
         (True, True)
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         params: Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],

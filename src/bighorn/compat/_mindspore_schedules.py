@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from bighorn import schedules
-from bighorn.arguments import integer
+from bighorn.arguments import integer, knows_its_keywords
 from bighorn.compat import _checks
 
 _positive = partial(_checks.floating, low=0, inside=True)
@@ -45,6 +45,7 @@ class LearningRateSchedule(schedules.Schedule):
         return self.native()(step)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class PolynomialDecayLR(LearningRateSchedule):
     """MindSpore's, as `bighorn.schedules.Polynomial`; it is called with the step, counted from 0.
@@ -79,6 +80,7 @@ class PolynomialDecayLR(LearningRateSchedule):
         )
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class WarmUpLR(LearningRateSchedule):
     """MindSpore's, as `bighorn.schedules.WarmUp`: from 0 at the first step.
@@ -104,6 +106,7 @@ class WarmUpLR(LearningRateSchedule):
         return schedules.WarmUp(self.learning_rate, self.warmup_steps)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class CosineDecayLR(LearningRateSchedule):
     """MindSpore's, as `bighorn.schedules.Cosine`.
@@ -136,6 +139,7 @@ class CosineDecayLR(LearningRateSchedule):
         return schedules.Cosine(self.max_lr, self.decay_steps, self.min_lr)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class ExponentialDecayLR(LearningRateSchedule):
     """MindSpore's, as `bighorn.schedules.Exponential`.
@@ -165,6 +169,7 @@ class ExponentialDecayLR(LearningRateSchedule):
         return schedules.Exponential(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class NaturalExpDecayLR(LearningRateSchedule):
     """MindSpore's, as `bighorn.schedules.NaturalExp`: it falls by e^-decay_rate at each step.
@@ -196,6 +201,7 @@ class NaturalExpDecayLR(LearningRateSchedule):
         return schedules.NaturalExp(self.learning_rate, self.decay_rate, self.decay_steps if self.is_stair else 1)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class InverseDecayLR(LearningRateSchedule):
     """MindSpore's, as `bighorn.schedules.Inverse`.

@@ -6,10 +6,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bighorn import shard_update
+from bighorn.arguments import knows_its_keywords
 from bighorn.compat import _checks
 from bighorn.compat._npu_optimizer import NPUOptimizer
 
 
+@knows_its_keywords
 class NPUDistributedOptimizer(NPUOptimizer):
     """npu_bridge's: an NPUOptimizer that is always distributed, and may divide the update among the ranks.
 
@@ -25,7 +27,6 @@ class NPUDistributedOptimizer(NPUOptimizer):
         ValueError: As NPUOptimizer, or as `bighorn.shard_update`.
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         optimizer: Optimizer,

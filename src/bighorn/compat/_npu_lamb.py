@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
+from bighorn.arguments import knows_its_keywords
 from bighorn.compat import _checks
 
 NAMES = {
@@ -22,6 +23,7 @@ NAMES = {
 """What our errors say, and what they are to say here."""
 
 
+@knows_its_keywords
 class LAMBOptimizer(Lamb):
     """npu_bridge's: version 5 of the paper, with weight decay excluded by name.
 
@@ -52,7 +54,6 @@ class LAMBOptimizer(Lamb):
         >>> optimizer.step()
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         learning_rate: float | Tensor | Iterable[float] | Callable[[int], Any],

@@ -10,11 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bighorn import TailOverlap
-from bighorn.compat import _checks
+from bighorn.arguments import knows_its_keywords
 from bighorn.compat._checks import flag
 from bighorn.compat._loss_scale import LossScaleManager
 
 
+@knows_its_keywords
 class NPUOptimizer:
     """npu_bridge's: loss scaling, data-parallel training and the tailing optimisation around an optimizer.
 
@@ -46,7 +47,6 @@ class NPUOptimizer:
         >>> optimizer.minimize(model(torch.ones(4, 3)).square().mean())
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         opt: Optimizer,
@@ -136,6 +136,7 @@ class NPUOptimizer:
             raise
 
 
+@knows_its_keywords
 class NPULossScaleOptimizer(NPUOptimizer):
     """npu_bridge's: an NPUOptimizer that scales the loss, and overlaps nothing.
 
@@ -146,7 +147,6 @@ class NPULossScaleOptimizer(NPUOptimizer):
         model: As of NPUOptimizer. Default: None.
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         opt: Optimizer,

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
-from bighorn.arguments import number
+from bighorn.arguments import knows_its_keywords, number
 from bighorn.compat import _checks
 from bighorn.compat._mindspore import MindSporeOptimizer
 
 __all__ = ["Came"]
 
 
+@knows_its_keywords
 class Came(MindSporeOptimizer, bighorn.Came):
     """MindFormers', with all that its document promises: published factoring, and b2 = 1 - t ** -decay_rate at step t.
 
@@ -55,7 +56,6 @@ class Came(MindSporeOptimizer, bighorn.Came):
 
     MOST_DECAY = 1.0
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         params: Iterable[Parameter] | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]],

@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import bighorn
+from bighorn.arguments import knows_its_keywords
 from bighorn.compat import _checks
 
 __all__ = ["Lamb"]
 
 
+@knows_its_keywords
 class Lamb(bighorn.Lamb):
     """LAMBrrr's: version 5 of the paper, with the arguments of torch's Adam.
 
@@ -39,7 +41,6 @@ class Lamb(bighorn.Lamb):
         >>> optimizer.step()
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         params: ParamsT,

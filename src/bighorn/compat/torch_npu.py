@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
+from bighorn.arguments import knows_its_keywords
 from bighorn.compat import _checks
 
 __all__ = ["NpuFusedLamb"]
 
 
+@knows_its_keywords
 class NpuFusedLamb(Lamb):
     """torch_npu's, on any device: LAMB without bias correction, its weight norm clamped to 10.
 
@@ -42,7 +44,6 @@ class NpuFusedLamb(Lamb):
         >>> optimizer.step()
     """
 
-    @_checks.knows_its_keywords
     def __init__(
         self,
         params: ParamsT,

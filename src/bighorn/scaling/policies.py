@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.arguments import integer, number
+from bighorn.arguments import integer, knows_its_keywords, number
 
 
 class ScaleState(NamedTuple):
@@ -71,6 +71,7 @@ class ScalePolicy(ABC):
         """
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class FixedScale(ScalePolicy):
     """A scale that stays as it is. TensorFlow's and MindSpore's `FixedLossScaleManager`.
@@ -88,6 +89,7 @@ class FixedScale(ScalePolicy):
         return state
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class WindowScale(ScalePolicy):
     """Grows after so many good steps in a row, shrinks at every overflow.
@@ -115,6 +117,7 @@ class WindowScale(ScalePolicy):
         return _adapted(self, 1, state, overflow)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class ExponentialScale(ScalePolicy):
     """Grows after so many good steps in a row, shrinks after so many overflows, which need not be in a row.

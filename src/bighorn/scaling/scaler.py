@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from bighorn.arguments import flag, integer
+from bighorn.arguments import flag, hint, integer
 from bighorn.late import Late
 from bighorn.scaling.overflow import Suspects, batches, group_of, local_grads, names_of, unscale
 from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
@@ -328,13 +327,20 @@ class LossScaler(GradScaler):
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    known = ("min_scale", "max_scale", "skip_on_overflow", "max_consecutive_overflows", "process_group", "enabled")
+    known = (
+        "policy",
+        "min_scale",
+        "max_scale",
+        "skip_on_overflow",
+        "max_consecutive_overflows",
+        "process_group",
+        "enabled",
+    )
     for name in options:
         if name in CHECKS:
-            hint = f"it belongs to the policy: LossScaler(WindowScale({name}=...))"
+            reason = f"; it belongs to the policy: LossScaler(WindowScale({name}=...))"
         elif name == "device":
-            hint = "the scale lives where the first loss does, so none is needed"
+            reason = "; the scale lives where the first loss does, so none is needed"
         else:
-            near = difflib.get_close_matches(name, ("policy", *known), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are policy, {', '.join(known)}"
-        raise TypeError(f"LossScaler got an unknown option {name!r}; {hint}")
+            reason = f"{hint(name, known)}. Known: {', '.join(known)}"
+        raise TypeError(f"LossScaler got an unknown option {name!r}{reason}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bighorn.arguments import knows_its_keywords
 from bighorn.schedules.schedule import Schedule
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class Exponential(Schedule):
     """lr * decay_rate ** (s / D); as a staircase lr * decay_rate ** floor(s / D).
@@ -34,6 +36,7 @@ class Exponential(Schedule):
         return self.lr * math.pow(self.decay_rate, _decays(step, self.decay_steps, self.staircase))
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class NaturalExp(Schedule):
     """lr * exp(-decay_rate * floor(s / n) * n), where n is `stair_steps`; without stairs lr * exp(-decay_rate * s).
@@ -58,6 +61,7 @@ class NaturalExp(Schedule):
         return self.lr * math.exp(-self.decay_rate * (step // self.stair_steps * self.stair_steps))
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class Inverse(Schedule):
     """lr / (1 + decay_rate * s / D); as a staircase lr / (1 + decay_rate * floor(s / D)).
@@ -87,6 +91,7 @@ def _decays(step: int, decay_steps: int, staircase: bool) -> float:
     return step // decay_steps if staircase else step / decay_steps
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class Cosine(Schedule):
     """end_lr + (lr - end_lr) / 2 * (1 + cos(pi * min(s, D) / D)): half a wave, and `end_lr` ever after.
@@ -110,6 +115,7 @@ class Cosine(Schedule):
         return self.end_lr + (self.lr - self.end_lr) / 2 * (1 + math.cos(math.pi * done))
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class Polynomial(Schedule):
     """(lr - end_lr) * (1 - min(s, D) / D) ** power + end_lr, and `end_lr` ever after; linear for a power of 1.

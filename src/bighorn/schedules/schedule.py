@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from bighorn.arguments import integer
+from bighorn.arguments import integer, knows_its_keywords
 from bighorn.schedules.checks import CHECKS, check_value
 
 
@@ -79,6 +79,7 @@ class Schedule(ABC):
         return WarmUp(self(0), warmup_steps, from_zero=False).then(self, at=warmup_steps)
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class WarmUp(Schedule):
     """lr * min(s, W) / W, where W is `warmup_steps`: from 0 to `lr`, and `lr` ever after.
@@ -105,6 +106,7 @@ class WarmUp(Schedule):
         return self.lr * min(done, self.warmup_steps) / self.warmup_steps
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class Chain(Schedule):
     """first(s) before step `at`, and second(s - at) from there on: what `Schedule.then` returns.

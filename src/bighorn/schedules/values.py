@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 
+from bighorn.arguments import knows_its_keywords
 from bighorn.schedules.checks import plain
 from bighorn.schedules.schedule import Schedule
 
@@ -14,6 +15,7 @@ MAX_VALUES = 2**22
 """Steps that `Values.of` takes before it calls an iterable infinite."""
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class PiecewiseConstant(Schedule):
     """values[0] before step boundaries[0], values[1] from there to before boundaries[1], and so on.
@@ -45,6 +47,7 @@ class PiecewiseConstant(Schedule):
         return self.values[bisect_right(self.boundaries, step)]
 
 
+@knows_its_keywords
 @dataclass(frozen=True)
 class Values(Schedule):
     """values[s]: a list with one value for every step, and an error past its end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from array import array
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ class Came(Stepper[CameOptions]):
         self.advance()
 
     def _run(self, grads: array[int], grad_scale: float, shards: ctypes.Array[Whole] | None, index: int) -> None:
-        beta2s = array("d", [_beta2(bucket, step) for bucket in self.buckets for step in bucket.steps])
+        beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
         loaded().bighorn_came_step(
             self._reserved(),
             (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
@@ -140,9 +141,11 @@ def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int]
     )
 
 
-def _beta2(bucket: Bucket[CameOptions], step: Tensor) -> float:
+def _beta2s(bucket: Bucket[CameOptions]) -> list[float]:
     o = bucket.options
-    return o.betas[1] if o.decay_rate is None else 1 - (step.item() + 1) ** -o.decay_rate
+    if o.decay_rate is None:
+        return [o.betas[1]] * len(bucket.steps)
+    return [1 - (step.item() + 1) ** -o.decay_rate for step in bucket.steps]
 
 
 def _options(o: CameOptions) -> Options:

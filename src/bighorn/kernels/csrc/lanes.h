@@ -56,25 +56,12 @@ ALWAYS Lanes magnitudes(Lanes x) { return (Lanes)((Words)x & 0x7fffffffu); }
 ALWAYS Lanes with_sign(Lanes x, Lanes sign) { return (Lanes)((Words)x | ((Words)sign & 0x80000000u)); }
 
 typedef float Quad __attribute__((vector_size(16)));
-typedef uint32_t WordQuad __attribute__((vector_size(16)));
 
 ALWAYS float sum(Lanes x) {
     Quad quads[LANES / 4];
     memcpy(quads, &x, sizeof x);
     for (int i = 1; i < LANES / 4; i++) quads[0] += quads[i];
     return (quads[0][0] + quads[0][1]) + (quads[0][2] + quads[0][3]);
-}
-
-ALWAYS uint32_t largest(Words x) {
-    WordQuad quads[LANES / 4], top = {0};
-    uint32_t most = 0;
-    memcpy(quads, &x, sizeof x);
-    for (int i = 0; i < LANES / 4; i++) {
-        WordQuad is_more = (WordQuad)(quads[i] > top);
-        top = (quads[i] & is_more) | (top & ~is_more);
-    }
-    for (int i = 0; i < 4; i++) most = top[i] > most ? top[i] : most;
-    return most;
 }
 
 /* ---- what instruction sets differ in --------------------------------------------------------------------- */
@@ -98,6 +85,14 @@ ALWAYS Words larger(Words a, Words b) { return (Words)SIMD(max_epu32)((Raw)a, (R
 ALWAYS Words smaller(Words a, Words b) { return (Words)SIMD(min_epu32)((Raw)a, (Raw)b); }
 ALWAYS Lanes from_ints(Words x) { return SIMD(cvtepi32_ps)((Raw)x); }
 ALWAYS Words nearest_ints(Lanes x) { return (Words)SIMD(cvtps_epi32)(x); } /* ties to even */
+
+ALWAYS uint32_t largest(Words x) {
+    __m128i quads[LANES / 4];
+    memcpy(quads, &x, sizeof x);
+    for (int i = 1; i < LANES / 4; i++) quads[0] = _mm_max_epu32(quads[0], quads[i]);
+    __m128i pair = _mm_max_epu32(quads[0], _mm_shuffle_epi32(quads[0], 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(pair, _mm_shuffle_epi32(pair, 0xb1)));
+}
 
 ALWAYS Words load_bytes(const void *data, const int is_signed) {
     __m128i raw = _mm_setzero_si128();
@@ -142,6 +137,12 @@ ALWAYS Words larger(Words a, Words b) {
 ALWAYS Words smaller(Words a, Words b) {
     EACH_LANE a[lane] = a[lane] < b[lane] ? a[lane] : b[lane];
     return a;
+}
+
+ALWAYS uint32_t largest(Words x) {
+    uint32_t most = 0;
+    EACH_LANE most = x[lane] > most ? x[lane] : most;
+    return most;
 }
 
 ALWAYS Words nearest_ints(Lanes x) {

@@ -12,7 +12,7 @@ from functools import wraps
 from numbers import Real
 from typing import TypeVar
 
-Kind = TypeVar("Kind", bound=object)
+Kind = TypeVar("Kind")
 
 ELSEWHERE = {
     "learning_rate": "lr",
@@ -33,6 +33,12 @@ def hint(name: object, known: Iterable[object]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "option") -> TypeError:
+    """The error about a name that is not known, with what was probably meant."""
+    known = list(known)
+    return TypeError(f"{where} got an unknown {noun} {name!r}{hint(name, known)}. Known: {', '.join(known)}")
+
+
 def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
     """A class whose constructor refuses keywords that it does not have with the nearest one that it has."""
     init = kind.__init__
@@ -42,10 +48,7 @@ def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
     def checked(self: Kind, *args: object, **kwargs: object) -> None:
         for name in kwargs:
             if name not in known:
-                raise TypeError(
-                    f"{type(self).__name__} got an unknown argument {name!r}{hint(name, known)}. "
-                    f"Known: {', '.join(known)}"
-                )
+                raise unknown_name(type(self).__name__, name, known, "argument")
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]

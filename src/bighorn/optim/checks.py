@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bighorn import arguments, sharding
-from bighorn.arguments import ELSEWHERE, hint
+from bighorn.arguments import ELSEWHERE, hint, unknown_name
 from bighorn.arguments import flag as flag
 from bighorn.schedules import Values
 from bighorn.state import overlaps
@@ -248,7 +248,7 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
             continue
         if isinstance(name, str) and name in TORCH_ONLY:
             raise TypeError(f"{where} got {name!r}, an option of torch.optim but not of ours: {TORCH_ONLY[name]}")
-        raise TypeError(f"{where} got an unknown option {name!r}{hint(name, known)}. Known: {', '.join(known)}")
+        raise unknown_name(where, name, known)
 
 
 def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from bighorn.arguments import flag, hint, integer
+from bighorn.arguments import flag, integer, unknown_name
 from bighorn.late import Late
 from bighorn.scaling.overflow import Suspects, batches, group_of, local_grads, names_of, unscale
 from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
@@ -327,20 +328,11 @@ class LossScaler(GradScaler):
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    known = (
-        "policy",
-        "min_scale",
-        "max_scale",
-        "skip_on_overflow",
-        "max_consecutive_overflows",
-        "process_group",
-        "enabled",
-    )
     for name in options:
         if name in CHECKS:
-            reason = f"; it belongs to the policy: LossScaler(WindowScale({name}=...))"
+            reason = f"it belongs to the policy: LossScaler(WindowScale({name}=...))"
         elif name == "device":
-            reason = "; the scale lives where the first loss does, so none is needed"
+            reason = "the scale lives where the first loss does, so none is needed"
         else:
-            reason = f"{hint(name, known)}. Known: {', '.join(known)}"
-        raise TypeError(f"LossScaler got an unknown option {name!r}{reason}")
+            raise unknown_name("LossScaler", name, list(inspect.signature(LossScaler).parameters)[:-1])
+        raise TypeError(f"LossScaler got an unknown option {name!r}; {reason}")

@@ -16,17 +16,30 @@ enum Form { LINEAR, SIGNED, UNSIGNED, HALF, HALF_ROOT };
 /* Blocks run inside rows of dim 0, which have `inner` elements each. */
 static inline int64_t blocks_in_row(int64_t inner) { return (inner + CODEC_BLOCK - 1) / CODEC_BLOCK; }
 
-/* The part of elements [start, start + n) that lies in the block of the first of them. */
+/* Elements [start, start + size) of a tensor, which lie in one block: `at` is where they begin in their row. */
 typedef struct {
-    int64_t scale;
+    int64_t start, at, scale;
     int size;
 } Part;
 
-static inline Part first_part(int64_t inner, int64_t start, int64_t n) {
-    int64_t row = start / inner, at = start % inner, rest = inner - at;
-    int64_t in_block = CODEC_BLOCK - at % CODEC_BLOCK, size = rest < in_block ? rest : in_block;
-    return (Part){row * blocks_in_row(inner) + at / CODEC_BLOCK, (int)(size < n ? size : n)};
+/* The first parts of [start, end), and those that follow a part that ends its block; at last there is one of size 0. */
+static inline Part part_of(int64_t inner, int64_t start, int64_t at, int64_t scale, int64_t end) {
+    int64_t rest = inner - at, in_block = CODEC_BLOCK - at % CODEC_BLOCK, size = rest < in_block ? rest : in_block;
+    return (Part){start, at, scale, (int)(size < end - start ? size : end - start)};
 }
+
+static inline Part first_part(int64_t inner, int64_t start, int64_t end) {
+    int64_t row = start / inner, at = start % inner;
+    return part_of(inner, start, at, row * blocks_in_row(inner) + at / CODEC_BLOCK, end);
+}
+
+static inline Part next_part(int64_t inner, Part part, int64_t end) {
+    int64_t at = part.at + part.size;
+    return part_of(inner, part.start + part.size, at < inner ? at : 0, part.scale + 1, end);
+}
+
+#define EACH_PART(part, inner, start, end) \
+    for (Part part = first_part(inner, start, end); part.size > 0; part = next_part(inner, part, end))
 
 /* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
 
@@ -78,20 +91,19 @@ typedef struct {
 } Int8;
 
 static inline void decode(const Int8 *data, int64_t start, int n, float *restrict out) {
-    for (Part part; n > 0; start += part.size, out += part.size, n -= part.size) {
-        part = first_part(data->inner, start, n);
+    EACH_PART(part, data->inner, start, start + n) {
         const float unit = scale_of(LINEAR, data->scales[part.scale]).unit;
-        const int8_t *restrict codes = data->codes + start;
+        const int8_t *restrict codes = data->codes + part.start;
 #pragma omp simd
         for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
+        out += part.size;
     }
 }
 
 /* Elements [start, start + n) are whole blocks. */
 static inline void encode(const Int8 *data, int64_t start, int n, const float *restrict values) {
-    for (Part part; n > 0; start += part.size, values += part.size, n -= part.size) {
-        part = first_part(data->inner, start, n);
-        int8_t *restrict codes = data->codes + start;
+    EACH_PART(part, data->inner, start, start + n) {
+        int8_t *restrict codes = data->codes + part.start;
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
@@ -105,6 +117,7 @@ static inline void encode(const Int8 *data, int64_t start, int n, const float *r
         data->scales[part.scale] = scale.scale;
 #pragma omp simd
         for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + WHOLE);
+        values += part.size;
     }
 }
 

@@ -19,6 +19,11 @@ typedef struct {
     float m_buffer[CODEC_BLOCK / 2], v_buffer[CODEC_BLOCK / 2];
 } Few;
 
+/* Sums of squares of x and u, lane by lane. */
+typedef struct {
+    double weight[LANES], update[LANES];
+} LaneSums;
+
 /* Forms and types are known where functions are compiled. */
 #define FOR_FORMS(few, function, ...)                                                                       \
     ((few)->row->state_type == INT8                                                                         \
@@ -90,9 +95,8 @@ static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) 
     return buffer;
 }
 
-static void take_block(Few *few, const Row *row, int64_t start, int64_t size, float *u) {
-    const Part part = first_part(row->inner, start, size);
-    const int64_t bytes = code_bytes(row);
+static void take_block(Few *few, const Row *row, Part part, float *u) {
+    const int64_t start = part.start, bytes = code_bytes(row);
     few->row = row, few->start = start, few->scale = part.scale, few->n = part.size;
     few->m_codes = (char *)row->exp_avg + start * bytes, few->v_codes = (char *)row->exp_avg_sq + start * bytes;
     few->u = u ? u : few->u_buffer, few->wanted = u;
@@ -155,19 +159,9 @@ ALWAYS void advance_as(const enum Form first, const enum Form second, const int 
     few->v_scale = new_scale(second, largest(v_top));
 }
 
-/* The same in double. */
-static Sums careful_sums(const Few *few) {
-    Sums sums = {0, 0};
-    for (int i = 0; i < few->n; i++) {
-        double x = get(few->type, few->x, i);
-        sums.weight += x * x;
-        sums.update += (double)few->u[i] * few->u[i];
-    }
-    return sums;
-}
-
 /* The moments' codes, and u from what these stand for. */
-ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f) {
+ALWAYS void encode_as(const enum Form first, const enum Form second, const int type, Few *few, const Factors f,
+                      LaneSums *sums) {
     const Scale m_scale = few->m_scale, v_scale = few->v_scale;
     const float v_root_unit = root_unit(second, v_scale.unit);
     void *m_codes = few->m_codes, *v_codes = few->v_codes;
@@ -185,23 +179,22 @@ ALWAYS Sums encode_as(const enum Form first, const enum Form second, const int t
         weight = fused(x, x, weight);
         update = fused(u, u, update);
     }
-    return (Sums){sum(weight), sum(update)};
+    EACH_LANE sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
 }
 
 /* Stores the moments and forms u. */
-static Sums finish(Few *few, const Factors *f) {
+static void finish(Few *few, const Factors *f, LaneSums *sums) {
     const Row *row = few->row;
     row->exp_avg_scale[few->scale] = few->m_scale.scale, row->exp_avg_sq_scale[few->scale] = few->v_scale.scale;
     make_ready(few->m, few->n, &few->m_scale);
     make_ready(few->v, few->n, &few->v_scale);
-    Sums sums = FOR_FORMS(few, encode_as, *f);
+    FOR_FORMS(few, encode_as, *f, sums);
     if (few->n % LANES) {
         const int64_t bytes = code_bytes(row);
         memcpy((char *)row->exp_avg + few->start * bytes, few->m_codes, (size_t)(few->n * bytes));
         memcpy((char *)row->exp_avg_sq + few->start * bytes, few->v_codes, (size_t)(few->n * bytes));
         if (few->wanted) memcpy(few->wanted, few->u, (size_t)few->n * sizeof(float));
     }
-    return in_range(sums.weight) && in_range(sums.update) ? sums : careful_sums(few);
 }
 
 /* u of the moments as they are stored. */
@@ -230,30 +223,48 @@ static void move(const Factors *f, float step, Few *few, const float *restrict u
 
 /* ---- blocks ---------------------------------------------------------------------------------------------- */
 
+/* The sums again, in double: of squares that leave the range of float32. */
+static Sums careful_sums(const Block *b, const Factors *f) {
+    Sums sums = {0, 0};
+    Few few;
+    EACH_PART(part, b->row->inner, b->start, b->start + b->size) {
+        take_block(&few, b->row, part, NULL);
+        take_weights(&few, FLOAT32);
+        FOR_FORMS(&few, update_as, *f);
+        for (int i = 0; i < few.n; i++) {
+            double x = ((const float *)few.x)[i];
+            sums.weight += x * x;
+            sums.update += (double)few.u[i] * few.u[i];
+        }
+    }
+    return sums;
+}
+
 /* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster. */
 static Sums step_block(const Block *b, const Factors *f, const float *step, float *update) {
     const int half = lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
     const int type = half && f->l2 == 0 ? BFLOAT16 : FLOAT32;
-    Sums sums = {0, 0};
+    const int64_t inner = b->row->inner, end = b->start + b->size;
+    LaneSums lane_sums = {{0}, {0}};
     Mean last = {-1, 0};
     Few few[2];
-    for (int64_t done = 0; done < b->size;) {
+    for (Part part = first_part(inner, b->start, end); part.size > 0;) {
         int count = 0;
-        for (; count < 2 && done < b->size; done += few[count++].n) {
-            Few *next = &few[count];
-            take_block(next, b->row, b->start + done, b->size - done, update ? update + done : NULL);
+        for (; count < 2 && part.size > 0; part = next_part(inner, part, end)) {
+            Few *next = &few[count++];
+            take_block(next, b->row, part, update ? update + (part.start - b->start) : NULL);
             take_weights(next, type);
             take_grad(next, b, f, &last);
             FOR_FORMS(next, advance_as, *f);
         }
         for (int i = 0; i < count; i++) {
-            Sums s = finish(&few[i], f);
+            finish(&few[i], f, &lane_sums);
             if (step) move(f, *step, &few[i], few[i].u);
-            sums.weight += s.weight;
-            sums.update += s.update;
         }
     }
-    return sums;
+    Sums sums = {0, 0};
+    EACH_LANE sums.weight += lane_sums.weight[lane], sums.update += lane_sums.update[lane];
+    return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
 static Sums moments(const Block *b, const Factors *f, int second_moment, float *update) {
@@ -269,13 +280,13 @@ static Sums moments_and_apply(const Block *b, const Factors *f, int second_momen
 static void apply(const Block *b, const Factors *f, float step, const float *update) {
     const int type = lies_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
     Few few;
-    for (int64_t done = 0; done < b->size; done += few.n) {
-        take_block(&few, b->row, b->start + done, b->size - done, NULL);
+    EACH_PART(part, b->row->inner, b->start, b->start + b->size) {
+        take_block(&few, b->row, part, NULL);
         if (!update) {
             take_weights(&few, type);
             FOR_FORMS(&few, update_as, *f);
         }
-        move(f, step, &few, update ? update + done : few.u);
+        move(f, step, &few, update ? update + (part.start - b->start) : few.u);
     }
 }
 

@@ -55,15 +55,6 @@ ALWAYS Lanes magnitudes(Lanes x) { return (Lanes)((Words)x & 0x7fffffffu); }
 /* For x that is not negative. */
 ALWAYS Lanes with_sign(Lanes x, Lanes sign) { return (Lanes)((Words)x | ((Words)sign & 0x80000000u)); }
 
-typedef float Quad __attribute__((vector_size(16)));
-
-ALWAYS float sum(Lanes x) {
-    Quad quads[LANES / 4];
-    memcpy(quads, &x, sizeof x);
-    for (int i = 1; i < LANES / 4; i++) quads[0] += quads[i];
-    return (quads[0][0] + quads[0][1]) + (quads[0][2] + quads[0][3]);
-}
-
 /* ---- what instruction sets differ in --------------------------------------------------------------------- */
 
 /* a b + c */

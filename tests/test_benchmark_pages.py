@@ -47,17 +47,28 @@ README = {
 """Its rows: the file in results, and the parameter set there."""
 
 
-@pytest.mark.parametrize("row", README)
-def test_the_readme_says_what_was_measured(row: str) -> None:
-    name, shapes = README[row]
+def cells(name: str, shapes: str) -> dict[str, str]:
+    """What a table says of each optimizer, by its label."""
     measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
     (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
-    ratios = {optimizer["name"]: optimizer["ratio"] for optimizer in found}
-    cells = [
-        f"{ratios[each]['median']:.2f} ({ratios[each]['p10']:.2f}-{ratios[each]['p90']:.2f})"
-        for each in ("lamb", "lamb-adam", "came")
-    ]
-    assert f"| {row} | {' | '.join(cells)} |" in (ROOT / "README.md").read_text()
+    ratios = {optimizer["label"]: optimizer["ratio"] for optimizer in found}
+    return {label: f"{each['median']:.2f} ({each['p10']:.2f}-{each['p90']:.2f})" for label, each in ratios.items()}
+
+
+@pytest.mark.parametrize("row", README)
+def test_the_readme_says_what_was_measured(row: str) -> None:
+    found = cells(*README[row])
+    columns = [found[label] for label in ("Lamb", "Lamb, adam=True", "Came")]
+    assert f"| {row} | {' | '.join(columns)} |" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_precisions_says_what_was_measured() -> None:
+    page = (ROOT / "docs" / "precision.md").read_text()
+    columns = [cells("step-precision", shapes) for shapes in ("vit_small", "bert_base")]
+    labels = list(columns[0])[1:]  # without what the others are relative to
+    assert len(labels) == 12
+    for label in labels:
+        assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
 
 
 def test_every_tensor_is_in_a_group() -> None:

@@ -5,6 +5,8 @@
 
 enum After { FORGET, KEEP, APPLY }; /* what becomes of u */
 
+enum { SUMMED = 1024 }; /* elements whose squares are added up in float32 */
+
 /* A piece of a row: where it lies, but for weights that are float16 or not rounded to the nearest. */
 typedef struct {
     void *x, *m, *v, *v_max;
@@ -13,6 +15,14 @@ typedef struct {
 } Piece;
 
 static int lies_ready(const Weights *w) { return w->type == FLOAT32 || (w->type == BFLOAT16 && w->way == NEAREST); }
+
+/* Elements in a piece. Where nothing passes through a buffer it is a block: a loop that goes on has more loads under way,
+ * 4% of a step beyond the caches. */
+static int piece_of(const Block *b) {
+    const int grad_type = b->gradient->type, x_type = b->row->weights.type;
+    const int reads = is_plain(b->gradient) && (grad_type == FLOAT32 || (grad_type == BFLOAT16 && x_type == BFLOAT16));
+    return reads && lies_ready(&b->row->weights) ? BLOCK : PIECE;
+}
 
 static void take(Piece *p, const Row *row, int64_t start, int n) {
     const Weights *w = &row->weights;
@@ -47,21 +57,27 @@ ALWAYS Sums step_loop(const Factors f, const int second_moment,
                                                             const int state_type, float step, int n,
                                                             const void *restrict g, void *restrict m, void *restrict v,
                                                             void *restrict v_max, void *restrict x, float *restrict u) {
-    float weight = 0, update = 0;
+    Sums sums = {0, 0};
+    for (int start = 0, end; start < n; start = end) {
+        float weight = 0, update = 0;
+        end = n - start < SUMMED ? n : start + SUMMED;
 #pragma omp simd reduction(+ : weight, update)
-    for (int i = 0; i < n; i++) {
-        float old_x = get(x_type, x, i), new_m = get(state_type, m, i), new_v = get(state_type, v, i);
-        float new_max = second_moment == AMSGRAD ? get(state_type, v_max, i) : 0;
-        float new_u = step_one(f, second_moment, g_type, state_type, get(g_type, g, i), old_x, &new_m, &new_v, &new_max);
-        put(state_type, m, i, new_m);
-        put(state_type, v, i, new_v);
-        if (second_moment == AMSGRAD) put(state_type, v_max, i, new_max);
-        weight = FMA(old_x, old_x, weight);
-        update = FMA(new_u, new_u, update);
-        if (after == KEEP) u[i] = new_u;
-        if (after == APPLY) put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
+        for (int i = start; i < end; i++) {
+            float old_x = get(x_type, x, i), new_m = get(state_type, m, i), new_v = get(state_type, v, i);
+            float new_max = second_moment == AMSGRAD ? get(state_type, v_max, i) : 0;
+            float new_u =
+                step_one(f, second_moment, g_type, state_type, get(g_type, g, i), old_x, &new_m, &new_v, &new_max);
+            put(state_type, m, i, new_m);
+            put(state_type, v, i, new_v);
+            if (second_moment == AMSGRAD) put(state_type, v_max, i, new_max);
+            weight = FMA(old_x, old_x, weight);
+            update = FMA(new_u, new_u, update);
+            if (after == KEEP) u[i] = new_u;
+            if (after == APPLY) put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
+        }
+        sums.weight += weight, sums.update += update;
     }
-    return (Sums){weight, update};
+    return sums;
 }
 
 /* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
@@ -71,30 +87,35 @@ ALWAYS Sums step_pairs(const Factors f, const int second_moment,
                                                              Pair *restrict v, Pair *restrict v_max, Pair *restrict x,
                                                              float *restrict u) {
     const int half = n / 2;
-    float weight = 0, update = 0;
+    Sums sums = {0, 0};
+    for (int start = 0, end; start < half; start = end) {
+        float weight = 0, update = 0;
+        end = half - start < SUMMED / 2 ? half : start + SUMMED / 2;
 #pragma omp simd reduction(+ : weight, update)
-    for (int i = 0; i < half; i++) {
-        float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Pair *)g)[i]);
-        float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Pair *)g)[i]);
-        float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]), max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
-        float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]), max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
-        float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
-        float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
-        m[i] = pair_of(m1, m2);
-        v[i] = pair_of(v1, v2);
-        if (second_moment == AMSGRAD) v_max[i] = pair_of(max1, max2);
-        weight = FMA(x1, x1, FMA(x2, x2, weight));
-        update = FMA(u1, u1, FMA(u2, u2, update));
-        if (after == KEEP) u[i] = u1, u[half + i] = u2;
-        if (after == APPLY)
-            x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
+        for (int i = start; i < end; i++) {
+            float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Pair *)g)[i]);
+            float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Pair *)g)[i]);
+            float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]), max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
+            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]), max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
+            float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
+            float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
+            m[i] = pair_of(m1, m2);
+            v[i] = pair_of(v1, v2);
+            if (second_moment == AMSGRAD) v_max[i] = pair_of(max1, max2);
+            weight = FMA(x1, x1, FMA(x2, x2, weight));
+            update = FMA(u1, u1, FMA(u2, u2, update));
+            if (after == KEEP) u[i] = u1, u[half + i] = u2;
+            if (after == APPLY)
+                x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
+        }
+        sums.weight += weight, sums.update += update;
     }
     if (n % 2) {
         Sums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
                               m + half, v + half, v_max + half, x + half, u + n - 1);
-        weight += (float)last.weight, update += (float)last.update;
+        sums.weight += last.weight, sums.update += last.update;
     }
-    return (Sums){weight, update};
+    return sums;
 }
 
 /* The sums of a piece whose squares leave the range of float32: formed again in double. */
@@ -147,8 +168,9 @@ ALWAYS Sums step_block(const Block *b, const Factors *f, int second_moment,
                                                              const enum After after, float step, float *u) {
     Sums sums = {0, 0};
     Mean last = {-1, 0};
-    for (int64_t done = 0; done < b->size; done += PIECE) {
-        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
+    const int piece = piece_of(b);
+    for (int64_t done = 0; done < b->size; done += piece) {
+        int n = (int)(b->size - done < piece ? b->size - done : piece);
         float *kept = after == KEEP ? u + done : NULL;
         Sums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
         sums.weight += s.weight;
@@ -200,8 +222,9 @@ ALWAYS void apply_pairs(const Factors f, float step, int n,
        : apply_pairs(*f, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
 
 static void apply(const Block *b, const Factors *f, float step, const float *update) {
-    for (int64_t done = 0; done < b->size; done += PIECE) {
-        int n = (int)(b->size - done < PIECE ? b->size - done : PIECE);
+    const int piece = piece_of(b);
+    for (int64_t done = 0; done < b->size; done += piece) {
+        int n = (int)(b->size - done < piece ? b->size - done : piece);
         const float *u = update ? update + done : NULL;
         Piece p;
         take(&p, b->row, b->start + done, n);

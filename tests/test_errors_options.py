@@ -194,6 +194,19 @@ def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exceptio
         kind([("a", weights()[0])], **{"lr": 0.1, name: value})
 
 
+@pytest.mark.parametrize(
+    ("betas", "reason"),
+    [
+        ((0.0, 0.999, 0.9999), r"^betas\[0\]=0 .*without momentum it never does"),
+        ((0.9, 0.999, 1.0), r"^betas\[2\]=1\.0 .*would stay at 0"),
+        ((0.9, 0.999, 1), r"^betas\[2\]=1 .*would stay at 0"),
+    ],
+)
+def test_betas_that_came_cannot_divide_by_are_refused_with_the_reason(betas: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Came(weights(), lr=0.1, betas=betas)
+
+
 @for_each(OWN_VALUES)
 def test_a_bad_value_in_a_group(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
     with pytest.raises(error, match=name):

@@ -78,16 +78,12 @@ class Came(MindSporeOptimizer, bighorn.Came):
         if len(eps) != 3:
             raise ValueError(f"eps={eps!r} must be three floats: for squared gradient, parameter scale, instability")
         eps1, eps2, eps3 = (_checks.floating(f"eps[{i}]", value, 0, inside=True) for i, value in enumerate(eps))
-        if _checks.floating("beta3", beta3, 0, 1) == 1:
-            raise ValueError(
-                "beta3=1.0 is out of range: the averages of the instability, by which CAME divides, would stay at 0 "
-                "for ever; use a value in [0, 1), such as 0.99"
-            )
-        with _checks.renamed({"lr": "learning_rate", "betas[0]": "beta1"}):
+        betas = _checks.floating("beta1", beta1, 0, 1), 0.999, _checks.floating("beta3", beta3, 0, 1)
+        with _checks.renamed({"lr": "learning_rate", "betas[0]": "beta1", "betas[2]": "beta3"}):
             super().__init__(
                 _checks.parameters(params),
                 learning_rate,
-                (_checks.floating("beta1", beta1, 0, 1), 0.999, beta3),  # decay_rate stands for the second
+                betas,  # decay_rate stands for the second
                 (eps1, eps3),
                 _checks.weight_decay("weight_decay", weight_decay, 1),
                 clip_threshold=clip_threshold,

@@ -98,6 +98,11 @@ def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
 
 def came_betas(name: str, value: object) -> tuple[object, ...]:
     """Three numbers in [0, 1), the first above 0."""
+    if _are(value, 3) and value[2] == 1:
+        raise ValueError(
+            f"{name}[2]={value[2]!r} is out of range: the averages of the instability, by which CAME divides, would "
+            "stay at 0; use a value in [0, 1), such as 0.9999"
+        )
     checked = betas(3)(name, value)
     if checked[0] == 0:
         raise ValueError(

@@ -25,12 +25,12 @@ def script(name: str) -> ModuleType:
     return module
 
 
-scale, eight_bit = script("scale"), script("eight_bit")
+scale, eight_bit, precision_table = script("scale"), script("eight_bit"), script("precision_table")
 
 
-@pytest.mark.parametrize("source", [scale, eight_bit], ids=lambda source: source.__name__)
+@pytest.mark.parametrize("source", [scale, eight_bit, precision_table], ids=lambda source: source.__name__)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
-    """If not: `python benchmarks/scale.py`, `python benchmarks/eight_bit.py --page`."""
+    """If not: `python benchmarks/scale.py`, and `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()
 
 

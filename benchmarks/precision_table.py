@@ -111,7 +111,7 @@ def table(result: dict[str, Any]) -> str:
             f'`"{row.state}"`' if row.state else "`None` (float32)",
             f"{row.weights.itemsize} + {figures['bytes_per_parameter']:.2f}",
             f"{ratio['median']:.2f} ({ratio['p10']:.2f}-{ratio['p90']:.2f})",
-            f"{losses[row.study]['median'] / exact - 1:+.1%}" if row.study else "not measured",
+            f"{round(losses[row.study]['median'] / exact - 1, 3) + 0.0:+.1%}" if row.study else "not measured",
             row.lost,
             row.when,
         ]

@@ -54,6 +54,13 @@ typedef struct {
     int64_t start, size;
 } Block;
 
+/* Whether weights lie as they are computed with, in bfloat16; and whether gradients, too, can be used where they lie. */
+static inline int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->way == NEAREST; }
+
+static inline int all_in_bfloat16(const Block *b) {
+    return lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
+}
+
 /* lamb_loops.c for moments in floats as they are, lamb_blocks.c for moments in blocks. */
 typedef struct {
     /* Moments, then u; u is stored unless `update` is NULL. */

@@ -34,8 +34,6 @@ typedef struct {
 
 static int64_t code_bytes(const Row *row) { return row->state_type == INT8 ? 1 : 2; }
 
-static int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->way == NEAREST; }
-
 /* ---- lanes ----------------------------------------------------------------------------------------------- */
 
 ALWAYS Lanes load_as(const int type, const void *data, int i) {
@@ -242,8 +240,7 @@ static Sums careful_sums(const Block *b, const Factors *f) {
 
 /* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster. */
 static Sums step_block(const Block *b, const Factors *f, const float *step, float *update) {
-    const int half = lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
-    const int type = half && f->l2 == 0 ? BFLOAT16 : FLOAT32;
+    const int type = all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LaneSums lane_sums = {{0}, {0}};
     Mean last = {-1, 0};

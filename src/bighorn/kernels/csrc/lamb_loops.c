@@ -14,14 +14,13 @@ typedef struct {
     float buffer[PIECE];
 } Piece;
 
-static int lies_ready(const Weights *w) { return w->type == FLOAT32 || (w->type == BFLOAT16 && w->way == NEAREST); }
+static int lies_ready(const Weights *w) { return w->type == FLOAT32 || lies_in_bfloat16(w); }
 
 /* Elements in a piece. Where nothing passes through a buffer it is a block: a loop that goes on has more loads under way,
  * 4% of a step beyond the caches. */
 static int piece_of(const Block *b) {
-    const int grad_type = b->gradient->type, x_type = b->row->weights.type;
-    const int reads = is_plain(b->gradient) && (grad_type == FLOAT32 || (grad_type == BFLOAT16 && x_type == BFLOAT16));
-    return reads && lies_ready(&b->row->weights) ? BLOCK : PIECE;
+    const int reads_floats = is_plain(b->gradient) && b->gradient->type == FLOAT32;
+    return lies_ready(&b->row->weights) && (reads_floats || all_in_bfloat16(b)) ? BLOCK : PIECE;
 }
 
 static void take(Piece *p, const Row *row, int64_t start, int n) {
@@ -146,7 +145,7 @@ ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment,
     float buffer[PIECE];
     Sums sums;
     take(&p, b->row, start, n);
-    int half = is_plain(b->gradient) && b->gradient->type == BFLOAT16 && p.x_type == BFLOAT16;
+    int half = all_in_bfloat16(b);
     const void *g = half ? at((void *)b->grad, BFLOAT16, start)
                          : (const void *)centred_grad(b->gradient, b->grad, start, n, buffer, last);
     switch (p.x_type << 2 | half << 1 | p.state_type) {

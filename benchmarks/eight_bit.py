@@ -162,14 +162,9 @@ def costs(build: Build, shapes: str, seconds: float) -> dict[str, Any]:
     return {
         "bytes_per_parameter": held,
         "ms": 1e3 * statistics.median(mine),
-        "ratio": spread(ratios),
+        "ratio": measure.spread(ratios),
         "rounds": len(ratios),
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return {"p10": deciles[0], "median": deciles[4], "p90": deciles[8]}
 
 
 def measured(dataset: Dataset, steps: int, seeds: int, shapes: str, seconds: float) -> dict[str, dict[str, Any]]:

@@ -84,11 +84,10 @@ def measured(shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
     for row in ROWS:
         theirs, mine = measure.rounds(baseline, row.optimizer(shapes), seconds)
         ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
-        deciles = statistics.quantiles(ratios, n=10, method="inclusive")
         found[row.name] = {
             "bytes_per_parameter": row.state_bytes(shapes),
             "ms": 1e3 * statistics.median(mine),
-            "ratio": {"p10": deciles[0], "median": deciles[4], "p90": deciles[8]},
+            "ratio": measure.spread(ratios),
             "rounds": len(ratios),
         }
         print(row.name, found[row.name], flush=True)

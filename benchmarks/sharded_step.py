@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bighorn import Came, Lamb
-from bighorn.cli import files
+from bighorn.cli import files, measure
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.peers import PEERS, WEIGHT_DECAY
 from bighorn.cli.shapes import SHAPES
@@ -177,15 +176,14 @@ def timed(shapes: str, rounds: int) -> dict[str, Any]:
         dist.all_reduce(turns, dist.ReduceOp.MAX)
         adamw, ours = turns.T.tolist()
         ratios = [mine / theirs for mine, theirs in zip(ours, adamw, strict=True)]
-        found[name] = {"adamw_ms": spread(adamw, 1e3), "ms": spread(ours, 1e3), "ratio": spread(ratios)}
+        found[name] = {
+            "adamw_ms": measure.spread(adamw, 1e3),
+            "ms": measure.spread(ours, 1e3),
+            "ratio": measure.spread(ratios),
+        }
         if dist.get_rank() == 0:
             print(world, "ranks", name, found[name], flush=True)
     return found
-
-
-def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return {"p10": scale * deciles[0], "median": scale * deciles[4], "p90": scale * deciles[8]}
 
 
 def launch(count: int, task: str, shapes: str, rounds: int) -> Any:

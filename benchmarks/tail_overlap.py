@@ -31,6 +31,7 @@ from torch.optim import AdamW, Optimizer
 
 from bighorn import Lamb, TailOverlap
 from bighorn.cli.environment import provenance
+from bighorn.cli.measure import spread
 
 RESULT = Path(__file__).parent / "results" / "tail-overlap.json"
 LATENCY, BURST = "400ms", "256kb"
@@ -143,22 +144,17 @@ def figures(
     hideable = min(optimizer * (1 - buckets[-1] / sum(buckets)), statistics.median(wire))
     return {
         "bucket_megabytes": [round(size / 1e6, 2) for size in buckets],
-        "backward_ms": spread([backward for backward, _ in alone]),
-        "optimizer_ms": spread([step for _, step in alone]),
-        "communication_ms": spread(wire),
-        "then_ms": spread([then for then, _ in turns]),
-        "overlap_ms": spread([overlap for _, overlap in turns]),
-        "gain_ms": spread([then - overlap for then, overlap in turns]),
-        "ratio": {name: value / 1e3 for name, value in spread([overlap / then for then, overlap in turns]).items()},
+        "backward_ms": spread([backward for backward, _ in alone], 1e3),
+        "optimizer_ms": spread([step for _, step in alone], 1e3),
+        "communication_ms": spread(wire, 1e3),
+        "then_ms": spread([then for then, _ in turns], 1e3),
+        "overlap_ms": spread([overlap for _, overlap in turns], 1e3),
+        "gain_ms": spread([then - overlap for then, overlap in turns], 1e3),
+        "ratio": spread([overlap / then for then, overlap in turns]),
         "hideable_ms": 1e3 * hideable,
         "hidden_of_hideable": gain / hideable if hideable else None,
         "hidden_of_optimizer": gain / optimizer,
     }
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-    return {"p10": 1e3 * deciles[0], "median": 1e3 * deciles[4], "p90": 1e3 * deciles[8]}
 
 
 # ---- the link ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """``bighorn bench``: what a step costs here, beside its peers."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.measure import draw, error, prepared, rounds, temporaries
+from bighorn.cli.measure import draw, error, prepared, rounds, spread, temporaries
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
@@ -203,20 +202,15 @@ def _beside(
     theirs, mine = instrument.rounds(baseline, optimizer, seconds)
     return {
         "rounds": len(mine),
-        "ms": _spread([1e3 * second for second in mine]),
-        "baseline_ms": _spread([1e3 * second for second in theirs]),
-        "ratio": _spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
+        "ms": spread(mine, 1e3),
+        "baseline_ms": spread(theirs, 1e3),
+        "ratio": spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
         "first_step_s": first_step,
         "host_ms": 1e3 * instrument.host_seconds(optimizer.step) if instrument.host_seconds else None,
         "temporaries_bytes": extra,
         "state_bytes": state_bytes(optimizer) or None,  # LoopLamb's is not where optimizers have theirs
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
     }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return {"p10": deciles[0], "median": deciles[4], "p90": deciles[8]}
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import statistics
 import sys
 import threading
 import time
@@ -58,6 +59,12 @@ def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[fl
             optimizer.step()
             mine.append(time.perf_counter() - start)
     return times
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Median, 10th and 90th percentile, multiplied with ``scale``: 1e3 for milliseconds."""
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return {"p10": scale * deciles[0], "median": scale * deciles[4], "p90": scale * deciles[8]}
 
 
 def error(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> float:

@@ -71,6 +71,13 @@ def test_the_page_of_precisions_says_what_was_measured() -> None:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
 
 
+def test_the_table_of_precisions_has_the_bytes_that_are_predicted() -> None:
+    found = json.loads(precision_table.RESULT.read_text())["rows"]
+    assert {row.name: row.state_bytes("bert_base") for row in precision_table.ROWS} == {
+        name: row["bytes_per_parameter"] for name, row in found.items()
+    }
+
+
 def test_every_tensor_is_in_a_group() -> None:
     for model in scale.MODELS:
         assert sum(model.groups()) == sum(tensor.numel() for tensor in model.tensors)

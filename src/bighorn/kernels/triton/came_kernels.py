@@ -314,7 +314,7 @@ def apply(
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
         r = row_factors(row_averages, i, shape, root)
-        bits = random_bits(draw[1], draw[0] + offsets)
+        bits = random_bits(draw[1], firsts(draw[0], i, shape)[:, None], tl.arange(0, WIDE)[None, :])
         x -= decay * x
         write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), bits, ROUNDING, VECTOR)  # CAME-x
         total += tl.where(i + tl.arange(0, HIGH) < shape[0], r, 0.0).to(tl.float64)
@@ -489,8 +489,8 @@ def move(
     for i in range(first, stop, BLOCK):
         offsets, mask = block(i, stop, MASKED, BLOCK)
         x = read_weight(pointers[0], offsets, mask, ROUNDING)
-        element = scales[2] + offsets
         if tl.int8 == S:
+            element = scales[2] + offsets
             place = element // scales[1] * tl.cdiv(scales[1], CODES) + element % scales[1] // CODES
             m = decoded(read(pointers[2], offsets, mask), tl.load(scales[0] + place, mask=mask), "linear")
         else:
@@ -498,7 +498,7 @@ def move(
             u = unfactored(g, read(pointers[3], offsets, mask)) * clip  # CAME-clip
             m = beta1 * read(pointers[2], offsets, mask).to(tl.float32) + beta1_rest * u  # CAME-m
             m = write(pointers[2], offsets, mask, m)
-        bits = random_bits(draw, element)
+        bits = random_bits(draw, scales[2], offsets)
         x -= decay * x
         write_weight(pointers[0], offsets, mask, x - lr * m, bits, ROUNDING)  # CAME-x
 
@@ -677,10 +677,12 @@ def momentum(pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: 
     """The average as it is stored, of the rows from the tile's `i`-th on."""
     values = read(pointer, offsets, mask, VECTOR)
     if tl.int8 == S:
-        # A matrix's row lies within one of dim 0, so only its first element is divided.
-        first = scales[2] + (i + tl.arange(0, HIGH)) * shape[2]
-        within = (first % scales[1])[:, None] + tl.arange(0, WIDE)[None, :]
-        scale = (first // scales[1] * tl.cdiv(scales[1], CODES))[:, None] + within // CODES
+        # A matrix's row lies within one of dim 0, so only its first element is divided; and once, since a division of
+        # 64 bits is a call, which takes registers.
+        first = firsts(scales[2], i, shape)
+        index = first // scales[1]
+        within = (first - index * scales[1])[:, None] + tl.arange(0, WIDE)[None, :]
+        scale = (index * tl.cdiv(scales[1], CODES))[:, None] + within // CODES
         return decoded(values, tl.load(scales[0] + scale, mask=mask, other=0.0), "linear")
     else:
         return values.to(tl.float32)
@@ -742,6 +744,12 @@ def patch(i, shape, VECTOR: tl.constexpr):
     starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
     mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
     return starts[:, None] + columns[None, :], mask
+
+
+@triton.jit
+def firsts(start, i, shape):
+    """The first elements, in the tensor, of a tile's rows from the `i`-th on."""
+    return start + (i + tl.arange(0, HIGH)) * shape[2]
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def moments(
     for i in range(first, stop, BLOCK):
         where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
         offsets, mask = where[0], where[1]
-        bits = random_bits(places[3], places[1] + offsets) if ROUNDING == "stochastic" else None
+        bits = random_bits(places[3], places[1], offsets) if ROUNDING == "stochastic" else None
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         g = read(pointers[1], offsets, mask, VECTOR).to(tl.float32) * scale
         if DECAY_MODE == "l2":
@@ -250,7 +250,7 @@ def apply(
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        bits = random_bits(places[3], places[1] + where[0])
+        bits = random_bits(places[3], places[1], where[0])
         write_weight(pointers[0], where[0], where[1], x - stride * u, bits, ROUNDING, VECTOR)  # LAMB-x
 
 

@@ -104,14 +104,23 @@ def stream(row, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
 
 
 @triton.jit
-def random_bits(stream, elements):
+def random_bits(stream, start, offsets):
     """32 random bits for each of some elements, which are counted as they lie here; None where there is no stream."""
     if stream is None:
         return None
     else:
         key, t = stream[0]
-        place = place_of(stream, elements)
-        return mixed(place.to(tl.uint32) ^ mixed(mixed(key + t) + (place >> 32).to(tl.uint32)))
+        seed = mixed(key + t)
+        if stream[2] is None and offsets.dtype == tl.int32:
+            # Of all that lies less than 2^32 from a start the high half of the place is that of the start or the next.
+            first = place_of(stream, start)
+            low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
+            place = low + offsets.to(tl.uint32)
+            high_hash = tl.where(place < low, mixed(seed + high + 1), mixed(seed + high))
+            return mixed(place ^ high_hash)
+        else:
+            place = place_of(stream, start + offsets)
+            return mixed(place.to(tl.uint32) ^ mixed(seed + (place >> 32).to(tl.uint32)))
 
 
 @triton.jit

@@ -110,6 +110,13 @@ def assert_stored(ours: dict[str, Tensor], exact: Tensor, old: Tensor, what: str
     assert bool(((stored(ours) - exact).abs() <= 0.501 * unit + slack).all()), what
 
 
+def prepared(bucket: Bucket[CameOptions]) -> cpu.Came:
+    """A kernel that can step."""
+    kernel = cpu.Came([bucket])
+    kernel.prepare()
+    return kernel
+
+
 def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's step and the reference's in float64, which goes on with the library's average where that has few
     bits: which of two neighbours a tie was rounded to is checked, and then followed."""
@@ -125,8 +132,7 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
     averages = [stored(row) for row in state]
     before = {name: [tensor.double() for tensor in column] for name, column in bucket.state.items()}
 
-    kernel = cpu.Came([bucket])
-    kernel.prepare()
+    kernel = prepared(bucket)
     kernel.step(0.5)
     follow = iter([i for i in rows if twin.params[i].numel()])
 
@@ -250,7 +256,7 @@ def test_nothing_is_written_without_commit() -> None:
     leaves = LEAVES["matrix"]
     bucket = bucket_of([leaf.values(torch.float32) for leaf in leaves], DEFAULTS)
     bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
-    kernel = cpu.Came([bucket])
+    kernel = prepared(bucket)
     kernel.step()
     everything = [*bucket.params, *(t for column in bucket.state.values() for t in column), *bucket.steps, bucket.norms]
     before = [tensor.clone() for tensor in everything]
@@ -264,8 +270,7 @@ def test_gradients_are_only_read_and_their_squares_summed() -> None:
     bucket = bucket_of([leaf.values(torch.float32) for leaf in SMALL], DEFAULTS)
     bucket.grads = [leaf.gradient(torch.float32) for leaf in SMALL]
     before = [g.clone() for g in bucket.grads]
-    kernel = cpu.Came([bucket])
-    kernel.prepare()
+    kernel = prepared(bucket)
     expected = sum(float(g.double().square().sum()) for g in bucket.grads)
     assert float(kernel.square_sum()) == pytest.approx(expected, rel=1e-12)
     kernel.step()
@@ -279,7 +284,7 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
         bucket = bucket_of([torch.ones(70, 90), torch.ones(70, 90)], replace(DEFAULTS, factor=factor), average)
         bucket.grads = [torch.ones(70, 90), torch.ones(70, 90)]
         bucket.grads[0][3, 5] = value
-        cpu.Came([bucket]).step()
+        prepared(bucket).step()
         assert bucket.params[0].isnan().any()
         assert bucket.norms[0].isnan().any()
         assert bucket.params[1].isfinite().all()
@@ -319,7 +324,7 @@ def digest(threads: int) -> list[int]:
         summary = 0
         for _ in range(2 if average is None else 1):
             bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
-            kernel = kernel or cpu.Came([bucket])
+            kernel = kernel or prepared(bucket)
             kernel.step()
         for tensor in (*bucket.params, *(t for column in bucket.state.values() for t in column), bucket.norms):
             summary = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, summary)
@@ -356,7 +361,7 @@ def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:
         g = leaf.gradient(torch.float32)
         for bucket, box in zip(buckets, boxes, strict=True):
             bucket.grads = [g.take(box)]
-        ranks = ranks or [cpu.Came([bucket]) for bucket in buckets]
+        ranks = ranks or [prepared(bucket) for bucket in buckets]
         for sums in zip(*(rank.rounds() for rank in ranks), strict=True):
             total = torch.stack(sums).sum(dim=0)
             for part in sums:
@@ -387,11 +392,11 @@ def test_eps_survives_where_denormals_are_flushed() -> None:
     """1e-30 is a normal float32, and so is a thousandth of it; workers flush as the caller does."""
     code = """
         import torch
-        from test_came_cpu import DEFAULTS, bucket_of, cpu
+        from test_came_cpu import DEFAULTS, bucket_of, prepared
         torch.set_flush_denormal(True)
         bucket = bucket_of([torch.ones(1500, 1000), torch.ones(300, 20), torch.ones(5, 7)], DEFAULTS)
         bucket.grads = [torch.zeros_like(x) for x in bucket.params]
-        cpu.Came([bucket]).step()
+        prepared(bucket).step()
         for tensor in bucket.state["exp_avg_sq_row"] + bucket.state["exp_avg_sq_col"]:
             torch.testing.assert_close(tensor, torch.full_like(tensor, 1e-33), rtol=1e-6, atol=0)
         assert all(x.eq(torch.tensor(1 - 0.1 * 0.1)).all() for x in bucket.params)

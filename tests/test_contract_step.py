@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
 from bighorn import Came
 from cases import Case, Kind, set_gradients
@@ -56,14 +58,44 @@ def test_what_is_no_closure(kind: Kind) -> None:
 
 
 def test_step_hooks(kind: Kind) -> None:
+    """In torch's order, with torch's arguments; and none once they are removed."""
     net = model()
     optimizer = kind(net.parameters(), lr=0.1)
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    calls: list[tuple[object, ...]] = []
+    handles = [
+        register(lambda *given, name=name: calls.append((name, *given)))
+        for name, register in {
+            "own pre": optimizer.register_step_pre_hook,
+            "own post": optimizer.register_step_post_hook,
+            "global pre": register_optimizer_step_pre_hook,
+            "global post": register_optimizer_step_post_hook,
+        }.items()
+    ]
     backward(net)
     optimizer.step()
-    assert calls == ["pre", "post"]
+    assert calls == [
+        (name, optimizer, (optimizer,), {}) for name in ("global pre", "own pre", "own post", "global post")
+    ]
+    for handle in handles:
+        calls.clear()
+        handle.remove()
+        optimizer.step(closure=None)
+        names = {name for name, *_ in calls}
+        assert len(names) == len(calls) == len(handles) - 1 - handles.index(handle)
+        assert all(given == [optimizer, (optimizer,), {"closure": None}] for _, *given in calls)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_profiler_sees_one_step(hooked: bool, kind: Kind) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1)
+    if hooked:
+        optimizer.register_step_post_hook(lambda *_: None)
+    backward(net)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        optimizer.step()
+    name = f"Optimizer.step#{kind.__name__}.step"
+    assert [event.count for event in profiled.key_averages() if event.key == name] == [1]
 
 
 def test_a_step_without_any_gradient_is_a_no_op(kind: Kind, backend: str) -> None:

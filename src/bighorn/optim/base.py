@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn.arguments import about
-from bighorn.optim import checks, explain, foreign, order, param_groups
+from bighorn.optim import checks, explain, foreign, hooks, order, param_groups
 from bighorn.optim.ahead import Ahead
 from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
@@ -100,6 +100,12 @@ class KernelOptimizer(Optimizer):
         own = {name: driven.schedule for name, driven in drivers.items()}
         default = [name for name in own if own[name] is self._default_schedules.get(name)]
         return {name: value for name, value in (group | own).items() if name not in default}
+
+    def _patch_step_function(self) -> None:
+        step = type(self).step
+        super()._patch_step_function()
+        if type(self).step is not step:
+            type(self).step = hooks.where_there_are_some(step, type(self).step)  # type: ignore[method-assign]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.

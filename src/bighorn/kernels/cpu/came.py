@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
 from bighorn.kernels.cpu.came_shards import Shards, Whole
-from bighorn.kernels.cpu.library import Run, address, loaded, run
+from bighorn.kernels.cpu.library import address, loaded
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
 
@@ -71,8 +71,13 @@ class Came(Stepper[CameOptions]):
         return Shards(self.buckets)
 
     def prepare(self) -> None:
-        """Whatever can fail, as `reference.Came.prepare`."""
-        self._reserved()
+        """Whatever can fail, as `reference.Came.prepare`: a workspace for all threads."""
+        super().prepare()
+        if self.how.threads > self.threads:
+            shards = self.shards.table if any(bucket.shards for bucket in self.buckets) else None
+            size = loaded().bighorn_came_workspace(self.rows, shards, self.gradients, len(self.rows), self.how.threads)
+            self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
+            self.threads = self.how.threads
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """One CAME step of all buckets, not counted."""
@@ -97,7 +102,7 @@ class Came(Stepper[CameOptions]):
     def _run(self, grads: array[int], grad_scale: float, shards: ctypes.Array[Whole] | None, index: int) -> None:
         beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
         loaded().bighorn_came_step(
-            self._reserved(),
+            self.how,
             (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
             self.rows,
             shards,
@@ -110,16 +115,6 @@ class Came(Stepper[CameOptions]):
             index,
             self.workspace.data_ptr(),
         )
-
-    def _reserved(self) -> Run:
-        """How the next call is to run, with a workspace for that many threads."""
-        how = run()
-        if how.threads > self.threads:
-            shards = self.shards.table if any(bucket.shards for bucket in self.buckets) else None
-            size = loaded().bighorn_came_workspace(self.rows, shards, self.gradients, len(self.rows), how.threads)
-            self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
-            self.threads = how.threads
-        return how
 
 
 def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> Row:

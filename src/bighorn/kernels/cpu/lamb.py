@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, LambOptions
-from bighorn.kernels.cpu.library import address, loaded, run, scratch
+from bighorn.kernels.cpu.library import address, loaded, scratch
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
 from bighorn.kernels.rounding import kept_for
@@ -92,7 +92,7 @@ class Lamb(Stepper[LambOptions]):
     def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:
         buffer = scratch()
         loaded().bighorn_lamb_step(
-            run(),
+            self.how,
             (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
             self.rows,
             self.gradients,

@@ -36,13 +36,13 @@ class Stepper(Generic[Options]):
         self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
 
     def prepare(self) -> None:
-        """Whatever can fail, as `reference.Lamb.prepare`."""
-        run()
+        """Whatever can fail, as `reference.Lamb.prepare`; and how this step is to run, which the environment says."""
+        self.how = run()
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = self._grads()
-        total = loaded().bighorn_square_sum(run(), self.gradients, address(grads), len(grads), self.sums.data_ptr())
+        total = loaded().bighorn_square_sum(self.how, self.gradients, address(grads), len(grads), self.sums.data_ptr())
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:

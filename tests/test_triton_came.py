@@ -228,12 +228,8 @@ def test_kernels_compile_without_spills_and_load_128_bits(
         constants = came_part.CamePart.compiled_for(*dtypes, replace(OPTIONS, factor=factor))
         if name in PASSES and (name in PASSES[4:]) != (factor is None):
             continue
-        # ptxas of CUDA 13.1 spills 8 bytes where gradients in float64 take two registers each, and on sm_90 where
-        # those of 16 bits make a thread move 8 elements of a float32 parameter.
-        allowed = (name == "came_average" and dtypes[1] == F64) or (
-            name == "came_apply" and target == "sm_90" and dtypes in ((F32, F16, F32), (F32, BF16, F32))
-        )
-        check(name, constants, target, tmp_path, 8 * allowed)
+        # ptxas of CUDA 13.1 spills 8 bytes where gradients in float64 take two registers each.
+        check(name, constants, target, tmp_path, 8 * (name == "came_average" and dtypes[1] == F64))
 
 
 @compiled
@@ -263,7 +259,9 @@ def test_kernels_that_round_weights_compile(
     )
     for name, factor in passes:
         options = replace(OPTIONS, weight_rounding=way, factor=factor)
-        check(name, came_part.CamePart.compiled_for(*dtypes, options), target, tmp_path, 0)
+        # ptxas of CUDA 13.1 spills 8 bytes to stay at 64 registers.
+        allowed = 8 * (name == "came_apply" and way == "kahan" and (dtypes[0], dtypes[2]) == (F16, F32))
+        check(name, came_part.CamePart.compiled_for(*dtypes, options), target, tmp_path, allowed)
 
 
 @compiled

@@ -97,6 +97,7 @@ SUM = tl.constexpr(3)
 TALL = tl.constexpr(tiles.TALL)
 WIDE = tl.constexpr(tiles.WIDE)
 HIGH = tl.constexpr(8)  # rows of a tile that are in registers
+FEW = tl.constexpr(4)  # where elements are moved one by one, and take an address each: more rows are spilled there
 LINES = tl.constexpr(tiles.LINES)
 PARTS = tl.constexpr(16)  # partial sums of each line that are in registers
 
@@ -253,17 +254,18 @@ def average(
     pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S: tl.constexpr, VECTOR: tl.constexpr
 ):  # fmt: skip
     """The average of a tile, and the sums of (u - m)^2 over its rows and columns."""
+    ROWS: tl.constexpr = HIGH if VECTOR > 1 else FEW
     scale, beta1, beta1_rest, root = numbers
-    total = tl.zeros((HIGH, WIDE), tl.float32)
-    for i in range(0, shape[0], HIGH):
-        offsets, mask = patch(i, shape, VECTOR)
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    for i in range(0, shape[0], ROWS):
+        offsets, mask = patch(i, shape, VECTOR, ROWS)
+        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR, ROWS)
         g = read(pointers[0], offsets, mask, VECTOR).to(tl.float32) * scale
-        u = update(g, row_factors(row_averages, i, shape, root), c)
-        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
+        u = update(g, row_factors(row_averages, i, shape, root, ROWS), c)
         if tl.int8 != S:
             m = write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
         residual = (u - m) * (u - m)
-        store_lines(row_parts, i, shape[0], tl.sum(residual, 1))
+        store_lines(row_parts, i, shape[0], tl.sum(residual, 1), ROWS)
         total += residual
     store_columns(col_parts, shape[1], tl.sum(total, 0))
 
@@ -307,17 +309,18 @@ def apply(
     S: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The parameter's tile; returns the sum of the rows' factors."""
+    ROWS: tl.constexpr = HIGH if VECTOR > 1 else FEW
     lr, decay, root = numbers
-    total = tl.zeros((HIGH,), tl.float64)
-    for i in range(0, shape[0], HIGH):
-        offsets, mask = patch(i, shape, VECTOR)
+    total = tl.zeros((ROWS,), tl.float64)
+    for i in range(0, shape[0], ROWS):
+        offsets, mask = patch(i, shape, VECTOR, ROWS)
+        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR, ROWS)
+        r = row_factors(row_averages, i, shape, root, ROWS)
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR)
-        r = row_factors(row_averages, i, shape, root)
-        bits = random_bits(draw[1], firsts(draw[0], i, shape)[:, None], tl.arange(0, WIDE)[None, :])
+        bits = random_bits(draw[1], firsts(draw[0], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :])
         x -= decay * x
         write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), bits, ROUNDING, VECTOR)  # CAME-x
-        total += tl.where(i + tl.arange(0, HIGH) < shape[0], r, 0.0).to(tl.float64)
+        total += tl.where(i + tl.arange(0, ROWS) < shape[0], r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
 
 
@@ -646,10 +649,10 @@ def inverse_root(value):
 
 
 @triton.jit
-def row_factors(row_averages, i, shape, root):
+def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr = HIGH):
     """The factors of rows from the tile's `i`-th on; `root` is the root of the mean of all rows' averages."""
     # Not sqrt(mean / average): a row of zeros beside large ones is a ratio of 1e42.
-    lines = i + tl.arange(0, HIGH)
+    lines = i + tl.arange(0, ROWS)
     return inverse_root(tl.load(row_averages + lines, mask=lines < shape[0], other=1.0)) * root
 
 
@@ -673,17 +676,22 @@ def unfactored(g, v):
 
 
 @triton.jit
-def momentum(pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: tl.constexpr):
+def momentum(
+    pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr = HIGH
+):  # fmt: skip
     """The average as it is stored, of the rows from the tile's `i`-th on."""
     values = read(pointer, offsets, mask, VECTOR)
     if tl.int8 == S:
-        # A matrix's row lies within one of dim 0, so only its first element is divided; and once, since a division of
-        # 64 bits is a call, which takes registers.
-        first = firsts(scales[2], i, shape)
-        index = first // scales[1]
-        within = (first - index * scales[1])[:, None] + tl.arange(0, WIDE)[None, :]
-        scale = (index * tl.cdiv(scales[1], CODES))[:, None] + within // CODES
-        return decoded(values, tl.load(scales[0] + scale, mask=mask, other=0.0), "linear")
+        # A matrix's rows are those of dim 0, or lie in one; what a tile has of a row touches two blocks at most.
+        start, inner, lines = scales[2], scales[1], i + tl.arange(0, ROWS)
+        line = start // inner + tl.where(inner == shape[2], lines, 0)
+        within = start % inner + tl.where(inner == shape[2], 0, lines * shape[2])
+        begun = (within % CODES).to(tl.int32)
+        block_scales = scales[0] + line * tl.cdiv(inner, CODES) + within // CODES
+        here = tl.load(block_scales, mask=lines < shape[0], other=0.0)
+        there = tl.load(block_scales + 1, mask=(lines < shape[0]) & (begun + shape[1] > CODES), other=0.0)
+        is_here = begun[:, None] + tl.arange(0, WIDE)[None, :] < CODES
+        return decoded(values, tl.where(is_here, here[:, None], there[:, None]), "linear")
     else:
         return values.to(tl.float32)
 
@@ -737,9 +745,9 @@ def aligned(addresses, shape, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def patch(i, shape, VECTOR: tl.constexpr):
+def patch(i, shape, VECTOR: tl.constexpr, ROWS: tl.constexpr = HIGH):
     """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
-    lines, columns = i + tl.arange(0, HIGH), tl.arange(0, WIDE)
+    lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
     # The quotients are exact, and the compiler sees so that the products are multiples.
     starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
     mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
@@ -747,9 +755,9 @@ def patch(i, shape, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def firsts(start, i, shape):
+def firsts(start, i, shape, ROWS: tl.constexpr):
     """The first elements, in the tensor, of a tile's rows from the `i`-th on."""
-    return start + (i + tl.arange(0, HIGH)) * shape[2]
+    return start + (i + tl.arange(0, ROWS)) * shape[2]
 
 
 @triton.jit
@@ -794,9 +802,9 @@ def averages(row, column, first):
 
 
 @triton.jit
-def store_lines(row_parts, i, height, values):
+def store_lines(row_parts, i, height, values, ROWS: tl.constexpr = HIGH):
     """Store partial sums of rows."""
-    lines = i + tl.arange(0, HIGH)
+    lines = i + tl.arange(0, ROWS)
     tl.store(row_parts + lines, values, mask=lines < height)
 
 

@@ -303,10 +303,11 @@ def test_kernels_compile_without_spills_and_load_128_bits(
             )
             if target.startswith("sm"):
                 assert found_in_ptx(kernel) == wide(name, constants), name
-                # ptxas of CUDA 13.1 spills 8 bytes on sm_100 with amsgrad and 16-bit weights, and up to 24 with blocks
-                # of codes, to stay at 80 or 128 registers.
+                # ptxas of CUDA 13.1 spills 16 bytes with amsgrad and 16-bit weights, and 8 with gradients in float64,
+                # random bits or blocks of codes, where that makes do with 48, 64 or 80 registers.
                 heavy = options.second_moment == "amsgrad" and dtypes[0].itemsize == 2
-                allowed = max(8 * (target == "sm_100" and heavy), 24 * options.blocks)
+                wide_ones = dtypes[1] == F64 or options.weight_rounding == "stochastic" or options.blocks
+                allowed = max(16 * heavy, 8 * wide_ones)
                 assert spilled_by_ptxas(kernel, tmp_path) <= allowed, name
             else:
                 assert spilled_by_amdgcn(kernel) == 0, name

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels.triton import tiles
-from bighorn.kernels.triton.codec_kernels import CODES, PACK, code_blocks, decoded, moment_at, read_moment, write_moment
+from bighorn.kernels.triton.codec_kernels import CODES, code_blocks, decoded, moment_at, read_moment, write_moment
 from bighorn.kernels.triton.common_kernels import (
     COUNTS,
     DECAY,
@@ -99,6 +99,7 @@ WIDE = tl.constexpr(tiles.WIDE)
 HIGH = tl.constexpr(8)  # rows of a tile that are in registers
 FEW = tl.constexpr(4)  # where elements are moved one by one, and take an address each: more rows are spilled there
 LINES = tl.constexpr(tiles.LINES)
+PACK = tl.constexpr(tiles.PACK)
 PARTS = tl.constexpr(16)  # partial sums of each line that are in registers
 
 
@@ -521,7 +522,7 @@ def came_codes(
     index, row, option = entries(rows, packs, hyper, pack)
     inner = tl.load(row + INNER)
     stop = tl.load(row + SIZE) // inner * tl.cdiv(inner, CODES)
-    where = code_blocks((pack - tl.load(row + FIRST_PACK)) * PACK, stop, inner, 1)
+    where = code_blocks((pack - tl.load(row + FIRST_PACK)) * PACK, stop, inner, 1, PACK)
     offsets, mask = where[0], where[1]
 
     g = read(at(tl.load(grads + index), 0, G), offsets, mask).to(tl.float32) * gradient_scale(grad_scale, option)

@@ -4,11 +4,9 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels import codec
-from bighorn.kernels.triton import tiles
 from bighorn.kernels.triton.common_kernels import as_bits, as_float, at, block, read, write
 
 CODES = tl.constexpr(codec.BLOCK)
-PACK = tl.constexpr(tiles.PACK)  # blocks that are worked on at a time
 
 # The bits of 64 as a float, for which there would stand 128 in "signed" and 256 in "unsigned", and of these.
 SHARE_END = tl.constexpr((127 + 6) << 23)
@@ -32,16 +30,17 @@ def blocks_at(first, i, stop, inner, MASKED: tl.constexpr, FORM: tl.constexpr, B
             ((first + stop) // CODES).to(tl.int32),
             inner.to(tl.int32),
             1 if MASKED else 4,
+            BLOCK // CODES,
         )
 
 
 @triton.jit
-def code_blocks(first, stop, inner, VECTOR: tl.constexpr):
-    """PACK blocks from one on: where their elements lie, VECTOR at a time, and which there are, of these and of blocks.
+def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
+    """Some blocks from one on: where their elements lie, VECTOR at a time, and which there are, of these and of blocks.
 
     Elements and blocks are counted within a tensor, whose rows of dim 0 have `inner` elements.
     """
-    numbers = first + tl.arange(0, PACK)
+    numbers = first + tl.arange(0, COUNT)
     exist = numbers < stop
     in_row = tl.cdiv(inner, CODES)
     line, part = (numbers // in_row).to(tl.int64), numbers % in_row * CODES

@@ -69,6 +69,9 @@ WEIGHT_HIGH = tl.constexpr(13)
 RATIO_LOW = tl.constexpr(14)
 RATIO_HIGH = tl.constexpr(15)
 
+# Elements that are moved one by one take an address each: as many as of others would not fit into registers.
+FEWER = tl.constexpr(4)
+
 # The table of factors, which the first pass leaves to the others: float64, one row per tensor.
 M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
 ROOT_EPS = tl.constexpr(1)
@@ -133,6 +136,7 @@ def moments(
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk; returns the sums of x^2 and u^2, one for each lane."""
     VECTOR: tl.constexpr = 1 if MASKED else 4
+    AT_ONCE: tl.constexpr = BLOCK // FEWER if MASKED else BLOCK
     scale, m_factor, root_eps, stride = numbers
     beta1, beta2 = number(option + BETA1), number(option + BETA2)
     beta3, beta4 = number(option + BETA3), number(option + BETA4)
@@ -140,8 +144,8 @@ def moments(
     writes_x = tl.load(option + ADAPTS) == 0
     x_squares = tl.zeros((LANES,), tl.float64)
     u_squares = tl.zeros((LANES,), tl.float64)
-    for i in range(first, stop, BLOCK):
-        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
+    for i in range(first, stop, AT_ONCE):
+        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, AT_ONCE)
         offsets, mask = where[0], where[1]
         bits = random_bits(places[3], places[1], offsets) if ROUNDING == "stochastic" else None
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
@@ -240,10 +244,11 @@ def apply(
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk."""
     VECTOR: tl.constexpr = 1 if MASKED else 4
+    AT_ONCE: tl.constexpr = BLOCK // FEWER if MASKED else BLOCK
     m_factor, root_eps, stride = number(factor + M_FACTOR), number(factor + ROOT_EPS), number(factor + STRIDE)
     decay, shrink = number(option + DECAY), shrinkage(option)
-    for i in range(first, stop, BLOCK):
-        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, BLOCK)
+    for i in range(first, stop, AT_ONCE):
+        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, AT_ONCE)
         x = read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
         m = read_moment(pointers[1], where, M_FORM, VECTOR)
         v = read_moment(pointers[2], where, V_FORM, VECTOR)

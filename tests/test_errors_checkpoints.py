@@ -143,6 +143,7 @@ def test_scales_that_are_missing_or_of_another_shape(kind: Kind) -> None:
 
 DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(-128), "'exp_avg'.*damaged"),
+    "an-infinite-scale": ("exp_avg_scale", lambda scales: scales / 0, "'exp_avg'.*infinite.*damaged"),
     "a-scale-below-0": ("exp_avg_scale", lambda scales: -scales, "'exp_avg'.*damaged"),
     "codes-that-are-floats": ("exp_avg", lambda codes: codes.float(), "'exp_avg'.*float32.*damaged"),
     "codes-of-another-shape": ("exp_avg", lambda codes: codes[:32], "'exp_avg'.*damaged"),

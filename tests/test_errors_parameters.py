@@ -302,6 +302,32 @@ def test_parts_that_leave_out_a_gradient(kind: Kind) -> None:
         optimizer.step_in_parts([parameters[:1]], lambda _: None)
 
 
+def test_what_is_frozen_has_no_state(kind: Kind) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(requires_grad=False), torch.nn.Linear(4, 2))
+    predicted = kind.state_bytes(net)
+    optimizer = kind(net.named_parameters(), lr=0.1)
+    net(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert predicted == {
+        name: sum(value.nbytes for value in optimizer.state[param].values())
+        for name, param in net.named_parameters()
+        if param in optimizer.state
+    }
+    assert list(predicted) == ["1.weight", "1.bias"]
+
+
+def test_a_parameter_that_was_written_into_a_group_twice(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    optimizer.param_groups[0]["params"].append(parameters[0])
+    with refused(parameters, optimizer, ValueError, "is among the parameters twice"):
+        optimizer.step()
+
+
+def test_a_parameter_is_called_by_its_name(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=r"^body\.weight cannot be optimized as asked for"):
+        kind([("body.weight", Parameter(torch.ones(3, 3)))], lr=0.1, weight_rounding="kahan")
+
+
 def test_state_of_one_name_is_added_up(kind: Kind) -> None:
     twice = [{"params": [("weight", Parameter(torch.ones(3)))]} for _ in range(2)]
     [(name, size)] = kind.state_bytes(twice).items()

@@ -160,19 +160,24 @@ def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
     """Raise unless these are codes and the scales of their blocks."""
     outer = max(scales.dim() - 2, 0)
     expected = (*values.shape[:outer], *codec.scales_shape(values.shape[outer:]))
-    if values.dtype not in codec.CODES or scales.shape != expected:
+    if values.dtype not in codec.CODES:
         raise ValueError(
-            f"state {name!r} of {what} has codes of dtype {values.dtype}, shape {tuple(values.shape)}, and scales of "
-            f"shape {tuple(scales.shape)}, not {expected}: it is damaged, or its blocks are not of {codec.BLOCK}. Load "
-            "a checkpoint in float32, or drop optimizer.state of this parameter"
+            f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which no codes have: it is "
+            "damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+        )
+    if scales.shape != expected:
+        raise ValueError(
+            f"state {name!r} of {what} has codes of shape {tuple(values.shape)}, and scales of shape "
+            f"{tuple(scales.shape)}, not {expected}: it is damaged, or its blocks are not of {codec.BLOCK}. Load a "
+            "checkpoint in float32, or drop optimizer.state of this parameter"
         )
     # Elsewhere than on the CPU the host would have to wait for the values.
     if scales.device.type == "cpu" and bool(
-        (scales < 0).any() or (values.dtype == torch.int8 and (values == -128).any())
+        ((scales < 0) | scales.isinf()).any() or (values.dtype == torch.int8 and (values == -128).any())
     ):
         raise ValueError(
-            f"state {name!r} of {what} holds codes or scales that are never written (a code -128, a scale below 0): it "
-            "is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+            f"state {name!r} of {what} holds codes or scales that are never written (a code -128, a scale below 0 or "
+            "infinite): it is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
         )
 
 
@@ -287,7 +292,10 @@ def _local(
 
 def _placed(name: str, value: object, like: Tensor, device: torch.device, what: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ValueError(f"state {name!r} of {what} is a {type(value).__name__}, expected a tensor")
+        raise ValueError(
+            f"state {name!r} of {what} is a {type(value).__name__}, expected a tensor: it is damaged. Load another "
+            "checkpoint, or drop optimizer.state of this parameter"
+        )
     if value.shape != like.shape:
         raise ValueError(
             f"state {name!r} of {what} has shape {tuple(value.shape)}, but the parameter needs "
@@ -295,9 +303,10 @@ def _placed(name: str, value: object, like: Tensor, device: torch.device, what: 
             "checkpoint, or drop optimizer.state of this parameter"
         )
     if value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
+        bare = " (values in 8 bits need their scales)" if value.dtype in (torch.int8, torch.uint8) else ""
         raise ValueError(
-            f"state {name!r} of {what} has dtype {value.dtype}, expected {like.dtype} (values in 8 bits need their "
-            "scales): load the matching checkpoint, or drop optimizer.state of this parameter"
+            f"state {name!r} of {what} has dtype {value.dtype}, expected {like.dtype}{bare}: load the matching "
+            "checkpoint, or drop optimizer.state of this parameter"
         )
     return in_layout_of(like, value, device)
 
@@ -307,7 +316,11 @@ def _count(step: object, param: Tensor, what: str) -> Tensor:
     valid = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     if not isinstance(value, Tensor) or not valid or (value.device.type == "cpu" and not 0 <= float(value) < math.inf):
         # Elsewhere than on the CPU the host would have to wait for the value.
-        raise ValueError(f"state 'step' of {what} is {step!r}, expected how many steps it took, 0 or more")
+        said = f"{step!r}" if isinstance(step, (Tensor, int, float)) else f"a {type(step).__name__}"
+        raise ValueError(
+            f"state 'step' of {what} is {said}, expected how many steps it took, 0 or more: it is damaged. Load "
+            "another checkpoint, or drop optimizer.state of this parameter"
+        )
     return value.reshape(()).to(device=param.device, dtype=torch.float32)
 
 

@@ -20,6 +20,9 @@ STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8"
 OWN_FLAGS = ("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "process_group", "names")
 """Arguments of an optimizer that ``--optimizer-option`` does not set."""
 
+OWN_RATES = ("relative_step", "warmup_init")
+"""Those with which an optimizer would set its own learning rate."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -138,6 +141,11 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
             raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
         if name in OWN_FLAGS:
             raise InputError(f"--optimizer-option {text}: {name} is set by bighorn train itself; see its --help.")
+        if name in OWN_RATES:
+            raise InputError(
+                f"--optimizer-option {text}: bighorn train sets the learning rate of each step itself, by --lr and "
+                "--warmup; leave it out, or use the optimizer in a program of your own."
+            )
         if name in options:
             raise InputError(f"--optimizer-option {text}: {name} is given twice.")
         try:

@@ -22,10 +22,15 @@ class ElementError(TypeError, ValueError):
 
 
 def floating(name: str, value: object, low: float, high: float = math.inf, *, inside: bool = False) -> float:
-    """A finite number from `low` to `high`, without these two where `inside`; a float: they refuse integers here."""
+    """A finite number from `low` to `high`, without these two where `inside`."""
+    return number(name, a_float(name, value), low, high, above=inside, below=inside)
+
+
+def a_float(name: str, value: object) -> float:
+    """A float, whatever its value: they refuse integers here."""
     if not isinstance(value, float):
         raise TypeError(f"{name} must be a float, not {value!r} ({type(value).__name__})")
-    return number(name, value, low, high, above=inside, below=inside)
+    return value
 
 
 def weight_decay(name: str, value: object, high: float = math.inf) -> float | Callable[[int], Any]:
@@ -72,11 +77,14 @@ def mindspore_group(group: dict[str, Any], most_decay: float = math.inf) -> dict
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name our arguments as theirs; not those about a group, whose keys are called the same in both."""
+    """Errors name our arguments as theirs; not those about a group, whose keys are called the same in both.
+
+    What stands in quotes is a value, and stays.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
         if str(error).startswith("group "):
             raise
-        pattern = rf"(?<!\w)({'|'.join(map(re.escape, names))})(?![\w\[])"
+        pattern = rf"(?<![\w'])({'|'.join(map(re.escape, names))})(?![\w\['])"
         raise type(error)(re.sub(pattern, lambda found: names[found[0]], str(error))) from None

@@ -78,7 +78,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
         if len(eps) != 3:
             raise ValueError(f"eps={eps!r} must be three floats: for squared gradient, parameter scale, instability")
         eps1, eps2, eps3 = (_checks.floating(f"eps[{i}]", value, 0, inside=True) for i, value in enumerate(eps))
-        betas = _checks.floating("beta1", beta1, 0, 1), 0.999, _checks.floating("beta3", beta3, 0, 1)
+        betas = _checks.a_float("beta1", beta1), 0.999, _checks.a_float("beta3", beta3)
         with _checks.renamed({"lr": "learning_rate", "betas[0]": "beta1", "betas[2]": "beta3"}):
             super().__init__(
                 _checks.parameters(params),

@@ -115,7 +115,8 @@ class KernelOptimizer(Optimizer):
 
         Raises:
             TypeError: An unknown key, or a value of a wrong type.
-            ValueError: A value out of range, or a parameter that cannot be optimized here.
+            ValueError: A value out of range, an option of the whole optimizer, or a parameter that cannot be optimized
+                here.
         """
         defaults = {**self.defaults, **self._default_schedules}
         group, tensors = param_groups.joining(param_group, self.param_groups, defaults, self.algorithm, self._settings)
@@ -366,8 +367,8 @@ class KernelOptimizer(Optimizer):
             **options: Of the constructor; a learning rate is not needed.
 
         Returns:
-            Bytes by the parameter's name, or by its place in `param_groups`; their sum is what the first step allocates
-            for good.
+            Bytes by the parameter's name, or by its place in `param_groups`, without frozen ones, which get no state;
+            their sum is what the first step allocates for good.
 
         Raises:
             TypeError: As the constructor.
@@ -384,8 +385,9 @@ class KernelOptimizer(Optimizer):
         """
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        if "lr" in inspect.signature(cls).parameters and not options.get("relative_step"):
-            options.setdefault("lr", 0.0)
+        if not options.get("relative_step"):
+            for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
+                options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
         return explain.bytes_of_state(optimizer._parts(), optimizer.param_groups, cls.algorithm)
 

@@ -176,8 +176,8 @@ class Came(KernelOptimizer):
             (ZeroRedundancyOptimizer). *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
             optimizer.* Default: None.
-        backend: "auto", or one to be used without falling back: "cpu" (the C library), "foreach" (any device) or
-            "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+        backend: "auto", or one to be used without falling back: "cpu" (the C library), "triton" (GPUs), "foreach" (any
+            device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.

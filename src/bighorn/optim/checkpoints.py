@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bighorn import sharding
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.parts import place_of
+from bighorn.optim.parts import label_of
 from bighorn.optim.plan import Plan
 from bighorn.optim.scheduling import COUNT
 from bighorn.state import complete, local_view, release
@@ -59,7 +59,7 @@ def loaded_states(groups: list[Group], held: Mapping[Any, Any], algorithm: Algor
     for index, group in enumerate(groups):
         steps = 0.0
         for position, param in enumerate(group["params"]):
-            what = place_of(index, position)
+            what = label_of(index, position, group.get("param_names"))
             algorithm.refuse_unfit(group, param, what)
             if isinstance(states.get(param), dict) and states[param]:
                 spec = algorithm.state_spec(group, param)

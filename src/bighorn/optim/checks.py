@@ -98,18 +98,19 @@ def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
 
 def came_betas(name: str, value: object) -> tuple[object, ...]:
     """Three numbers in [0, 1), the first above 0."""
-    if _are(value, 3) and value[2] == 1:
-        raise ValueError(
-            f"{name}[2]={value[2]!r} is out of range: the averages of the instability, by which CAME divides, would "
-            "stay at 0; use a value in [0, 1), such as 0.9999"
-        )
-    checked = betas(3)(name, value)
-    if checked[0] == 0:
-        raise ValueError(
-            f"{name}[0]=0 is out of range: CAME divides by how far the momentum misses the update, and "
-            "without momentum it never does; use a value in (0, 1), such as 0.9"
-        )
-    return checked
+    if _are(value, 3):
+        if value[2] == 1:
+            raise ValueError(
+                f"{name}[2]={value[2]!r} is out of range: the averages of the instability, by which CAME divides, "
+                "would stay at 0; use a value in [0, 1), such as 0.9999"
+            )
+        if value[0] == 0:
+            raise ValueError(
+                f"{name}[0]={value[0]!r} is out of range: CAME divides by how far the momentum misses the update, and "
+                "without momentum it never does; use a value in (0, 1), such as 0.9"
+            )
+        arguments.number(f"{name}[0]", value[0], 0, 1, above=True, below=True)
+    return betas(3)(name, value)
 
 
 def came_eps(name: str, value: object) -> tuple[object, ...]:
@@ -177,12 +178,7 @@ def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
 
 def max_norm(name: str, value: object) -> float | None:
     """None, or a positive number."""
-    if value is None:
-        return None
-    norm = arguments.number(name, value)
-    if norm == 0:
-        raise ValueError(f"{name}={value!r} would stop all training: it must be above 0, or None for no clip")
-    return norm
+    return None if value is None else arguments.number(name, value, above=True, span="above 0, or None for no clip")
 
 
 def process_group(value: object, *, used: bool) -> Any:
@@ -232,7 +228,7 @@ def parameter(name: object, param: object, *, stacked: bool) -> None:
 
 TORCH_ONLY = {
     "foreach": 'use backend="foreach"',
-    "fused": 'every backend is fused; choose one with backend="auto", "cpu" or "foreach"',
+    "fused": 'every backend is fused; choose one with backend="auto", "cpu", "triton" or "foreach"',
     "capturable": "nothing has to be asked for; backend=... chooses the kernels",
     "differentiable": "steps are not differentiable on any backend=...; use torch.optim for that",
     "amsgrad": 'use second_moment="amsgrad"',

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from bighorn import kernels
 from bighorn.optim.algorithm import Algorithm, Group
@@ -38,9 +39,11 @@ def explained(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[A
 
 
 def bytes_of_state(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:
-    """By a parameter's label: how large its state will be here. Those of one name are added up."""
+    """By a parameter's label: how large its state will be here, those of one name added up. Frozen ones get none."""
     sizes: dict[str, int] = {}
     for part in parts:
+        if isinstance(part.param, Parameter) and not part.param.requires_grad:
+            continue
         spec, here = algorithm.state_spec(groups[part.variant.group], part.param), local_view(part.param)
         size = STEP_BYTES + sum(kept.like(here).nbytes for kept in spec.values())
         sizes[part.label] = sizes.get(part.label, 0) + size

@@ -11,7 +11,7 @@ from bighorn.arguments import about, integer
 from bighorn.names import named
 from bighorn.optim import checks, foreign
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.parts import place_of
+from bighorn.optim.parts import label_of
 from bighorn.optim.scheduling import COUNT
 from bighorn.optim.settings import Settings
 
@@ -45,7 +45,8 @@ def joining(
 
     Raises:
         TypeError: An unknown key, or a value of a wrong type.
-        ValueError: A value out of range, or a parameter that cannot be optimized here.
+        ValueError: A value out of range, an option of the whole optimizer, or a parameter that cannot be optimized
+            here.
     """
     if not isinstance(given, dict):
         raise TypeError(f"a parameter group must be a dict, not {type(given).__name__}")
@@ -54,6 +55,7 @@ def joining(
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
     group = settings.without_own(given)
+    settings.refuse_own(group, f"param_groups[{len(others)}]")
     checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")
     group.update(algorithm.checked(group))
     group["params"] = named(group["params"], settings.names)
@@ -73,17 +75,16 @@ def joining(
         tensors.append(tensor)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
-    if any(pairs):
-        _check_names([name for name, _ in group["params"]], len(tensors))
-    elif "param_names" in group:
-        _check_names(group["param_names"], len(tensors))
+    names = [name for name, _ in group["params"]] if any(pairs) else group.get("param_names")
+    if any(pairs) or "param_names" in group:
+        _check_names(names, len(tensors))
     lr = group.get("lr", defaults["lr"])
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
         group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
     count = max((other[COUNT] for other in others), default=0)
     complete = {**defaults, COUNT: count, **group, foreign.VERSION: foreign.FORMAT}
     for position, tensor in enumerate(tensors):
-        algorithm.refuse_unfit(complete, tensor, place_of(len(others), position))
+        algorithm.refuse_unfit(complete, tensor, label_of(len(others), position, names))
     return complete, tensors
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Te
     )
 
 
-def place_of(index: int, position: int) -> str:
-    """A parameter's place, which is what it is called where it has no name."""
-    return f"param_groups[{index}].params[{position}]"
+def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
+    """What a parameter is called: its name, where the group has names, or its place."""
+    return (names[position] if names else "") or f"param_groups[{index}].params[{position}]"
 
 
 def part_of(param: Tensor, group: Group, place: tuple[int, int], algorithm: Algorithm[Any], settings: Settings) -> Part:
@@ -73,7 +73,7 @@ def part_of(param: Tensor, group: Group, place: tuple[int, int], algorithm: Algo
         )
     name = group["param_names"][position] if "param_names" in group else None
     centres = param.dim() - group["stacked"] >= CENTRED_FROM[group["grad_centralization"]]
-    whole, label = whole_view(param), name or place_of(index, position)
+    whole, label = whole_view(param), label_of(index, position, group.get("param_names"))
     algorithm.refuse_unfit(group, param, label)
     factored, leading = algorithm.shape_of(group, whole)
     variant = Variant(

@@ -267,6 +267,8 @@ def _check_disjoint(feeds: list[tuple[Part, Feed]]) -> None:
         if feed.view.device.type != "meta" and feed.view.numel() and is_dense(feed.view, 0)
     )
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end and first == second:
+            raise ValueError(f"{first} is among the parameters twice: take one of the two out of its group")
         if start < end:
             raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
 

@@ -1,9 +1,9 @@
-"""What LAMB costs and what it comes to in each precision: the first table of docs/precision.md.
+"""What LAMB and CAME cost and what they come to in each precision: the first table of docs/precision.md.
 
     python benchmarks/precision_table.py [--shapes bert_base] [--seconds 4] [--page]
 
-A step takes turns with that of a LAMB whose weights, gradients and states are float32. Bytes are of the same shapes;
-losses are those of `bighorn compare --study precision --task text`, in precision-text.json.
+A step takes turns with that of the same optimizer whose weights, gradients and states are float32. Bytes are of the
+same shapes; losses are those of `bighorn compare --task text` with the studies precision and came, in their files.
 Writes benchmarks/results/precision-table.json, and from it the table in docs/precision.md; with --page that alone.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from bighorn.cli import files, measure
 from bighorn.cli.environment import provenance
 from bighorn.cli.shapes import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
-RESULT, LOSSES = RESULTS / "precision-table.json", RESULTS / "precision-text.json"
+RESULT = RESULTS / "precision-table.json"
 PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
 TABLE = re.compile(r"(<!-- table of precision-table\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -32,8 +32,9 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """A way to keep weights and moments; `study` is its name in the study of losses, if it is there."""
+    """A way to keep weights and moments; `study` is a file and a name there, under which its loss stands if it does."""
 
+    kind: type[Lamb] | type[Came]
     weights: torch.dtype
     rounding: str
     state: str | None
@@ -44,7 +45,16 @@ class Row:
     @property
     def name(self) -> str:
         """What tells it from other rows."""
-        return f"{str(self.weights).removeprefix('torch.')}, {self.rounding}, {self.state}"
+        return f"{self.kind.__name__}, {str(self.weights).removeprefix('torch.')}, {self.rounding}, {self.state}"
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss of a training; the median of all seeds."""
+        if self.study is None:
+            return None
+        file, name = self.study.split("/")
+        [found] = [cell for cell in json.loads((RESULTS / file).read_text())["cells"] if cell["name"] == name]
+        return float(found["loss"]["median"])
 
     def optimizer(self, shapes: str) -> Optimizer:
         """One after its first step, on these shapes."""
@@ -54,34 +64,67 @@ class Row:
             for scale, seed in ((0.02, 0), (1e-3, 1))
         )
         options: dict[str, Any] = {"weight_rounding": self.rounding, "state_dtype": self.state}
-        return measure.prepared(lambda params, lr, _: Lamb(params, lr=lr, **options), weights, grads, None)[0]
+        return measure.prepared(lambda params, lr, _: self.kind(params, lr=lr, **options), weights, grads, None)[0]
 
     def state_bytes(self, shapes: str) -> float:
         """Per parameter."""
         params = [torch.nn.Parameter(torch.empty(s, dtype=self.weights, device="meta")) for s in SHAPES[shapes]()]
-        held = Lamb.state_bytes(params, weight_rounding=self.rounding, state_dtype=self.state)
+        held = self.kind.state_bytes(params, weight_rounding=self.rounding, state_dtype=self.state)
         return sum(held.values()) / sum(param.numel() for param in params)
 
 
+TEXT, CAME = "precision-text.json", "came-text.json"
 ROWS = [
-    Row(FLOAT32, "nearest", None, "lamb", "nothing", "memory does not matter"),
-    Row(FLOAT32, "nearest", "float16", "lamb-fp16", "updates are off by 0.3%", "half the state is enough"),
-    Row(FLOAT32, "nearest", "int8", "lamb-int8", "updates are off by 3%, trust ratios by 0.1%", "it must be a quarter"),
+    Row(Lamb, FLOAT32, "nearest", None, f"{TEXT}/lamb", "nothing", "memory does not matter"),
     Row(
-        FLOAT32, "nearest", "bfloat16", "lamb-bf16", "updates are off by 13%, trust ratios by 14%", "only speed counts"
+        Lamb, FLOAT32, "nearest", "float16", f"{TEXT}/lamb-fp16",
+        "updates are off by 0.3%", "half the state is enough",
     ),
-    Row(BFLOAT16, "nearest", None, "lamb-nearest", "every step of less than half an ulp", "it is to be as in torch"),
-    Row(BFLOAT16, "stochastic", None, "lamb-stochastic", "a weight is noisy in its last bit", "kahan is too large"),
-    Row(BFLOAT16, "kahan", None, "lamb-kahan", "nothing, but for one float32 ulp at ties", "weights are in bfloat16"),
-    Row(BFLOAT16, "master", None, "lamb-master", "nothing", "others write weights between steps"),
-    Row(BFLOAT16, "kahan", "int8", None, "as with int8 above", "memory is all that matters"),
-]
+    Row(
+        Lamb, FLOAT32, "nearest", "int8", f"{TEXT}/lamb-int8",
+        "updates are off by 3%, trust ratios by 0.1%", "it must be a quarter",
+    ),
+    Row(
+        Lamb, FLOAT32, "nearest", "bfloat16", f"{TEXT}/lamb-bf16",
+        "updates are off by 13%, trust ratios by 14%", "only speed counts",
+    ),
+    Row(
+        Lamb, BFLOAT16, "nearest", None, f"{TEXT}/lamb-nearest",
+        "every step of less than half an ulp", "it is to be as in torch",
+    ),
+    Row(
+        Lamb, BFLOAT16, "stochastic", None, f"{TEXT}/lamb-stochastic",
+        "a weight is noisy in its last bit", "kahan is too large",
+    ),
+    Row(
+        Lamb, BFLOAT16, "kahan", None, f"{TEXT}/lamb-kahan",
+        "nothing, but for one float32 ulp at ties", "weights are in bfloat16",
+    ),
+    Row(Lamb, BFLOAT16, "master", None, f"{TEXT}/lamb-master", "nothing", "others write weights between steps"),
+    Row(Lamb, BFLOAT16, "kahan", "int8", None, "as with int8 above", "memory is all that matters"),
+    Row(Lamb, BFLOAT16, "nearest", "bfloat16", None, "what both lose", "speed is all that matters"),
+    Row(Came, FLOAT32, "nearest", None, f"{CAME}/came", "nothing", "half of AdamW's state is enough"),
+    Row(
+        Came, FLOAT32, "nearest", "bfloat16", f"{CAME}/came-bf16",
+        "the momentum's last 16 bits", "it must be a quarter",
+    ),
+    Row(
+        Came, FLOAT32, "nearest", "int8", "came-text-int8.json/came-int8",
+        "the momentum is off by at most 0.4% of its block's largest", "it must be an eighth",
+    ),
+]  # fmt: skip
+
+
+def exact(row: Row) -> Row:
+    """The row of the same optimizer in float32."""
+    return next(other for other in ROWS if other.kind is row.kind)
 
 
 def measured(shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
-    """Bytes of state, and the time of a step beside that in float32; the first row is beside another of its kind."""
-    baseline, found = ROWS[0].optimizer(shapes), {}
+    """Bytes of state, and the time of a step beside that in float32; a row in float32 is beside another of its kind."""
+    found = {}
     for row in ROWS:
+        baseline = exact(row).optimizer(shapes)
         theirs, mine = measure.rounds(baseline, row.optimizer(shapes), seconds)
         ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
         found[row.name] = {
@@ -96,21 +139,21 @@ def measured(shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    losses = {cell["name"]: cell["loss"] for cell in json.loads(LOSSES.read_text())["cells"]}
-    exact = losses["lamb"]["median"]
     lines = [
-        "| weights | `state_dtype` | bytes per parameter | step | loss | what is lost | pick it if |",
-        "|---|---|---|---|---|---|---|",
+        "| | weights | `state_dtype` | bytes per parameter | step | loss | what is lost | pick it if |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
+        ours, best = row.loss, exact(row).loss
         figures = result["rows"][row.name]
         ratio = figures["ratio"]
         cells = [
+            f"`{row.kind.__name__}`",
             str(row.weights).removeprefix("torch.") + (f', `"{row.rounding}"`' if row.weights == BFLOAT16 else ""),
             f'`"{row.state}"`' if row.state else "`None` (float32)",
             f"{row.weights.itemsize} + {figures['bytes_per_parameter']:.2f}",
             f"{ratio['median']:.2f} ({ratio['p10']:.2f}-{ratio['p90']:.2f})",
-            f"{round(losses[row.study]['median'] / exact - 1, 3) + 0.0:+.1%}" if row.study else "not measured",
+            f"{round(ours / best - 1, 3) + 0.0:+.1%}" if ours and best else "not measured",
             row.lost,
             row.when,
         ]

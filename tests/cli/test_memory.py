@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,11 +230,26 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
         (["--task", "text", "--shapes", "one"], "--task and --shapes each say what to predict for"),
         (["--shapes", "one", "--data", "x"], "--data x is for a task, but --shapes is given"),
         (["--rows", "0"], "--rows is 0, but must be at least 1."),
+        (["--optimizer-option", "factr=1"], "no optimizer here has it: did you mean factor?"),
+        (["--optimizer-option", "factor=rows"], "--optimizer-option: factor='rows' is not known"),
+        (["--optimizer-option", "weight_rounding=kahan"], "give --weight-rounding kahan."),
+        (["--optimizers", "adamw", "--optimizer-option", "factor=matrix"], "those of torch take none."),
         (["--report", "no/../."], "is a folder"),
     ],
 )
 def test_wrong_input_is_refused(invoke: Invoke, options: list[str], message: str) -> None:
     assert message in invoke("memory", *options, code=1).output
+
+
+def test_options_go_to_the_optimizers_that_have_them(invoke: Invoke) -> None:
+    options = ["--optimizer-option", "factor=last_two", "--optimizer-option", "min_8bit_size=0"]
+    invoke("memory", "--shapes", "resnet50", *options, "--json", "m.json")
+    total = json.loads(Path("m.json").read_text())["total"]
+    params = [(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(SHAPES["resnet50"]())]
+    mine: dict[str, Any] = {"state_dtype": "int8", "min_8bit_size": 0}
+    assert total["came-int8"] == sum(Came.state_bytes(params, factor="last_two", **mine).values())
+    assert total["lamb-int8"] == sum(Lamb.state_bytes(params, **mine).values())
+    assert total["came-int8"] != sum(Came.state_bytes(params, **mine).values())
 
 
 def test_only_digits_needs_no_word(invoke: Invoke) -> None:

@@ -1,10 +1,12 @@
 """What optimizers will keep for each parameter, in bytes, from shapes alone."""
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -53,6 +55,24 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "adafactor": adafactor,
 }
 """By the names of ``bighorn train`` and ``bighorn compare``; Adam keeps what AdamW keeps."""
+
+
+def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str, int]:
+    """What an optimizer will keep, with those of the options that it has; torch's have none."""
+    if name not in OURS:
+        return FOOTPRINTS[name](params)
+    return FOOTPRINTS[name](params, **{key: options[key] for key in options.keys() & OURS[name]})
+
+
+def own_options(kind: type[Lamb] | type[Came]) -> frozenset[str]:
+    """The names of all that an optimizer can be given."""
+    return frozenset(inspect.signature(kind).parameters)
+
+
+OURS = {
+    name: own_options(kind) for name in FOOTPRINTS for kind in (Came, Lamb) if name.startswith(kind.__name__.lower())
+}
+"""The options of Bighorn's own."""
 
 
 @dataclass(frozen=True)

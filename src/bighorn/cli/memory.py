@@ -15,11 +15,12 @@ from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.footprint import FOOTPRINTS, Kind, Named, kinds
+from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, Named, kinds, predicted
+from bighorn.cli.optimizers import read_options
 from bighorn.cli.options import command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, check_name, names
+from bighorn.cli.values import at_least, check_name, names, suggestion
 from bighorn.kernels.rounding import WAYS
 
 FILE = click.Path(path_type=Path)
@@ -45,6 +46,12 @@ class MemoryConfig:
     weight_rounding: str = option(
         "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=WAYS
     )
+    optimizer_option: tuple[str, ...] = option(
+        (),
+        "Another option of those of Bighorn's own optimizers that have it, as NAME=VALUE like factor=last_two; may be "
+        "repeated.",
+        shown="none",
+    )
     rows: int = option(10, "Kinds of layers to list, the largest first.")
 
     def __post_init__(self) -> None:
@@ -62,6 +69,18 @@ class MemoryConfig:
             raise InputError(
                 f"--weight-rounding {self.weight_rounding} is for weights of 16 bits: give --precision bf16 too."
             )
+
+    def options(self, wanted: Sequence[str]) -> Mapping[str, Any]:
+        """The options of Bighorn's own optimizers; each is one of some that are wanted."""
+        options = dict(read_options(self.optimizer_option))
+        known = frozenset().union(*(OURS.get(name, ()) for name in wanted))
+        for name in options:
+            if name == "weight_rounding":
+                raise InputError(f"--optimizer-option {name}={options[name]}: give --weight-rounding {options[name]}.")
+            if name not in known:
+                near = suggestion(name, sorted(known)) if known else "those of torch take none."
+                raise InputError(f"--optimizer-option {name}: no optimizer here has it: {near}")
+        return {"weight_rounding": self.weight_rounding, **options}
 
     def parameters(self) -> tuple[str, Named]:
         """What the prediction is for, and its parameters on the meta device."""
@@ -90,8 +109,11 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
         if path is not None:
             files.check_writable(path, flag)
     source, params = config.parameters()
-    ours = {"weight_rounding": config.weight_rounding}
-    sizes = {name: FOOTPRINTS[name](params, **(ours if name.startswith(("came", "lamb")) else {})) for name in wanted}
+    own = config.options(wanted)
+    try:
+        sizes = {name: predicted(name, params, own) for name in wanted}
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--optimizer-option: {error}") from error
     layers = kinds(params, sizes)
     elements = sum(param.numel() for _, param in params)
 

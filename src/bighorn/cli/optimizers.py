@@ -140,10 +140,10 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
         if not equals or not name.isidentifier():
             raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
         if name in OWN_FLAGS:
-            raise InputError(f"--optimizer-option {text}: {name} is set by bighorn train itself; see its --help.")
+            raise InputError(f"--optimizer-option {text}: {name} is set by the command itself; see its --help.")
         if name in OWN_RATES:
             raise InputError(
-                f"--optimizer-option {text}: bighorn train sets the learning rate of each step itself, by --lr and "
+                f"--optimizer-option {text}: the command sets the learning rate of each step itself, by --lr and "
                 "--warmup; leave it out, or use the optimizer in a program of your own."
             )
         if name in options:

@@ -136,7 +136,8 @@ class Lamb(KernelOptimizer):
             entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
             `bighorn.schedules`. `group["lr"]` holds the value last used. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
-        eps: Added to the root of the second moment, at least 0. Default: 1e-6.
+        eps: Added to the root of the second moment, at least 0; with 0, an element whose gradients have all been 0 is
+            divided by 0. Default: 1e-6.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
         adam: Fix the trust ratio to 1: AdamW with decay_mode="decoupled", Adam with "l2". Default: False.
         bias_correction: True: the paper's v5. False: v3, none. "lr": as a factor sqrt(1 - beta2^t) / (1 - beta1^t) of

@@ -64,15 +64,13 @@ def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str,
     return FOOTPRINTS[name](params, **{key: options[key] for key in options.keys() & OURS[name]})
 
 
-def own_options(kind: type[Lamb] | type[Came]) -> frozenset[str]:
-    """The names of all that an optimizer can be given."""
-    return frozenset(inspect.signature(kind).parameters)
-
-
 OURS = {
-    name: own_options(kind) for name in FOOTPRINTS for kind in (Came, Lamb) if name.startswith(kind.__name__.lower())
+    name: frozenset(inspect.signature(kind).parameters)
+    for name in FOOTPRINTS
+    for kind in (Came, Lamb)
+    if name.startswith(kind.__name__.lower())
 }
-"""The options of Bighorn's own."""
+"""The options that Bighorn's own can be given."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ static void second_phase(Step *s, const Slice *slice, const Options *o, const Fa
     if (!slice->partial || slice->thread == 0)
         row->norms[0] = (float)weight_norm, row->norms[1] = (float)update_norm, row->norms[2] = (float)ratio;
     if (!o->adapt) return;
-    for (int64_t b = slice->first; b < slice->last; b++) {
+    for (int64_t i = slice->first; i < slice->last; i++) {
+        /* Of a whole row the last blocks are the likeliest to be in cache still. */
+        int64_t b = slice->partial ? i : slice->last - 1 - (i - slice->first);
         Block block = block_at(s, slice->index, b);
         slice->loops->apply(&block, f, (float)(lr * ratio), update_at(slice, b));
     }

@@ -50,7 +50,9 @@ def build(kernel: Any, constants: dict[str, Any], target: str) -> Any:
         {argument: value for argument, value in constants.items() if argument in kernel.arg_names},
         {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(kernel.arg_names) if argument in POINTERS},
     )
-    return triton.compile(source, GPUTarget(backend, arch, warp_size), device.compile_options(warp_size))
+    return triton.compile(
+        source, GPUTarget(backend, arch, warp_size), device.compile_options(backend, warp_size, constants)
+    )
 
 
 def found_in_ptx(kernel: Any) -> tuple[int, int]:

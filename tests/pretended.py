@@ -47,9 +47,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     pretended = Driver()
     monkeypatch.setattr(real, "_active", pretended)
     monkeypatch.setattr(device, "DEVICES", ("cpu",))
-    device._warp_size.cache_clear()
+    device._platform.cache_clear()
     yield pretended
-    device._warp_size.cache_clear()
+    device._platform.cache_clear()
     for module in (came_kernels, common_kernels, lamb_kernels):
         for thing in vars(module).values():
             if hasattr(thing, "device_caches"):

@@ -15,6 +15,7 @@ DEVICES = ("cuda", "xpu")  # ROCm calls itself cuda
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (3, 3)
 THREADS = 256  # LANES of the kernels
+REGISTERS = 128  # of a thread, with which two blocks fit on a multiprocessor
 
 
 def unsupported(param: Tensor) -> str | None:
@@ -88,20 +89,41 @@ def launch(
 ) -> None:
     """Launch so many programs of a kernel, or only compile and load it."""
     named = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    found = kernel.run(*tables, grid=(programs,), warmup=compile_only, **named, **compile_options(_warp_size()))
+    found = kernel.run(
+        *tables, grid=(programs,), warmup=compile_only, **named, **compile_options(*_platform(), constants)
+    )
     if compile_only and not interpreted():
         _ = found.run  # loads it
 
 
-def compile_options(warp_size: int) -> dict[str, Any]:
-    """How kernels are compiled for a device whose warps have so many threads."""
+def compile_options(backend: str, warp_size: int, constants: dict[str, Any]) -> dict[str, Any]:
+    """How kernels with these constants are compiled for a device whose warps have so many threads."""
     # Triton fuses multiplications with additions by default until 3.8, and not from then on.
-    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
+    options = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
+    # ptxas of CUDA 13.1 keeps 8 or 16 bytes of such kernels in memory, so that one more block fits on a multiprocessor,
+    # unless it is told what registers there are.
+    if backend == "cuda" and _takes_many_registers(constants):
+        options["maxnreg"] = REGISTERS
+    return options
+
+
+def _takes_many_registers(constants: dict[str, Any]) -> bool:
+    in_codes = constants.get("M_FORM", "") != ""
+    return bool(
+        in_codes
+        or constants.get("AMSGRAD")
+        or constants["ROUNDING"] != "nearest"
+        or constants["G"].primitive_bitwidth == 64
+    )
 
 
 @functools.cache
-def _warp_size() -> int:
-    return THREADS if interpreted() else int(_target().warp_size)
+def _platform() -> tuple[str, int]:
+    """What Triton compiles for, and how many threads a warp has there."""
+    if interpreted():
+        return "", THREADS
+    target = _target()
+    return str(target.backend), int(target.warp_size)
 
 
 def guard(device: torch.device) -> AbstractContextManager[object]:

@@ -10,6 +10,9 @@
 
 TABLE_PER_ISA(CameLoops, came_loops)
 
+/* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
+enum { LARGE = 1 << 20 };
+
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
 /* A block has so many rows and elements at least, so that sums of its columns are few beside its elements. */

@@ -10,6 +10,12 @@
 TABLE_PER_ISA(LambLoops, lamb_loops)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
 
+/* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
+enum { LARGE = 1 << 18 };
+
+/* A slice of so few blocks is applied from its end, some at a time, since the last are the likeliest to be in cache. */
+enum { CACHED = 128, GROUP = 8 };
+
 /* ---- blocks ---------------------------------------------------------------------------------------------- */
 
 /* Where a block begins. Moments in blocks of few bits are not cut: as many of these make one as fit. */
@@ -142,12 +148,12 @@ static void second_phase(Step *s, const Slice *slice, const Options *o, const Fa
     if (!slice->partial || slice->thread == 0)
         row->norms[0] = (float)weight_norm, row->norms[1] = (float)update_norm, row->norms[2] = (float)ratio;
     if (!o->adapt) return;
-    for (int64_t i = slice->first; i < slice->last; i++) {
-        /* Of a whole row the last blocks are the likeliest to be in cache still. */
-        int64_t b = slice->partial ? i : slice->last - 1 - (i - slice->first);
-        Block block = block_at(s, slice->index, b);
-        slice->loops->apply(&block, f, (float)(lr * ratio), update_at(slice, b));
-    }
+    const int64_t group = slice->last - slice->first > CACHED ? slice->last - slice->first : GROUP;
+    for (int64_t end = slice->last; end > slice->first; end -= group)
+        for (int64_t b = end - group > slice->first ? end - group : slice->first; b < end; b++) {
+            Block block = block_at(s, slice->index, b);
+            slice->loops->apply(&block, f, (float)(lr * ratio), update_at(slice, b));
+        }
 }
 
 static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums *partial, int thread, int team) {

@@ -7,9 +7,6 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
-enum { LARGE = 1 << 20 };
-
 /* Fewer elements than torch shares out, too, stay with the caller: on a busy machine others take long to wake (8 ms for
  * 200 vectors of 16 elements). There is no team in between: libgomp ends threads that a smaller one leaves over. */
 enum { LITTLE = 1 << 15 };

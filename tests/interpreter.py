@@ -52,8 +52,12 @@ def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) 
     """A launch of more than two programs, which are so many, runs these two."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    launch = device.launch
-    monkeypatch.setattr(stepper, "launch", lambda kernel, n, *rest, **named: launch(kernel, min(n, 2), *rest, **named))
+    launch = stepper.Part.launch
+    monkeypatch.setattr(
+        stepper.Part,
+        "launch",
+        lambda part, kernel, n, *rest, **named: launch(part, kernel, min(n, 2), *rest, **named),
+    )
     place, size = builder.set_grid_idx, builder.set_grid_dim
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(programs - 1 if x == 1 else x, y, z))
     monkeypatch.setattr(builder, "set_grid_dim", lambda x, y, z: size(programs if x == 2 else x, y, z))

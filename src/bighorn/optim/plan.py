@@ -69,6 +69,8 @@ class Slot:
     bucket: Bucket[Any]
     variant: Variant
     feeds: list[Feed] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    """Theirs, among all parameters that take part."""
     direct: bool = True
     """Parameters and gradients are used as they are."""
 
@@ -76,6 +78,7 @@ class Slot:
         """Add the rows of a parameter, whose random bits a number tells from others'; returns which they are."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.feeds.append(feed)
+        self.indices.append(feed.index)
         bucket.params += feed.rows(feed.dense)
         bucket.shards += feed.shards()
         for name, value in moments.items():
@@ -115,7 +118,7 @@ class Plan:
         for slot in self.slots:
             slot.bucket.options = options[slot.variant]
             if slot.direct:
-                slot.bucket.grads = [grads[feed.index] for feed in slot.feeds]
+                slot.bucket.grads = list(map(grads.__getitem__, slot.indices))
                 continue
             slot.bucket.grads = [row for feed in slot.feeds for row in feed.grad_rows(grads[feed.index])]
             for feed in slot.feeds:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
-from bighorn.kernels.triton.device import guard, launch, unsupported
+from bighorn.kernels.triton.device import Launch, compiled, guard, unsupported
 from bighorn.kernels.triton.tables import Mirror, in_order_of, keep, table
 
 CHUNK = 8192  # elements of a program
@@ -44,6 +44,8 @@ class Part(Generic[Options]):
 
         self.buckets: list[Bucket[Options]] = buckets
         self.places: list[Place] = places
+        firsts = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
+        self.positions = [firsts[index] + i for index, i in places]  # among the rows of all buckets
         self.device, self.common = buckets[0].norms.device, common_kernels
         self.params = [buckets[index].params[i] for index, i in places]
         self.chunks = [
@@ -56,6 +58,7 @@ class Part(Generic[Options]):
             k for k, (x, g) in enumerate(zip(self.params, self.gradients(), strict=True)) if in_order_of(x, g) is not g
         ]
         self.copies: list[Tensor] = []
+        self.launches: dict[tuple[object, ...], Launch] = {}
         self.find_gradients()
         (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
         m = buckets[index].state["exp_avg"][i]
@@ -99,14 +102,18 @@ class Part(Generic[Options]):
     def launch(
         self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any
     ) -> None:
-        """Launch so many programs of a kernel, if any; or only compile and load it."""
+        """Launch so many programs of a kernel, if any, which was compiled; or only compile and load it."""
         keep(*tables)
-        if programs:
-            launch(kernel, programs, tables, {**self.constants, **constants}, compile_only=compile_only)
+        key = kernel, *constants.items()
+        if programs and compile_only:
+            self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
+        elif programs:
+            self.launches[key](programs, tables)
 
     def gradients(self) -> list[Tensor]:
         """Each row's gradient, as it is."""
-        return [self.buckets[index].grads[i] for index, i in self.places]
+        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
+        return list(map(grads.__getitem__, self.positions))
 
     def table_of_owners(self, programs: list[int]) -> Tensor:
         """For each program its row, where each row has so many programs."""

@@ -27,8 +27,8 @@ FEW_BITS: dict[str, dict[str, Any]] = {
 """For bfloat16 matrices, whose blocks do not fill the parts that threads take."""
 SHAPES = ((1300, 1001), (300_000, 4), (600, 257), (70, 99))
 
-# Shared by all threads beyond 2**18 elements; beyond a million for each thread x is applied from the first block on, and
-# beyond 2 million together the scratch for u is too small for all of it.
+# Shared by all threads beyond 2**18 elements; beyond a million for each thread x is applied from the first block on,
+# and beyond 2 million together the scratch for u is too small for all of it.
 SIZES = (3_000_000, 1_500_001, (1 << 18) + 1, 1 << 18, 100_000, 8193, 8192, 8191, *range(1, 40))
 
 

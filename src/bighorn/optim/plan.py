@@ -27,7 +27,6 @@ State = dict[str, Any]
 class Feed:
     """How one part's parameter and gradient reach its rows at each step."""
 
-    index: int  # among the parts
     view: Tensor  # what lies here of the parameter, real, in its own memory
     dense: Tensor  # what kernels work on: `view`, or a dense copy of it
     stacked: bool
@@ -70,15 +69,15 @@ class Slot:
     variant: Variant
     feeds: list[Feed] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    """Theirs, among all parameters that take part."""
+    """Which parts they are of."""
     direct: bool = True
     """Parameters and gradients are used as they are."""
 
-    def add(self, feed: Feed, moments: State, step: Tensor, number: int) -> range:
-        """Add the rows of a parameter, whose random bits a number tells from others'; returns which they are."""
+    def add(self, feed: Feed, index: int, moments: State, step: Tensor, number: int) -> range:
+        """Add the rows of a part, whose random bits a number tells from others'; returns which they are."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.feeds.append(feed)
-        self.indices.append(feed.index)
+        self.indices.append(index)
         bucket.params += feed.rows(feed.dense)
         bucket.shards += feed.shards()
         for name, value in moments.items():
@@ -117,10 +116,10 @@ class Plan:
         """Hand this step's gradients, what of them lies here, and options to the buckets."""
         for slot in self.slots:
             slot.bucket.options = options[slot.variant]
+            slot.bucket.grads = mine = list(map(grads.__getitem__, slot.indices))
             if slot.direct:
-                slot.bucket.grads = list(map(grads.__getitem__, slot.indices))
                 continue
-            slot.bucket.grads = [row for feed in slot.feeds for row in feed.grad_rows(grads[feed.index])]
+            slot.bucket.grads = [row for feed, g in zip(slot.feeds, mine, strict=True) for row in feed.grad_rows(g)]
             for feed in slot.feeds:
                 if feed.dense is not feed.view:
                     feed.dense.copy_(feed.view)
@@ -214,12 +213,14 @@ def build(
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
             backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
         slot = slots[key]
-        feed = Feed(index, view, dense, part.stacked, sharding.shard_of(part.param))
-        added = slot.add(feed, mine, state["step"], zlib.crc32(part.label.encode()))
+        feed = Feed(view, dense, part.stacked, sharding.shard_of(part.param))
+        added = slot.add(feed, index, mine, state["step"], zlib.crc32(part.label.encode()))
         slot.direct &= not part.stacked and dense is view and not part.param.is_complex() and not grad.is_neg()
         labels += [f"{part.label}[{i}]" for i in range(len(added))] if part.stacked else [part.label]
         rows += [(slot, row) for row in added]
-    _check_disjoint([(part, feed) for slot in slots.values() for feed in slot.feeds for part in [parts[feed.index]]])
+    _check_disjoint(
+        [(parts[i], feed) for slot in slots.values() for i, feed in zip(slot.indices, slot.feeds, strict=True)]
+    )
 
     for (_, device, _), buckets in backends.items():
         for bucket in buckets:

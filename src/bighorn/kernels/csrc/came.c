@@ -10,7 +10,8 @@
 
 TABLE_PER_ISA(CameLoops, came_loops)
 
-/* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
+/* From so many elements on a tensor is shared by all threads, which then wait for each other's sums; below, it goes to
+ * one of them whole. */
 enum { LARGE = 1 << 20 };
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */

@@ -10,7 +10,8 @@
 TABLE_PER_ISA(LambLoops, lamb_loops)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
 
-/* From so many elements on a tensor is shared by all threads; below, it goes to one of them whole. */
+/* From so many elements on a tensor is shared by all threads, whose caches then hold more of it; below, it goes to one
+ * of them whole. */
 enum { LARGE = 1 << 18 };
 
 /* A slice of so few blocks is applied from its end, some at a time, since the last are the likeliest to be in cache. */
@@ -148,7 +149,7 @@ static void second_phase(Step *s, const Slice *slice, const Options *o, const Fa
     if (!slice->partial || slice->thread == 0)
         row->norms[0] = (float)weight_norm, row->norms[1] = (float)update_norm, row->norms[2] = (float)ratio;
     if (!o->adapt) return;
-    const int64_t group = slice->last - slice->first > CACHED ? slice->last - slice->first : GROUP;
+    const int64_t count = slice->last - slice->first, group = count > CACHED ? count : GROUP;
     for (int64_t end = slice->last; end > slice->first; end -= group)
         for (int64_t b = end - group > slice->first ? end - group : slice->first; b < end; b++) {
             Block block = block_at(s, slice->index, b);

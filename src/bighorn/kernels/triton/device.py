@@ -113,9 +113,8 @@ def compile_options(backend: str, warp_size: int, constants: dict[str, Any]) -> 
 
 
 def _takes_many_registers(constants: dict[str, Any]) -> bool:
-    in_codes = constants.get("M_FORM", "") != ""
     return bool(
-        in_codes
+        constants.get("M_FORM")
         or constants.get("AMSGRAD")
         or constants["ROUNDING"] != "nearest"
         or constants["G"].primitive_bitwidth == 64

@@ -116,7 +116,7 @@ def test_only_one_place_probes_for_backends() -> None:
     for path in FILES:
         if not {ROOT / "kernels", ROOT / "cli"} & set(path.parents):
             inner = {name[2] for name in imports(path) if name[:2] == ("bighorn", "kernels") and len(name) > 2}
-            assert inner <= {"bucket", "codec", "reference", "rounding"}, path
+            assert inner <= {"addresses", "bucket", "codec", "reference", "rounding"}, path
 
 
 # ---- what is documented -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from bighorn.kernels.addresses import Whereabouts
 
 State = dict[str, Any]
 Guard = Callable[[Sequence[Tensor]], bool]
@@ -30,30 +31,19 @@ class Fingerprint:
     params: Guard
     grads: Guard
     """Gradients may move, but not change their dtype or strides."""
-    addresses: list[int]
+    whereabouts: Whereabouts
+    """Of parameters and state. A plan keeps its tensors alive, so that others cannot lie there instead."""
 
     @classmethod
     def of(cls, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> Fingerprint:
         """Of tensors as they are now. That `params` are the same objects is the caller's to check."""
-        return cls(facts, alike(params), alike(grads), _addresses(params, states))
+        return cls(facts, alike(params), alike(grads), Whereabouts(params, states))
 
     def holds(self, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> bool:
         """Whether all is as it was."""
         return (
-            self.facts == facts
-            and self.params(params)
-            and self.grads(grads)
-            and self.addresses == _addresses(params, states)
+            self.facts == facts and self.params(params) and self.grads(grads) and self.whereabouts.hold(params, states)
         )
-
-
-def _addresses(params: list[Tensor], states: list[State]) -> list[int]:
-    """Where parameters and state lie. A plan keeps its tensors alive, so that others cannot lie there instead."""
-    tensors = [*params, *itertools.chain.from_iterable(map(dict.values, states))]
-    try:
-        return list(map(Tensor.data_ptr, tensors))
-    except TypeError:  # something of the user's own lies among the state
-        return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def alike(tensors: Sequence[Tensor]) -> Guard:

@@ -9,6 +9,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from bighorn.kernels.addresses import addresses, check
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
@@ -59,6 +60,7 @@ class Part(Generic[Options]):
         ]
         self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], Launch] = {}
+        check(self.gradients())
         self.find_gradients()
         (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
         m = buckets[index].state["exp_avg"][i]
@@ -90,7 +92,7 @@ class Part(Generic[Options]):
         self.copies = [in_order_of(self.params[k], grads[k]) for k in self.strays]
         for k, copy in zip(self.strays, self.copies, strict=True):
             grads[k] = copy
-        self.grads = self.addresses.of(list(map(Tensor.data_ptr, grads)))
+        self.grads = self.addresses.of(addresses(grads))
 
     def square_sums(self, *, compile_only: bool = False) -> Tensor:
         """The sum of the gradients' squares for each chunk, float64."""

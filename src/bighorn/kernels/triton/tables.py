@@ -15,16 +15,17 @@ CODES = {torch.int64: "q", torch.int32: "i", torch.float64: "d"}
 _captured: list[Tensor] = []
 
 
-def table(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def table(values: list[int] | list[float] | array[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat table. The host does not wait: the copy is made from pinned memory, which torch keeps until it is done."""
     if capturing(device):
         # The host's memory would have to live as long as the graph; so would numbers lie in the arguments of kernels.
         recorded = torch.zeros(len(values), dtype=dtype, device=device)
-        torch._foreach_add_(list(recorded.unbind()), values)
+        torch._foreach_add_(list(recorded.unbind()), list(values))
         return recorded
     if not values:
         return torch.empty(0, dtype=dtype, device=device)
-    staged = torch.frombuffer(array(CODES[dtype], values), dtype=dtype)  # in half the time of a tensor from a list
+    packed = values if isinstance(values, array) else array(CODES[dtype], values)
+    staged = torch.frombuffer(packed, dtype=dtype)  # in half the time of a tensor from a list
     if device.type != "cpu":
         staged = staged.pin_memory()  # fresh memory, or some that no copy is on its way from: torch sees to it
     return staged.to(device, non_blocking=True)
@@ -48,10 +49,10 @@ class Mirror:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self.values: list[int] | list[float] | None = None
+        self.values: list[int] | list[float] | array[int] | None = None
         self.table = torch.empty(0, dtype=dtype, device=device)
 
-    def of(self, values: list[int] | list[float]) -> Tensor:
+    def of(self, values: list[int] | list[float] | array[int]) -> Tensor:
         """The table with these numbers."""
         if capturing(self.device):  # a graph has tables of its own: when it runs, and how often, nobody knows here
             return table(values, self.dtype, self.device)

@@ -72,7 +72,7 @@ class Came(Stepper[CameOptions]):
 
     @staticmethod
     def numbers(options: CameOptions) -> list[float]:
-        """As `Stepper.numbers`: `came_kernels.py` numbers the columns."""
+        """As `Stepper.numbers`: `came_columns.py` numbers them."""
         o, (beta1, beta2, beta3) = options, options.betas
         return [
             beta1,

@@ -11,7 +11,68 @@ over more than a tile, and what there is one of for a row, a column or a tensor,
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import tiles
+from bighorn.kernels.triton.came_columns import (
+    BETA1,
+    BETA1_REST,
+    BETA3_REST,
+    CONFIDENCES,
+    EPS1,
+    EPS2,
+    EXP_AVG_SCALE,
+    EXP_AVG_SQ,
+    FEW,
+    FIRST_MATRIX,
+    FIRST_PACK,
+    HEIGHT,
+    HIGH,
+    LEADS_COLS,
+    LEADS_ROWS,
+    NUMEL,
+    PACK,
+    RES_COL,
+    RES_ROW,
+    SCALE_EPS,
+    SQ_COL,
+    SQ_ROW,
+    SUM,
+    U_SQUARES,
+    WHOLE_HEIGHT,
+    WHOLE_WIDTH,
+    WIDE,
+    WIDTH,
+    X_SQUARES,
+)
+from bighorn.kernels.triton.came_place_kernels import (
+    aligned,
+    averages,
+    corner,
+    firsts,
+    is_split,
+    line_at,
+    line_totals,
+    lines_of,
+    patch,
+    place,
+    store_columns,
+    store_lines,
+)
+from bighorn.kernels.triton.came_value_kernels import (
+    clipping,
+    column_factors,
+    inverse_root,
+    momentum,
+    rate,
+    residual_correction,
+    root_mean,
+    row_factors,
+    row_root,
+    scales_of,
+    second_rest,
+    tile_total,
+    unfactored,
+    update,
+    wrapped,
+)
 from bighorn.kernels.triton.codec_kernels import CODES, code_blocks, decoded, moment_at, read_moment, write_moment
 from bighorn.kernels.triton.common_kernels import (
     COUNTS,
@@ -20,10 +81,8 @@ from bighorn.kernels.triton.common_kernels import (
     HYPER,
     INNER,
     LANES,
-    LR,
     NORMS,
     OPTION,
-    OWN,
     ROW,
     SIZE,
     STEP,
@@ -47,61 +106,6 @@ from bighorn.kernels.triton.weight_kernels import (
     weight_at,
     write_weight,
 )
-
-# Columns of the table of rows, after the common ones.
-ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
-EXP_AVG_SCALE = tl.constexpr(OWN + 0)
-EXP_AVG_SQ = tl.constexpr(OWN + 1)  # where the second moment is not factored
-SQ_ROW = tl.constexpr(OWN + 2)
-SQ_COL = tl.constexpr(OWN + 3)
-RES_ROW = tl.constexpr(OWN + 4)
-RES_COL = tl.constexpr(OWN + 5)
-HEIGHT = tl.constexpr(OWN + 6)
-WIDTH = tl.constexpr(OWN + 7)
-MATRICES = tl.constexpr(OWN + 8)
-FIRST_TILE = tl.constexpr(OWN + 9)  # chunks are the tiles of an unfactored tensor
-FIRST_SUM = tl.constexpr(OWN + 10)  # those of its tiles; a shard has one, of all tiles of all ranks
-STOP_SUM = tl.constexpr(OWN + 11)
-FIRST_PIECE = tl.constexpr(OWN + 12)  # those of rows first, matrix by matrix
-FIRST_MATRIX = tl.constexpr(OWN + 13)
-ROW_PARTS = tl.constexpr(OWN + 14)  # where the partial sums of its rows begin, for each strip of columns
-COL_PARTS = tl.constexpr(OWN + 15)  # and those of its columns, for each TALL rows
-FIRST_PACK = tl.constexpr(OWN + 16)
-NUMEL = tl.constexpr(OWN + 17)  # of a shard's whole tensor, as all below; of a whole one its own
-WHOLE_HEIGHT = tl.constexpr(OWN + 18)
-WHOLE_WIDTH = tl.constexpr(OWN + 19)
-LEADS_ROWS = tl.constexpr(OWN + 20)  # 1 where the old averages of rows count here, among ranks that share these
-LEADS_COLS = tl.constexpr(OWN + 21)
-FIRST_LINE = tl.constexpr(OWN + 22)  # its lines: rows, then columns, matrix by matrix
-
-# Columns of the table of hyper-parameters, likewise.
-BETA1 = tl.constexpr(3)
-BETA1_REST = tl.constexpr(4)  # 1 - beta1
-BETA2_REST = tl.constexpr(5)
-BETA3 = tl.constexpr(6)
-BETA3_REST = tl.constexpr(7)
-EPS1 = tl.constexpr(8)
-EPS2 = tl.constexpr(9)
-DECAY_RATE = tl.constexpr(10)  # negative where beta2 stays as it is
-CLIP_THRESHOLD = tl.constexpr(11)
-SCALE_EPS = tl.constexpr(12)  # negative where the size of x does not scale lr
-CORRECTS = tl.constexpr(13)
-
-# The table of sums: float64, one row per tile.
-U_SQUARES = tl.constexpr(0)
-X_SQUARES = tl.constexpr(1)
-CONFIDENCES = tl.constexpr(2)
-SUM = tl.constexpr(3)
-
-# What a program works on.
-TALL = tl.constexpr(tiles.TALL)
-WIDE = tl.constexpr(tiles.WIDE)
-HIGH = tl.constexpr(8)  # rows of a tile that are in registers
-FEW = tl.constexpr(4)  # where elements are moved one by one, and take an address each: more rows are spilled there
-LINES = tl.constexpr(tiles.LINES)
-PACK = tl.constexpr(tiles.PACK)
-PARTS = tl.constexpr(16)  # partial sums of each line that are in registers
-
 
 # ---- factored --------------------------------------------------------------------------------------------------------
 
@@ -396,19 +400,6 @@ def came_settle(rows, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLI
     tl.store(average, tl.load(line_at(lines, row, is_row, line), mask=mask).to(tl.float32), mask=mask)
 
 
-@triton.jit
-def is_split(is_row, SPLIT: tl.constexpr):
-    """Whether the average of a line is: of a row where columns are, and the other way round."""
-    return is_row & (SPLIT == "columns" or SPLIT == "both") | (is_row == 0) & (SPLIT == "rows" or SPLIT == "both")
-
-
-@triton.jit
-def line_at(lines, row, is_row, line):
-    """Where lines of a tensor stand among all lines."""
-    first = tl.load(row + FIRST_LINE) + tl.where(is_row, 0, tl.load(row + MATRICES) * tl.load(row + HEIGHT))
-    return lines + first + line
-
-
 # ---- unfactored ------------------------------------------------------------------------------------------------------
 
 
@@ -564,253 +555,3 @@ def came_figures(rows, hyper, commit, sums, FACTORED: tl.constexpr, SPLIT: tl.co
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
     step = at(tl.load(row + STEP), 0, tl.float32)
     tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)
-
-
-# ---- one number of a tensor ------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def second_rest(row, option):
-    """1 - beta2 of this step."""
-    decay_rate = tl.load(option + DECAY_RATE)
-    return tl.where(decay_rate < 0, tl.load(option + BETA2_REST), tl.exp(-decay_rate * tl.log(count(row))))
-
-
-@triton.jit
-def residual_correction(row, option):
-    """What the residuals' averages are divided by, which are 0 at first."""
-    correction = 1 - tl.exp(count(row) * tl.log(tl.load(option + BETA3)))
-    return tl.where(tl.load(option + CORRECTS) != 0, correction, 1.0)
-
-
-@triton.jit
-def tile_total(row, sums, COLUMN: tl.constexpr):
-    """A sum over all tiles of a tensor."""
-    total = tl.zeros((LANES,), tl.float64)
-    stop = tl.load(row + STOP_SUM)
-    for i in range(tl.load(row + FIRST_SUM), stop, LANES):
-        tile = i + tl.arange(0, LANES)
-        total += tl.load(sums + tile * SUM + COLUMN, mask=tile < stop, other=0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def root_mean(row, sums, COLUMN: tl.constexpr):
-    """The root of the mean square of all elements of a tensor."""
-    return tl.sqrt(tile_total(row, sums, COLUMN) / tl.maximum(tl.load(row + NUMEL), 1))
-
-
-@triton.jit
-def clipping(row, option, sums):
-    """What u is multiplied with to be no larger than allowed; a NaN stays one."""
-    excess = root_mean(row, sums, U_SQUARES) / tl.load(option + CLIP_THRESHOLD)
-    return (1 / tl.where(excess < 1, 1.0, excess)).to(tl.float32)
-
-
-@triton.jit
-def rate(row, option, sums):
-    """The learning rate, which may grow with x."""
-    scale_eps = tl.load(option + SCALE_EPS)
-    lr = tl.load(option + LR)
-    if scale_eps >= 0:
-        size = root_mean(row, sums, X_SQUARES)
-        lr *= tl.where(size < scale_eps, scale_eps, size)
-    return lr
-
-
-@triton.jit
-def row_root(row, matrix, line_sums, root, SPLIT: tl.constexpr):
-    """The root of the mean of the averages of a matrix's rows, which shards find where it is kept."""
-    if SPLIT is None:
-        return tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
-    else:
-        return tl.load(root)
-
-
-@triton.jit
-def row_mean(row, matrix, line_sums):
-    """The mean of the averages of a matrix's rows."""
-    height = tl.load(row + HEIGHT)
-    pieces = tl.cdiv(height, LINES)
-    first = tl.load(row + FIRST_PIECE) + matrix * pieces
-    total = tl.zeros((LANES,), tl.float64)
-    for i in range(0, pieces, LANES):
-        piece = i + tl.arange(0, LANES)
-        total += tl.load(line_sums + first + piece, mask=piece < pieces, other=0.0)
-    return tl.sum(total, 0) / height
-
-
-# ---- blocks of elements ----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def inverse_root(value):
-    """1 / sqrt(value)."""
-    return tl.div_rn(1.0, tl.sqrt_rn(value))
-
-
-@triton.jit
-def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr = HIGH):
-    """The factors of rows from the tile's `i`-th on; `root` is the root of the mean of all rows' averages."""
-    # Not sqrt(mean / average): a row of zeros beside large ones is a ratio of 1e42.
-    lines = i + tl.arange(0, ROWS)
-    return inverse_root(tl.load(row_averages + lines, mask=lines < shape[0], other=1.0)) * root
-
-
-@triton.jit
-def column_factors(column_averages, shape):
-    """The factors of a tile's columns."""
-    columns = tl.arange(0, WIDE)
-    return inverse_root(tl.load(column_averages + columns, mask=columns < shape[1], other=1.0))
-
-
-@triton.jit
-def update(values, r, c):
-    """Values times the factors of their row and column: large ones meet small values first."""
-    return values * c[None, :] * r[:, None]  # CAME-u
-
-
-@triton.jit
-def unfactored(g, v):
-    """U where the second moment is not factored, and 0 where there is no element."""
-    return tl.where(v == 0, g, tl.div_rn(g, tl.sqrt_rn(v)))  # CAME-u
-
-
-@triton.jit
-def momentum(
-    pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr = HIGH
-):  # fmt: skip
-    """The average as it is stored, of the rows from the tile's `i`-th on."""
-    values = read(pointer, offsets, mask, VECTOR)
-    if tl.int8 == S:
-        # A matrix's rows are those of dim 0, or lie in one; what a tile has of a row touches two blocks at most.
-        start, inner, lines = scales[2], scales[1], i + tl.arange(0, ROWS)
-        line = start // inner + tl.where(inner == shape[2], lines, 0)
-        within = start % inner + tl.where(inner == shape[2], 0, lines * shape[2])
-        begun = (within % CODES).to(tl.int32)
-        block_scales = scales[0] + line * tl.cdiv(inner, CODES) + within // CODES
-        here = tl.load(block_scales, mask=lines < shape[0], other=0.0)
-        there = tl.load(block_scales + 1, mask=(lines < shape[0]) & (begun + shape[1] > CODES), other=0.0)
-        is_here = begun[:, None] + tl.arange(0, WIDE)[None, :] < CODES
-        return decoded(values, tl.where(is_here, here[:, None], there[:, None]), "linear")
-    else:
-        return values.to(tl.float32)
-
-
-@triton.jit
-def scales_of(row, start):
-    """The scales of an 8-bit average, the elements of a row of dim 0, and a tile's or chunk's first element."""
-    return at(tl.load(row + EXP_AVG_SCALE), 0, tl.float32), tl.load(row + INNER), start
-
-
-@triton.jit
-def wrapped(position, length):
-    """How many lengths lie below a position that began below the first, and what is left; both in few instructions."""
-    if length >= CODES:
-        carry = (position >= length).to(tl.int64)
-    else:
-        carry = (position.to(tl.int32) // tl.minimum(length, CODES).to(tl.int32)).to(tl.int64)
-    return carry, position - carry * length
-
-
-# ---- where tiles lie -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def corner(row, tile):
-    """A tile's first element, its rows, columns and the matrix's width, and its matrix, row and column there."""
-    height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
-    local = tile - tl.load(row + FIRST_TILE)
-    strips, blocks = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
-    matrix = local // (strips * blocks)
-    line, column = local // strips % blocks * TALL, local % strips * WIDE
-    start = (matrix * height + line) * width + column
-    high, wide = tl.minimum(height - line, TALL).to(tl.int32), tl.minimum(width - column, WIDE).to(tl.int32)
-    return start, (high, wide, width), matrix, line, column
-
-
-@triton.jit
-def place(row, tile, partials):
-    """A tile's first element, its shape, and where its partial sums of rows and columns go."""
-    start, shape, matrix, line, column = corner(row, tile)
-    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
-    row_part = (column // WIDE * matrices + matrix) * height + line
-    col_part = (line // TALL * matrices + matrix) * width + column
-    return start, shape, partials + tl.load(row + ROW_PARTS) + row_part, partials + tl.load(row + COL_PARTS) + col_part
-
-
-@triton.jit
-def aligned(addresses, shape, VECTOR: tl.constexpr):
-    """Whether every row of a tile starts at a multiple of 16 bytes, in all its arrays."""
-    return (addresses % 16 == 0) & (shape[2] % VECTOR == 0)
-
-
-@triton.jit
-def patch(i, shape, VECTOR: tl.constexpr, ROWS: tl.constexpr = HIGH):
-    """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
-    lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
-    # The quotients are exact, and the compiler sees so that the products are multiples.
-    starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
-    mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
-    return starts[:, None] + columns[None, :], mask
-
-
-@triton.jit
-def firsts(start, i, shape, ROWS: tl.constexpr):
-    """The first elements, in the tensor, of a tile's rows from the `i`-th on."""
-    return start + (i + tl.arange(0, ROWS)) * shape[2]
-
-
-@triton.jit
-def lines_of(row, piece):
-    """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
-    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
-    local = piece - tl.load(row + FIRST_PIECE)
-    of_rows = matrices * tl.cdiv(height, LINES)
-    is_row = local < of_rows
-    local = tl.where(is_row, local, local - of_rows)
-    lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
-    matrix, first = local // tl.cdiv(lines, LINES), local % tl.cdiv(lines, LINES) * LINES
-    line = first + tl.arange(0, LINES)
-    mask = line < lines
-    line += matrix * lines
-    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
-    return (
-        is_row,
-        line,
-        mask,
-        length,
-        (tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS)), parts, matrices * lines, line, mask),
-    )
-
-
-@triton.jit
-def line_totals(where, partials):
-    """The sums of lines, of their partial ones."""
-    start, parts, lines, line, mask = where
-    total = tl.zeros((PARTS, LINES), tl.float64)
-    for i in range(0, parts, PARTS):
-        part = i + tl.arange(0, PARTS).to(tl.int64)
-        offsets = start + (part * lines)[:, None] + line[None, :]
-        total += tl.load(partials + offsets, mask=(part < parts)[:, None] & mask[None, :], other=0.0).to(tl.float64)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def averages(row, column, first):
-    """A pointer to the averages of a tensor's rows or columns, from one on."""
-    return at(tl.load(row + column), first, tl.float32)
-
-
-@triton.jit
-def store_lines(row_parts, i, height, values, ROWS: tl.constexpr = HIGH):
-    """Store partial sums of rows."""
-    lines = i + tl.arange(0, ROWS)
-    tl.store(row_parts + lines, values, mask=lines < height)
-
-
-@triton.jit
-def store_columns(col_parts, width, values):
-    """Store partial sums of columns."""
-    columns = tl.arange(0, WIDE)
-    tl.store(col_parts + columns, values, mask=columns < width)

@@ -16,9 +16,9 @@ class CamePart(Part[CameOptions]):
     """Rows that are all factored, or none is."""
 
     def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place]) -> None:
-        from bighorn.kernels.triton import came_kernels
+        from bighorn.kernels.triton import came_columns, came_kernels
 
-        self.kernels = came_kernels
+        self.columns, self.kernels = came_columns, came_kernels
         super().__init__(buckets, places)
         cuts, device = self.cuts(), self.device
         self.factored = factored = self.constants["FACTORED"]
@@ -31,7 +31,7 @@ class CamePart(Part[CameOptions]):
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.roots = torch.empty(sum(each.count for each in cuts if factored), dtype=torch.float32, device=device)
         self.line_sums = torch.empty(len(self.pieces), dtype=torch.float64, device=device)
-        self.sums = torch.empty(came_kernels.SUM.value * len(self.tiles), dtype=torch.float64, device=device)
+        self.sums = torch.empty(came_columns.SUM.value * len(self.tiles), dtype=torch.float64, device=device)
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
@@ -62,12 +62,12 @@ class CamePart(Part[CameOptions]):
         return [each.tiles for each in self.cuts()]
 
     def own_columns(self) -> list[list[int]]:
-        """As `Part.own_columns`: `came_kernels.py` numbers them."""
+        """As `Part.own_columns`: `came_columns.py` numbers them."""
         columns: list[list[int]] = []
         tile = piece = matrix = part = pack = line = 0
         for (index, i), tiles, each in zip(self.places, self.tile_counts(), self.cuts(), strict=True):
             state = self.buckets[index].state
-            addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.kernels.ADDRESSES]
+            addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES]
             parts = [part, part + each.row_parts]
             sums = self.sums_of(len(columns), tile, tile + tiles)
             own = [*addresses, each.height, each.width, each.count, tile, *sums, piece, matrix, *parts, pack]

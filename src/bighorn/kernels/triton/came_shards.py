@@ -80,8 +80,8 @@ class ShardPart(CamePart):
         self.split = split_of(self.shard(index, i), self.factor)
         self.constants = {**self.constants, "SPLIT": self.split}
         # Behind the sums of tiles stand those of whole tensors.
-        self.sums = torch.zeros(self.kernels.SUM.value * (tiles + len(places)), dtype=torch.float64, device=device)
-        sums = self.sums.view(-1, self.kernels.SUM.value)
+        self.sums = torch.zeros(self.columns.SUM.value * (tiles + len(places)), dtype=torch.float64, device=device)
+        sums = self.sums.view(-1, self.columns.SUM.value)
         self.tile_sums, self.totals = sums[:tiles], sums[tiles:]
         self.tiles_per_row = table(self.tile_counts(), torch.int64, device)
         if self.factored:
@@ -105,13 +105,13 @@ class ShardPart(CamePart):
         else:
             self.second_moment()
             u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
-        self.totals[:, self.kernels.U_SQUARES.value] = u_sums
-        self.totals[:, self.kernels.X_SQUARES.value] = x_sums
+        self.totals[:, self.columns.U_SQUARES.value] = u_sums
+        self.totals[:, self.columns.X_SQUARES.value] = x_sums
         self.codes()
         if self.factored:
             self.average()
             self.average_lines(residual=True)
-            self.totals[:, self.kernels.CONFIDENCES.value] = yield from self.confidence_sums()
+            self.totals[:, self.columns.CONFIDENCES.value] = yield from self.confidence_sums()
             self.apply()
         else:
             self.move()
@@ -204,7 +204,7 @@ class ShardPart(CamePart):
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """The sums of u^2 and x^2 over what is here of each tensor."""
         sums = torch.segment_reduce(self.tile_sums, "sum", lengths=self.tiles_per_row, unsafe=True)
-        return sums[:, self.kernels.U_SQUARES.value], sums[:, self.kernels.X_SQUARES.value]
+        return sums[:, self.columns.U_SQUARES.value], sums[:, self.columns.X_SQUARES.value]
 
     # ---- tables ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""How the tables of CAME's kernels are laid out, and what a program works on."""
+
+import triton.language as tl
+
+from bighorn.kernels.triton import tiles
+from bighorn.kernels.triton.common_kernels import OWN
+
+# Columns of the table of rows, after the common ones.
+ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
+EXP_AVG_SCALE = tl.constexpr(OWN + 0)
+EXP_AVG_SQ = tl.constexpr(OWN + 1)  # where the second moment is not factored
+SQ_ROW = tl.constexpr(OWN + 2)
+SQ_COL = tl.constexpr(OWN + 3)
+RES_ROW = tl.constexpr(OWN + 4)
+RES_COL = tl.constexpr(OWN + 5)
+HEIGHT = tl.constexpr(OWN + 6)
+WIDTH = tl.constexpr(OWN + 7)
+MATRICES = tl.constexpr(OWN + 8)
+FIRST_TILE = tl.constexpr(OWN + 9)  # chunks are the tiles of an unfactored tensor
+FIRST_SUM = tl.constexpr(OWN + 10)  # those of its tiles; a shard has one, of all tiles of all ranks
+STOP_SUM = tl.constexpr(OWN + 11)
+FIRST_PIECE = tl.constexpr(OWN + 12)  # those of rows first, matrix by matrix
+FIRST_MATRIX = tl.constexpr(OWN + 13)
+ROW_PARTS = tl.constexpr(OWN + 14)  # where the partial sums of its rows begin, for each strip of columns
+COL_PARTS = tl.constexpr(OWN + 15)  # and those of its columns, for each TALL rows
+FIRST_PACK = tl.constexpr(OWN + 16)
+NUMEL = tl.constexpr(OWN + 17)  # of a shard's whole tensor, as all below; of a whole one its own
+WHOLE_HEIGHT = tl.constexpr(OWN + 18)
+WHOLE_WIDTH = tl.constexpr(OWN + 19)
+LEADS_ROWS = tl.constexpr(OWN + 20)  # 1 where the old averages of rows count here, among ranks that share these
+LEADS_COLS = tl.constexpr(OWN + 21)
+FIRST_LINE = tl.constexpr(OWN + 22)  # its lines: rows, then columns, matrix by matrix
+
+# Columns of the table of hyper-parameters, likewise.
+BETA1 = tl.constexpr(3)
+BETA1_REST = tl.constexpr(4)  # 1 - beta1
+BETA2_REST = tl.constexpr(5)
+BETA3 = tl.constexpr(6)
+BETA3_REST = tl.constexpr(7)
+EPS1 = tl.constexpr(8)
+EPS2 = tl.constexpr(9)
+DECAY_RATE = tl.constexpr(10)  # negative where beta2 stays as it is
+CLIP_THRESHOLD = tl.constexpr(11)
+SCALE_EPS = tl.constexpr(12)  # negative where the size of x does not scale lr
+CORRECTS = tl.constexpr(13)
+
+# The table of sums: float64, one row per tile.
+U_SQUARES = tl.constexpr(0)
+X_SQUARES = tl.constexpr(1)
+CONFIDENCES = tl.constexpr(2)
+SUM = tl.constexpr(3)
+
+# What a program works on.
+TALL = tl.constexpr(tiles.TALL)
+WIDE = tl.constexpr(tiles.WIDE)
+HIGH = tl.constexpr(8)  # rows of a tile that are in registers
+FEW = tl.constexpr(4)  # where elements are moved one by one, and take an address each: more rows are spilled there
+LINES = tl.constexpr(tiles.LINES)
+PACK = tl.constexpr(tiles.PACK)
+PARTS = tl.constexpr(16)  # partial sums of each line that are in registers

@@ -1,0 +1,134 @@
+"""Where CAME's tiles and lines lie: in memory, in matrices, and among the partial sums."""
+
+import triton
+import triton.language as tl
+
+from bighorn.kernels.triton.came_columns import (
+    COL_PARTS,
+    FIRST_LINE,
+    FIRST_PIECE,
+    FIRST_TILE,
+    HEIGHT,
+    HIGH,
+    LINES,
+    MATRICES,
+    PARTS,
+    ROW_PARTS,
+    TALL,
+    WIDE,
+    WIDTH,
+)
+from bighorn.kernels.triton.common_kernels import at
+
+
+@triton.jit
+def corner(row, tile):
+    """A tile's first element, its rows, columns and the matrix's width, and its matrix, row and column there."""
+    height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
+    local = tile - tl.load(row + FIRST_TILE)
+    strips, blocks = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
+    matrix = local // (strips * blocks)
+    line, column = local // strips % blocks * TALL, local % strips * WIDE
+    start = (matrix * height + line) * width + column
+    high, wide = tl.minimum(height - line, TALL).to(tl.int32), tl.minimum(width - column, WIDE).to(tl.int32)
+    return start, (high, wide, width), matrix, line, column
+
+
+@triton.jit
+def place(row, tile, partials):
+    """A tile's first element, its shape, and where its partial sums of rows and columns go."""
+    start, shape, matrix, line, column = corner(row, tile)
+    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
+    row_part = (column // WIDE * matrices + matrix) * height + line
+    col_part = (line // TALL * matrices + matrix) * width + column
+    return start, shape, partials + tl.load(row + ROW_PARTS) + row_part, partials + tl.load(row + COL_PARTS) + col_part
+
+
+@triton.jit
+def aligned(addresses, shape, VECTOR: tl.constexpr):
+    """Whether every row of a tile starts at a multiple of 16 bytes, in all its arrays."""
+    return (addresses % 16 == 0) & (shape[2] % VECTOR == 0)
+
+
+@triton.jit
+def patch(i, shape, VECTOR: tl.constexpr, ROWS: tl.constexpr = HIGH):
+    """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
+    lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    # The quotients are exact, and the compiler sees so that the products are multiples.
+    starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
+    mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
+    return starts[:, None] + columns[None, :], mask
+
+
+@triton.jit
+def firsts(start, i, shape, ROWS: tl.constexpr):
+    """The first elements, in the tensor, of a tile's rows from the `i`-th on."""
+    return start + (i + tl.arange(0, ROWS)) * shape[2]
+
+
+@triton.jit
+def lines_of(row, piece):
+    """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
+    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
+    local = piece - tl.load(row + FIRST_PIECE)
+    of_rows = matrices * tl.cdiv(height, LINES)
+    is_row = local < of_rows
+    local = tl.where(is_row, local, local - of_rows)
+    lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
+    matrix, first = local // tl.cdiv(lines, LINES), local % tl.cdiv(lines, LINES) * LINES
+    line = first + tl.arange(0, LINES)
+    mask = line < lines
+    line += matrix * lines
+    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
+    return (
+        is_row,
+        line,
+        mask,
+        length,
+        (tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS)), parts, matrices * lines, line, mask),
+    )
+
+
+@triton.jit
+def line_totals(where, partials):
+    """The sums of lines, of their partial ones."""
+    start, parts, lines, line, mask = where
+    total = tl.zeros((PARTS, LINES), tl.float64)
+    for i in range(0, parts, PARTS):
+        part = i + tl.arange(0, PARTS).to(tl.int64)
+        offsets = start + (part * lines)[:, None] + line[None, :]
+        total += tl.load(partials + offsets, mask=(part < parts)[:, None] & mask[None, :], other=0.0).to(tl.float64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def averages(row, column, first):
+    """A pointer to the averages of a tensor's rows or columns, from one on."""
+    return at(tl.load(row + column), first, tl.float32)
+
+
+@triton.jit
+def store_lines(row_parts, i, height, values, ROWS: tl.constexpr = HIGH):
+    """Store partial sums of rows."""
+    lines = i + tl.arange(0, ROWS)
+    tl.store(row_parts + lines, values, mask=lines < height)
+
+
+@triton.jit
+def store_columns(col_parts, width, values):
+    """Store partial sums of columns."""
+    columns = tl.arange(0, WIDE)
+    tl.store(col_parts + columns, values, mask=columns < width)
+
+
+@triton.jit
+def is_split(is_row, SPLIT: tl.constexpr):
+    """Whether the average of a line is: of a row where columns are, and the other way round."""
+    return is_row & (SPLIT == "columns" or SPLIT == "both") | (is_row == 0) & (SPLIT == "rows" or SPLIT == "both")
+
+
+@triton.jit
+def line_at(lines, row, is_row, line):
+    """Where lines of a tensor stand among all lines."""
+    first = tl.load(row + FIRST_LINE) + tl.where(is_row, 0, tl.load(row + MATRICES) * tl.load(row + HEIGHT))
+    return lines + first + line

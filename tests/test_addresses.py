@@ -31,6 +31,11 @@ def test_torch_and_the_library_answer() -> None:
     assert addresses.load() is not None
 
 
+def test_without_torchs_function_there_is_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "OBJECTS", addresses.Objects())
+    assert addresses.load() is None
+
+
 def test_addresses_are_torchs() -> None:
     given = [*tensors(), torch.ones(6)[2:]]
     assert list(addresses.addresses(given)) == [tensor.data_ptr() for tensor in given]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -30,33 +31,33 @@ class Known(ctypes.Structure):
     _fields_ = [("tensors", ctypes.c_void_p), ("addresses", ctypes.c_void_p), ("count", ctypes.c_int64)]
 
 
-def address_of() -> int | None:
-    """Where torch's function lies that tells a tensor's address; None if it is not there."""
-    try:
+def objects() -> Objects:
+    """Functions of Python, and torch's that tells a tensor's address, if it is there."""
+    tells: int | None = None
+    with suppress(ImportError):
         from torch._C._dynamo import guards
-    except ImportError:
-        return None
-    function: int | None = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
-    return function
+
+        tells = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
+    pythons = ctypes.pythonapi.PyList_GetItem, ctypes.pythonapi.PyDict_Next
+    return Objects(*(ctypes.cast(function, ctypes.c_void_p) for function in pythons), tells)
 
 
 def load() -> ctypes.PyDLL | None:
     """The library, called with the interpreter's lock; None if it is not there, or torch's function is not."""
     if LIBRARY is None or OBJECTS.address is None:
         return None
-    library, objects, count = ctypes.PyDLL(LIBRARY._name), ctypes.py_object, ctypes.c_int64
-    library.bighorn_addresses.argtypes = [ctypes.POINTER(Objects), objects, count, ctypes.c_void_p]
+    library, a_list, count = ctypes.PyDLL(LIBRARY._name), ctypes.py_object, ctypes.c_int64
+    library.bighorn_addresses.argtypes = [ctypes.POINTER(Objects), a_list, count, ctypes.c_void_p]
     library.bighorn_addresses.restype = None
-    library.bighorn_unmoved.argtypes = [ctypes.POINTER(Objects), ctypes.POINTER(Known), objects, count, objects, count]
+    library.bighorn_unmoved.argtypes = [ctypes.POINTER(Objects), ctypes.POINTER(Known), a_list, count, a_list, count]
     return library
 
 
-_PYTHONS = ctypes.pythonapi.PyList_GetItem, ctypes.pythonapi.PyDict_Next
-OBJECTS = Objects(*(ctypes.cast(function, ctypes.c_void_p) for function in _PYTHONS), address_of())
+OBJECTS = objects()
 FAST = load()
 
 
-def check(tensors: list[Tensor]) -> None:
+def check_memory(tensors: list[Tensor]) -> None:
     """Ask for addresses in a way that can fail.
 
     Raises:
@@ -66,7 +67,7 @@ def check(tensors: list[Tensor]) -> None:
 
 
 def addresses(tensors: list[Tensor]) -> array[int]:
-    """Where tensors lie, of which `check` has seen these or others alike (`optim/fingerprint.py`).
+    """Where tensors lie, of which `check_memory` has seen these or others alike (`optim/fingerprint.py`).
 
     An error in here would end the process, since there is C between torch and Python.
     """

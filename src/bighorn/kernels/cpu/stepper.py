@@ -9,7 +9,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import addresses, check
+from bighorn.kernels.addresses import addresses, check_memory
 from bighorn.kernels.bucket import Bucket, Options
 from bighorn.kernels.cpu.library import address, loaded, run
 from bighorn.kernels.cpu.tensors import BLOCK, Gradient, grad_layout, gradient, place_layout
@@ -24,7 +24,7 @@ class Stepper(Generic[Options]):
             for bucket in buckets
             for x, grad in zip(bucket.params, bucket.grads, strict=True)
         ]
-        check([grad for _, grad, _ in rows])
+        check_memory([grad for _, grad, _ in rows])
         self.buckets: list[Bucket[Options]] = buckets
         self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the tables hold only their addresses
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]

@@ -1,6 +1,6 @@
-/* Where tensors lie, asked through functions of Python and torch that cpu/addresses.py names: nothing of either is known
- * here. The caller holds the interpreter's lock, and hands over nothing but lists of what their names say: an error of
- * these functions could not be passed on. */
+/* Where tensors lie, asked through functions of Python and torch that kernels/addresses.py names: nothing of either is
+ * known here. The caller holds the interpreter's lock, and hands over nothing but lists of what their names say: an error
+ * of these functions could not be passed on. */
 #include "run.h"
 
 typedef struct {

@@ -9,7 +9,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import addresses, check
+from bighorn.kernels.addresses import addresses, check_memory
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
@@ -60,7 +60,7 @@ class Part(Generic[Options]):
         ]
         self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], Launch] = {}
-        check(self.gradients())
+        check_memory(self.gradients())
         self.find_gradients()
         (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
         m = buckets[index].state["exp_avg"][i]

@@ -63,7 +63,7 @@ def check_memory(tensors: list[Tensor]) -> None:
     Raises:
         RuntimeError: A tensor has no memory of its own, as one of functorch's.
     """
-    list(map(Tensor.data_ptr, tensors))
+    _one_by_one(tensors)
 
 
 def addresses(tensors: list[Tensor]) -> array[int]:
@@ -72,7 +72,7 @@ def addresses(tensors: list[Tensor]) -> array[int]:
     An error in here would end the process, since there is C between torch and Python.
     """
     if FAST is None:
-        return array("Q", list(map(Tensor.data_ptr, tensors)))
+        return array("Q", _one_by_one(tensors))
     found = array("Q", bytes(8 * len(tensors)))
     FAST.bighorn_addresses(OBJECTS, tensors, len(tensors), address(found))
     return found
@@ -82,15 +82,15 @@ class Whereabouts:
     """Which tensors there were in a list and among the values of dicts, and where they lay."""
 
     def __init__(self, tensors: list[Tensor], dicts: list[dict[str, Any]]) -> None:
-        self._addresses = _one_by_one(tensors, dicts)
-        self._objects = [*tensors, *_values(dicts)]  # alive, or others could be taken for them
+        self._objects = _flat(tensors, dicts)  # alive, so that no others can lie there instead
+        self._addresses = _one_by_one(self._objects)
         self._all_tensors = len(self._addresses) == len(self._objects)
-        self._arrays = array("Q", map(id, self._objects)), array("Q", self._addresses)
+        self._arrays = array("Q", map(id, self._objects)), array("Q", self._addresses)  # alive for `_known`
         self._known = Known(*map(address, self._arrays), len(self._objects))
 
     def hold(self, tensors: list[Tensor], dicts: list[dict[str, Any]]) -> bool:
         """Whether tensors lie there still: the same ones or, what takes longer to see, others in their stead."""
-        return self._same(tensors, dicts) or self._addresses == _one_by_one(tensors, dicts)
+        return self._same(tensors, dicts) or self._addresses == _one_by_one(_flat(tensors, dicts))
 
     def _same(self, tensors: list[Tensor], dicts: list[dict[str, Any]]) -> bool:
         if FAST is None or not self._all_tensors:
@@ -98,13 +98,12 @@ class Whereabouts:
         return bool(FAST.bighorn_unmoved(OBJECTS, self._known, tensors, len(tensors), dicts, len(dicts)))
 
 
-def _values(dicts: list[dict[str, Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(map(dict.values, dicts)))
+def _flat(tensors: list[Tensor], dicts: list[dict[str, Any]]) -> list[Any]:
+    return [*tensors, *itertools.chain.from_iterable(map(dict.values, dicts))]
 
 
-def _one_by_one(tensors: list[Tensor], dicts: list[dict[str, Any]]) -> list[int]:
-    found = [*tensors, *_values(dicts)]
+def _one_by_one(things: list[Any]) -> list[int]:
     try:
-        return list(map(Tensor.data_ptr, found))
+        return list(map(Tensor.data_ptr, things))
     except TypeError:  # something of the user's own lies among the state
-        return [tensor.data_ptr() for tensor in found if isinstance(tensor, Tensor)]
+        return [thing.data_ptr() for thing in things if isinstance(thing, Tensor)]

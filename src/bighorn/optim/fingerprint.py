@@ -32,7 +32,7 @@ class Fingerprint:
     grads: Guard
     """Gradients may move, but not change their dtype or strides."""
     whereabouts: Whereabouts
-    """Of parameters and state. A plan keeps its tensors alive, so that others cannot lie there instead."""
+    """Of parameters and state."""
 
     @classmethod
     def of(cls, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> Fingerprint:

@@ -52,7 +52,12 @@ class Came(Stepper[CameOptions]):
     def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:
         """As `Stepper.kind`."""
         o = bucket.options
-        return o.factor is None, o.weight_rounding, split_of(bucket.shards[i], o.factor) if bucket.shards else None
+        each, split = cut(bucket.params[i].shape, o.factor), None
+        if bucket.shards:
+            split = split_of(bucket.shards[i], o.factor)
+        if o.factor is None:
+            return None, o.weight_rounding, split
+        return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
 
     def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
         """One step of shards, as `reference.Came.rounds`; parts of different kinds go from sum to sum together."""

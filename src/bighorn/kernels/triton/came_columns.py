@@ -30,6 +30,7 @@ WHOLE_WIDTH = tl.constexpr(OWN + 19)
 LEADS_ROWS = tl.constexpr(OWN + 20)  # 1 where the old averages of rows count here, among ranks that share these
 LEADS_COLS = tl.constexpr(OWN + 21)
 FIRST_LINE = tl.constexpr(OWN + 22)  # its lines: rows, then columns, matrix by matrix
+STOP_TILE = tl.constexpr(OWN + 23)
 
 # Columns of the table of hyper-parameters, likewise.
 BETA1 = tl.constexpr(3)
@@ -50,11 +51,15 @@ X_SQUARES = tl.constexpr(1)
 CONFIDENCES = tl.constexpr(2)
 SUM = tl.constexpr(3)
 
+# The table of numbers that a tensor has one of, once its u is known: float64, one row per tensor.
+CLIP = tl.constexpr(0)  # what u is multiplied with to be no larger than allowed
+RATE = tl.constexpr(1)  # the learning rate, which may grow with x
+RES_FACTOR = tl.constexpr(2)  # what corrects the root of the residuals' averages, which are 0 at first
+NUMBER = tl.constexpr(3)
+
 # What a program works on.
-TALL = tl.constexpr(tiles.TALL)
-WIDE = tl.constexpr(tiles.WIDE)
-HIGH = tl.constexpr(8)  # rows of a tile that are in registers
-FEW = tl.constexpr(4)  # where elements are moved one by one, and take an address each: more rows are spilled there
+AREA = tl.constexpr(tiles.AREA)
+FEW = tl.constexpr(1024)  # elements in registers where they are moved one by one and take an address each
 LINES = tl.constexpr(tiles.LINES)
 PACK = tl.constexpr(tiles.PACK)
 PARTS = tl.constexpr(16)  # partial sums of each line that are in registers

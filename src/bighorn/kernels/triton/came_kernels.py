@@ -2,7 +2,8 @@
 
 A matrix is cut into tiles. What a tile knows of a row or a column is a partial sum, and `came_lines` adds these up,
 always in the same order. An unfactored tensor has no such sums, and is cut into chunks, as LAMB's are. An average that
-is kept in 8 bits advances in a pass of its own, over the codec's blocks, which need not lie in tiles.
+is kept in 8 bits advances with the others where the rows of tiles are the codec's blocks, and elsewhere in a pass of
+its own over these. Passes alternate in direction: the last tiles of the one before may be in the cache still.
 
 Where the lines tagged `CAME-...` leave a question open, `reference/came.py` answers it. Arithmetic is in float32; sums
 over more than a tile, and what there is one of for a row, a column or a tensor, in float64.
@@ -15,6 +16,7 @@ from bighorn.kernels.triton.came_columns import (
     BETA1,
     BETA1_REST,
     BETA3_REST,
+    CLIP,
     CONFIDENCES,
     EPS1,
     EPS2,
@@ -23,22 +25,25 @@ from bighorn.kernels.triton.came_columns import (
     FEW,
     FIRST_MATRIX,
     FIRST_PACK,
+    FIRST_TILE,
     HEIGHT,
-    HIGH,
     LEADS_COLS,
     LEADS_ROWS,
+    NUMBER,
     NUMEL,
     PACK,
+    RATE,
     RES_COL,
+    RES_FACTOR,
     RES_ROW,
     SCALE_EPS,
     SQ_COL,
     SQ_ROW,
+    STOP_TILE,
     SUM,
     U_SQUARES,
     WHOLE_HEIGHT,
     WHOLE_WIDTH,
-    WIDE,
     WIDTH,
     X_SQUARES,
 )
@@ -68,12 +73,21 @@ from bighorn.kernels.triton.came_value_kernels import (
     row_root,
     scales_of,
     second_rest,
+    tile_scales,
     tile_total,
     unfactored,
     update,
     wrapped,
 )
-from bighorn.kernels.triton.codec_kernels import CODES, code_blocks, decoded, moment_at, read_moment, write_moment
+from bighorn.kernels.triton.codec_kernels import (
+    CODES,
+    code_blocks,
+    decoded,
+    encoded,
+    moment_at,
+    read_moment,
+    write_moment,
+)
 from bighorn.kernels.triton.common_kernels import (
     COUNTS,
     DECAY,
@@ -86,6 +100,7 @@ from bighorn.kernels.triton.common_kernels import (
     ROW,
     SIZE,
     STEP,
+    UNMASKED,
     at,
     block,
     count,
@@ -94,12 +109,12 @@ from bighorn.kernels.triton.common_kernels import (
     folded,
     gradient_scale,
     number,
+    partial_total,
     read,
     vectorised,
     write,
 )
 from bighorn.kernels.triton.weight_kernels import (
-    random_bits,
     read_weight,
     stream,
     weight_addresses,
@@ -113,42 +128,48 @@ from bighorn.kernels.triton.weight_kernels import (
 @triton.jit
 def came_squares(
     rows, grads, tiles, hyper, grad_scale, commit, partials, sums,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of g^2, and of x^2 where the size of x counts."""
     if not tl.load(commit):
         return
     tile = tl.program_id(0)
     index, row, option = entries(rows, tiles, hyper, tile)
-    start, shape, row_parts, col_parts = place(row, tile, partials)
+    start, shape, row_parts, col_parts = place(row, tile, partials, WIDE)
     g = tl.load(grads + index)
     scale = gradient_scale(grad_scale, option)
     if aligned(g, shape, VECTOR):
-        square_tile(at(g, start, G), shape, scale, row_parts, col_parts, VECTOR)
+        square_tile(at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, PATCH)
     else:
-        square_tile(at(g, start, G), shape, scale, row_parts, col_parts, 1)
+        square_tile(at(g, start, G), shape, scale, row_parts, col_parts, 1, WIDE, 2 * FEW)
     if tl.load(option + SCALE_EPS) >= 0:
-        tl.store(sums + tile * SUM + X_SQUARES, param_squares(weight_at(row, start, X, ROUNDING), shape, ROUNDING))
+        squares = param_squares(weight_at(row, start, X, ROUNDING), shape, ROUNDING, WIDE)
+        tl.store(sums + tile * SUM + X_SQUARES, squares)
 
 
 @triton.jit
-def square_tile(g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr):
+def square_tile(
+    g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr
+):  # fmt: skip
     """The sums of g^2 over the rows and the columns of a tile."""
-    total = tl.zeros((HIGH, WIDE), tl.float32)
-    for i in range(0, shape[0], HIGH):
-        offsets, mask = patch(i, shape, VECTOR)
+    ROWS: tl.constexpr = PATCH // WIDE
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    for i in range(0, shape[0], ROWS):
+        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
         value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
-        store_lines(row_parts, i, shape[0], tl.sum(value * value, 1))
+        store_lines(row_parts, i, shape[0], tl.sum(value * value, 1), ROWS)
         total += value * value
-    store_columns(col_parts, shape[1], tl.sum(total, 0))
+    store_columns(col_parts, shape[1], tl.sum(total, 0), WIDE)
 
 
 @triton.jit
-def param_squares(weight, shape, ROUNDING: tl.constexpr):
+def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
     """The sum of x^2 over a tile."""
-    total = tl.zeros((HIGH, WIDE), tl.float64)
-    for i in range(0, shape[0], HIGH):
-        offsets, mask = patch(i, shape, 1)
+    ROWS: tl.constexpr = 2 * FEW // WIDE
+    total = tl.zeros((ROWS, WIDE), tl.float64)
+    for i in range(0, shape[0], ROWS):
+        offsets, mask = patch(i, shape, 1, WIDE, ROWS)
         value = read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
         total += value * value
     return tl.sum(total)
@@ -156,7 +177,8 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr):
 
 @triton.jit
 def came_lines(
-    rows, pieces, hyper, commit, partials, line_sums, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr
+    rows, pieces, hyper, commit, partials, line_sums, lines,
+    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Advances averages of rows or columns, and leaves the sum of what they have become.
 
@@ -167,7 +189,7 @@ def came_lines(
         return
     piece = tl.program_id(0)
     _, row, option = entries(rows, pieces, hyper, piece)
-    is_row, line, mask, length, parts = lines_of(row, piece)
+    is_row, line, mask, length, parts = lines_of(row, piece, WIDE)
     total = line_totals(parts, partials)
     if RESIDUAL:
         rest, eps = tl.load(option + BETA3_REST), tl.load(option + EPS2)
@@ -192,14 +214,14 @@ def came_lines(
 @triton.jit
 def came_update_squares(
     rows, grads, tiles, hyper, grad_scale, commit, line_sums, roots, sums,
-    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr,
+    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
-    """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages."""
+    """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages; backwards."""
     if not tl.load(commit):
         return
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index, row, option = entries(rows, tiles, hyper, tile)
-    start, shape, matrix, line, column = corner(row, tile)
+    start, shape, matrix, line, column = corner(row, tile, WIDE)
     root_here = roots + tl.load(row + FIRST_MATRIX) + matrix
     root = row_root(row, matrix, line_sums, root_here, SPLIT)
     if (SPLIT is None) & (line == 0) & (column == 0):
@@ -207,101 +229,147 @@ def came_update_squares(
 
     g = tl.load(grads + index)
     row_averages = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line)
-    c = column_factors(averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), shape)
+    c = column_factors(averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), shape, WIDE)
     scale = gradient_scale(grad_scale, option)
     if aligned(g, shape, VECTOR):
-        total = update_squares(at(g, start, G), shape, scale, row_averages, root, c, VECTOR)
+        total = update_squares(at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, PATCH)
     else:
-        total = update_squares(at(g, start, G), shape, scale, row_averages, root, c, 1)
+        total = update_squares(at(g, start, G), shape, scale, row_averages, root, c, 1, WIDE, 2 * FEW)
     tl.store(sums + tile * SUM + U_SQUARES, total)
 
 
 @triton.jit
-def update_squares(g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr):
+def update_squares(
+    g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr
+):  # fmt: skip
     """The sum of u^2 over a tile."""
-    total = tl.zeros((HIGH, WIDE), tl.float32)
-    for i in range(0, shape[0], HIGH):
-        offsets, mask = patch(i, shape, VECTOR)
+    ROWS: tl.constexpr = PATCH // WIDE
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    for i in range(0, shape[0], ROWS):
+        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
         value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
-        u = update(value, row_factors(row_averages, i, shape, root), c)
+        u = update(value, row_factors(row_averages, i, shape, root, ROWS), c)
         total += u * u
     return tl.sum(total.to(tl.float64))
 
 
 @triton.jit
+def came_totals(rows, hyper, commit, sums, numbers):
+    """One program per tensor, once its u is known: by what u is clipped, the rate, and half of what telemetry shows."""
+    if not tl.load(commit):
+        return
+    index = tl.program_id(0).to(tl.int64)
+    row, number = rows + index * ROW, numbers + index * NUMBER
+    option = hyper + tl.load(row + HYPER) * OPTION
+    size = root_mean(row, sums, U_SQUARES)
+    clip = clipping(size, option)
+    tl.store(number + CLIP, clip)
+    tl.store(number + RATE, rate(row, option, sums))
+    tl.store(number + RES_FACTOR, tl.sqrt(residual_correction(row, option)))
+    norms = at(tl.load(row + NORMS), 0, tl.float32)
+    tl.store(norms, size.to(tl.float32))
+    tl.store(norms + 1, clip.to(tl.float32))
+
+
+@triton.jit
 def came_average(
-    rows, grads, tiles, hyper, grad_scale, commit, roots, sums, partials,
-    G: tl.constexpr, S: tl.constexpr, VECTOR: tl.constexpr,
+    rows, grads, tiles, hyper, grad_scale, commit, roots, numbers, partials,
+    G: tl.constexpr, S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the partial sums of its residual's squares."""
     if not tl.load(commit):
         return
     tile = tl.program_id(0)
     index, row, option = entries(rows, tiles, hyper, tile)
-    start, shape, matrix, line, column = corner(row, tile)
-    _, _, row_parts, col_parts = place(row, tile, partials)
+    start, shape, matrix, line, column = corner(row, tile, WIDE)
+    _, _, row_parts, col_parts = place(row, tile, partials, WIDE)
 
     g, m = tl.load(grads + index), tl.load(row + EXP_AVG)
-    root = tl.load(roots + tl.load(row + FIRST_MATRIX) + matrix) * clipping(row, option, sums)  # CAME-clip
+    root = tl.load(roots + tl.load(row + FIRST_MATRIX) + matrix) * number(numbers + index * NUMBER + CLIP)  # CAME-clip
     row_averages = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line)
-    c = column_factors(averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), shape)
-    numbers = gradient_scale(grad_scale, option), number(option + BETA1), number(option + BETA1_REST), root
+    c = column_factors(averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), shape, WIDE)
+    factors = gradient_scale(grad_scale, option), number(option + BETA1), number(option + BETA1_REST), root
     pointers = at(g, start, G), at(m, start, S)
-    scales = scales_of(row, start)
-    if aligned(g | m, shape, VECTOR):
-        average(pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S, VECTOR)
+    scales, parts = scales_of(row, start), (row_parts, col_parts)
+    if aligned(m, shape, VECTOR):
+        if g % 16 == 0:
+            average(
+                pointers, scales, shape, factors, row_averages, c, parts,
+                S, CODES_IN_TILES, VECTOR, VECTOR, WIDE, PATCH,
+            )  # fmt: skip
+        else:  # as gradients of FSDP2 and DDP often are: they alone are moved one by one
+            average(
+                pointers, scales, shape, factors, row_averages, c, parts,
+                S, CODES_IN_TILES, VECTOR, 1, WIDE, 2 * FEW,
+            )  # fmt: skip
     else:
-        average(pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S, 1)
+        average(
+            pointers, scales, shape, factors, row_averages, c, parts,
+            S, CODES_IN_TILES, 1, 1, WIDE, FEW,
+        )  # fmt: skip
 
 
 @triton.jit
 def average(
-    pointers, scales, shape, numbers, row_averages, c, row_parts, col_parts, S: tl.constexpr, VECTOR: tl.constexpr
+    pointers, scales, shape, factors, row_averages, c, parts,
+    S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The average of a tile, and the sums of (u - m)^2 over its rows and columns."""
-    ROWS: tl.constexpr = HIGH if VECTOR > 1 else FEW
-    scale, beta1, beta1_rest, root = numbers
+    ROWS: tl.constexpr = PATCH // WIDE
+    scale, beta1, beta1_rest, root = factors
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = patch(i, shape, VECTOR, ROWS)
-        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR, ROWS)
-        g = read(pointers[0], offsets, mask, VECTOR).to(tl.float32) * scale
+        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
+        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
+        g = read(pointers[0], offsets, mask, G_VECTOR).to(tl.float32) * scale
         u = update(g, row_factors(row_averages, i, shape, root, ROWS), c)
         if tl.int8 != S:
             m = write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
+        elif CODES_IN_TILES:
+            codes, row_scales = encoded(beta1 * m + beta1_rest * u, mask, 0, "linear")  # CAME-m
+            store_lines(tile_scales(scales), i, shape[0], row_scales, ROWS, tl.cdiv(scales[1], CODES))
+            m = decoded(write(pointers[1], offsets, mask, codes, VECTOR), row_scales[:, None], "linear")
         residual = (u - m) * (u - m)
-        store_lines(row_parts, i, shape[0], tl.sum(residual, 1), ROWS)
+        store_lines(parts[0], i, shape[0], tl.sum(residual, 1), ROWS)
         total += residual
-    store_columns(col_parts, shape[1], tl.sum(total, 0))
+    store_columns(parts[1], shape[1], tl.sum(total, 0), WIDE)
 
 
 @triton.jit
 def came_apply(
-    rows, tiles, hyper, commit, line_sums, roots, sums,
-    X: tl.constexpr, S: tl.constexpr,
-    ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr,
+    rows, tiles, hyper, commit, line_sums, roots, numbers, sums,
+    X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
+    CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
-    """The parameter. It goes backwards, since the last tiles of the pass before may lie in the cache still."""
+    """The parameter; backwards."""
     if not tl.load(commit):
         return
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    _, row, option = entries(rows, tiles, hyper, tile)
-    start, shape, matrix, line, column = corner(row, tile)
+    index, row, option = entries(rows, tiles, hyper, tile)
+    start, shape, matrix, line, column = corner(row, tile, WIDE)
 
     m = tl.load(row + EXP_AVG)
     root = row_root(row, matrix, line_sums, roots + tl.load(row + FIRST_MATRIX) + matrix, SPLIT)
     row_averages = averages(row, RES_ROW, matrix * tl.load(row + HEIGHT) + line)
-    c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape)
-    c *= tl.sqrt(residual_correction(row, option)).to(tl.float32)
-    lr = rate(row, option, sums)
-    numbers = lr.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
-    draw = start, stream(row, count(row), ROUNDING == "stochastic", CUT)
+    c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape, WIDE)
+    c *= number(numbers + index * NUMBER + RES_FACTOR)
+    lr = tl.load(numbers + index * NUMBER + RATE)
+    factors = lr.to(tl.float32), (lr * tl.load(option + DECAY)).to(tl.float32), root
+    draws = stream(row, count(row), ROUNDING == "stochastic", CUT)
     pointers = weight_at(row, start, X, ROUNDING), at(m, start, S)
     scales = scales_of(row, start)
     if aligned(weight_addresses(row) | m, shape, VECTOR):
-        r = apply(pointers, scales, shape, numbers, row_averages, c, draw, S, ROUNDING, VECTOR)
+        r = apply(
+            pointers, scales, shape, factors, row_averages, c, draws,
+            S, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, PATCH,
+        )  # fmt: skip
     else:
-        r = apply(pointers, scales, shape, numbers, row_averages, c, draw, S, ROUNDING, 1)
+        r = apply(
+            pointers, scales, shape, factors, row_averages, c, draws,
+            S, ROUNDING, CODES_IN_TILES, 1, WIDE, FEW,
+        )  # fmt: skip
     if SPLIT is None:
         there = tl.arange(0, WIDE) < shape[1]
         confidence = r * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
@@ -310,21 +378,22 @@ def came_apply(
 
 @triton.jit
 def apply(
-    pointers, scales, shape, numbers, row_averages, c, draw,
-    S: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr,
+    pointers, scales, shape, factors, row_averages, c, draws,
+    S: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The parameter's tile; returns the sum of the rows' factors."""
-    ROWS: tl.constexpr = HIGH if VECTOR > 1 else FEW
-    lr, decay, root = numbers
+    ROWS: tl.constexpr = PATCH // WIDE
+    lr, decay, root = factors
     total = tl.zeros((ROWS,), tl.float64)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = patch(i, shape, VECTOR, ROWS)
-        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, VECTOR, ROWS)
+        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
+        m = momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         r = row_factors(row_averages, i, shape, root, ROWS)
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        bits = random_bits(draw[1], firsts(draw[0], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :])
+        draw = draws, firsts(scales[2], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
         x -= decay * x
-        write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), bits, ROUNDING, VECTOR)  # CAME-x
+        write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), draw, ROUNDING, VECTOR)  # CAME-x
         total += tl.where(i + tl.arange(0, ROWS) < shape[0], r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
 
@@ -333,65 +402,84 @@ def apply(
 
 
 @triton.jit
+def came_tile_totals(rows, commit, sums, totals):
+    """One program per tensor: its sums of u^2 and x^2 over the tiles that are here, which are added up over ranks."""
+    if not tl.load(commit):
+        return
+    index = tl.program_id(0).to(tl.int64)
+    row, total = rows + index * ROW, totals + 2 * index
+    first, stop = tl.load(row + FIRST_TILE), tl.load(row + STOP_TILE)
+    tl.store(total, partial_total(sums + U_SQUARES, first, stop, SUM))
+    tl.store(total + 1, partial_total(sums + X_SQUARES, first, stop, SUM))
+
+
+@triton.jit
 def came_known_squares(
-    rows, grads, tiles, hyper, grad_scale, commit, partials, G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr
+    rows, grads, tiles, hyper, grad_scale, commit, partials,
+    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
     if not tl.load(commit):
         return
     tile = tl.program_id(0)
     index, row, option = entries(rows, tiles, hyper, tile)
-    _, _, matrix, line, column = corner(row, tile)
-    start, shape, row_parts, col_parts = place(row, tile, partials)
+    _, _, matrix, line, column = corner(row, tile, WIDE)
+    start, shape, row_parts, col_parts = place(row, tile, partials, WIDE)
     if SPLIT == "rows":
         known, parts = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line), col_parts
     else:
         known, parts = averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), row_parts
     g, scale = tl.load(grads + index), gradient_scale(grad_scale, option)
     if aligned(g, shape, VECTOR):
-        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR)
+        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, PATCH)
     else:
-        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, 1)
+        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * FEW)
 
 
 @triton.jit
-def known_squares(g, shape, scale, known, parts, SPLIT: tl.constexpr, VECTOR: tl.constexpr):
+def known_squares(
+    g, shape, scale, known, parts,
+    SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+):  # fmt: skip
     """Those of a tile."""
-    total = tl.zeros((HIGH, WIDE), tl.float32)
-    for i in range(0, shape[0], HIGH):
-        offsets, mask = patch(i, shape, VECTOR)
+    ROWS: tl.constexpr = PATCH // WIDE
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    for i in range(0, shape[0], ROWS):
+        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
         value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         if SPLIT == "rows":
-            value *= row_factors(known, i, shape, 1.0)[:, None]
+            value *= row_factors(known, i, shape, 1.0, ROWS)[:, None]
         else:
-            value *= column_factors(known, shape)[None, :]
+            value *= column_factors(known, shape, WIDE)[None, :]
         total += value * value
         if SPLIT == "columns":
-            store_lines(parts, i, shape[0], tl.sum(value * value, 1))
+            store_lines(parts, i, shape[0], tl.sum(value * value, 1), ROWS)
     if SPLIT == "rows":
-        store_columns(parts, shape[1], tl.sum(total, 0))
+        store_columns(parts, shape[1], tl.sum(total, 0), WIDE)
 
 
 @triton.jit
-def came_line_sums(rows, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr):
+def came_line_sums(rows, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr, WIDE: tl.constexpr):
     """Adds up partial sums of the lines whose averages are split."""
     if not tl.load(commit):
         return
     piece = tl.program_id(0)
     _, row, _ = entries(rows, pieces, hyper, piece)
-    is_row, line, mask, _, parts = lines_of(row, piece)
+    is_row, line, mask, _, parts = lines_of(row, piece, WIDE)
     mask = mask & is_split(is_row, SPLIT)
     tl.store(line_at(lines, row, is_row, line), line_totals(parts, partials), mask=mask)
 
 
 @triton.jit
-def came_settle(rows, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr):
+def came_settle(
+    rows, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     """Stores averages that have been added up over all ranks."""
     if not tl.load(commit):
         return
     piece = tl.program_id(0)
     _, row, _ = entries(rows, pieces, hyper, piece)
-    is_row, line, mask, _, _ = lines_of(row, piece)
+    is_row, line, mask, _, _ = lines_of(row, piece, WIDE)
     if RESIDUAL:
         average = averages(row, tl.where(is_row, RES_ROW, RES_COL), line)
     else:
@@ -417,37 +505,42 @@ def came_second_moment(
     g, v = tl.load(grads + index), tl.load(row + EXP_AVG_SQ)
     rest = second_rest(row, option)
     numbers = gradient_scale(grad_scale, option), (1 - rest).to(tl.float32), rest.to(tl.float32), number(option + EPS1)
-    whole = vectorised(g | v, size, BLOCK)
+    whole = vectorised(v, size, BLOCK)
     pointers = at(g, start, G), at(v, start, tl.float32)
-    total = second_moment(pointers, numbers, 0, whole, False, BLOCK)
-    total += second_moment(pointers, numbers, whole, size, True, BLOCK)
+    if g % 16 == 0:
+        total = second_moment(pointers, numbers, 0, whole, UNMASKED, UNMASKED, BLOCK)
+    else:
+        total = second_moment(pointers, numbers, 0, whole, UNMASKED, 1, BLOCK)
+    total += second_moment(pointers, numbers, whole, size, 1, 1, BLOCK)
     tl.store(sums + chunk * SUM + U_SQUARES, tl.sum(total, 0))
     if tl.load(option + SCALE_EPS) >= 0:
         weight, squares = weight_at(row, start, X, ROUNDING), tl.zeros((LANES,), tl.float64)
         for i in range(0, size, BLOCK):
-            offsets, mask = block(i, size, True, BLOCK)
+            offsets, mask = block(i, size, BLOCK)
             value = read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
             squares += folded(value * value)
         tl.store(sums + chunk * SUM + X_SQUARES, tl.sum(squares, 0))
 
 
 @triton.jit
-def second_moment(pointers, numbers, first, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def second_moment(
+    pointers, numbers, first, stop, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Elements `first` to `stop` of a chunk; returns the sums of u^2, one for each lane."""
     scale, beta2, rest, eps = numbers
     total = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        g = read(pointers[0], offsets, mask).to(tl.float32) * scale
-        v = beta2 * read(pointers[1], offsets, mask) + rest * (g * g + eps)
-        u = unfactored(g, write(pointers[1], offsets, mask, v))
+        offsets, mask = block(i, stop, BLOCK)
+        g = read(pointers[0], offsets, mask, G_VECTOR).to(tl.float32) * scale
+        v = beta2 * read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)
+        u = unfactored(g, write(pointers[1], offsets, mask, v, VECTOR))
         total += folded(u.to(tl.float64) * u.to(tl.float64))
     return total
 
 
 @triton.jit
 def came_move(
-    rows, grads, tiles, hyper, grad_scale, commit, sums,
+    rows, grads, tiles, hyper, grad_scale, commit, numbers,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -458,44 +551,46 @@ def came_move(
     index, row, option = entries(rows, tiles, hyper, chunk)
     start, size = extent(row, chunk, CHUNK)
     g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
-    lr = rate(row, option, sums)
-    numbers = (
+    lr = tl.load(numbers + index * NUMBER + RATE)
+    factors = (
         gradient_scale(grad_scale, option),
-        clipping(row, option, sums),
+        number(numbers + index * NUMBER + CLIP),
         number(option + BETA1),
         number(option + BETA1_REST),
         lr.to(tl.float32),
         (lr * tl.load(option + DECAY)).to(tl.float32),
     )
-    whole = vectorised(weight_addresses(row) | g | m | v, size, BLOCK)
+    whole = vectorised(weight_addresses(row) | m | v, size, BLOCK)
     pointers = weight_at(row, start, X, ROUNDING), at(g, start, G), at(m, start, S), at(v, start, tl.float32)
-    scales, draw = scales_of(row, start), stream(row, count(row), ROUNDING == "stochastic", CUT)
-    move(pointers, scales, numbers, draw, 0, whole, False, S, ROUNDING, BLOCK)
-    move(pointers, scales, numbers, draw, whole, size, True, S, ROUNDING, BLOCK)
+    scales, draws = scales_of(row, start), stream(row, count(row), ROUNDING == "stochastic", CUT)
+    if g % 16 == 0:
+        move(pointers, scales, factors, draws, 0, whole, UNMASKED, UNMASKED, S, ROUNDING, BLOCK)
+    else:
+        move(pointers, scales, factors, draws, 0, whole, UNMASKED, 1, S, ROUNDING, BLOCK)
+    move(pointers, scales, factors, draws, whole, size, 1, 1, S, ROUNDING, BLOCK)
 
 
 @triton.jit
 def move(
-    pointers, scales, numbers, draw, first, stop,
-    MASKED: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
+    pointers, scales, factors, draws, first, stop,
+    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk."""
-    scale, clip, beta1, beta1_rest, lr, decay = numbers
+    scale, clip, beta1, beta1_rest, lr, decay = factors
     for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        x = read_weight(pointers[0], offsets, mask, ROUNDING)
+        offsets, mask = block(i, stop, BLOCK)
+        x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         if tl.int8 == S:
             element = scales[2] + offsets
             place = element // scales[1] * tl.cdiv(scales[1], CODES) + element % scales[1] // CODES
-            m = decoded(read(pointers[2], offsets, mask), tl.load(scales[0] + place, mask=mask), "linear")
+            m = decoded(read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + place, mask=mask), "linear")
         else:
-            g = read(pointers[1], offsets, mask).to(tl.float32) * scale
-            u = unfactored(g, read(pointers[3], offsets, mask)) * clip  # CAME-clip
-            m = beta1 * read(pointers[2], offsets, mask).to(tl.float32) + beta1_rest * u  # CAME-m
-            m = write(pointers[2], offsets, mask, m)
-        bits = random_bits(draw, scales[2], offsets)
+            g = read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
+            u = unfactored(g, read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip
+            m = beta1 * read(pointers[2], offsets, mask, VECTOR).to(tl.float32) + beta1_rest * u  # CAME-m
+            m = write(pointers[2], offsets, mask, m, VECTOR)
         x -= decay * x
-        write_weight(pointers[0], offsets, mask, x - lr * m, bits, ROUNDING)  # CAME-x
+        write_weight(pointers[0], offsets, mask, x - lr * m, (draws, scales[2], offsets), ROUNDING, VECTOR)  # CAME-x
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
@@ -503,7 +598,7 @@ def move(
 
 @triton.jit
 def came_codes(
-    rows, grads, packs, hyper, grad_scale, commit, roots, sums,
+    rows, grads, packs, hyper, grad_scale, commit, roots, numbers,
     G: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """The average in 8 bits: some blocks, which run in the order of memory, whatever the tiles."""
@@ -517,7 +612,7 @@ def came_codes(
     offsets, mask = where[0], where[1]
 
     g = read(at(tl.load(grads + index), 0, G), offsets, mask).to(tl.float32) * gradient_scale(grad_scale, option)
-    clip = clipping(row, option, sums)
+    clip = number(numbers + index * NUMBER + CLIP)
     if FACTORED:
         height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
         first, lanes = tl.min(offsets, 1), tl.arange(0, CODES)
@@ -535,23 +630,20 @@ def came_codes(
     moment = moment_at(tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SCALE), 0, tl.int8, "linear")
     m = read_moment(moment, where, "linear", 1)
     m = number(option + BETA1) * m + number(option + BETA1_REST) * u  # CAME-m
-    write_moment(moment, where, m, None, "linear", 1)
+    write_moment(moment, where, m, 0, "linear", 1)
 
 
 @triton.jit
-def came_figures(rows, hyper, commit, sums, FACTORED: tl.constexpr, SPLIT: tl.constexpr):
-    """One program per tensor, when all else is done: what telemetry shows, and its step count."""
+def came_figures(rows, commit, sums, numbers, FACTORED: tl.constexpr, SPLIT: tl.constexpr):
+    """One program per tensor, when all else is done: its mean confidence, and its step count."""
     if not tl.load(commit):
         return
-    row = rows + tl.program_id(0).to(tl.int64) * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
-    size = tl.maximum(tl.load(row + NUMEL), 1)
-    norms = at(tl.load(row + NORMS), 0, tl.float32)
-    tl.store(norms, root_mean(row, sums, U_SQUARES).to(tl.float32))
-    tl.store(norms + 1, clipping(row, option, sums))
-    confidence = tile_total(row, sums, CONFIDENCES) / size
+    index = tl.program_id(0).to(tl.int64)
+    row = rows + index * ROW
+    confidence = tile_total(row, sums, CONFIDENCES) / tl.maximum(tl.load(row + NUMEL), 1)
     if SPLIT is not None:  # averages that ranks have added up are not corrected yet
-        confidence *= tl.sqrt(residual_correction(row, option))
+        confidence *= tl.load(numbers + index * NUMBER + RES_FACTOR)
+    norms = at(tl.load(row + NORMS), 0, tl.float32)
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
     step = at(tl.load(row + STEP), 0, tl.float32)
     tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)

@@ -1,4 +1,4 @@
-"""CAME's launches: seven for the factored tensors of a model, three for the others."""
+"""CAME's launches: eight for the factored tensors of a model, four for the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions
-from bighorn.kernels.triton.stepper import CHUNK, Part, Place
-from bighorn.kernels.triton.tiles import Cut, cut
+from bighorn.kernels.triton.stepper import Part, Place, constants_of
+from bighorn.kernels.triton.tiles import WIDE, Cut, cut
 
 
 class CamePart(Part[CameOptions]):
@@ -23,29 +23,33 @@ class CamePart(Part[CameOptions]):
         cuts, device = self.cuts(), self.device
         self.factored = factored = self.constants["FACTORED"]
         coded = "exp_avg_scale" in buckets[places[0][0]].state
+        in_tiles = coded and factored and cuts[0].codes_in_tiles
+        self.constants |= {"WIDE": cuts[0].wide, "CODES_IN_TILES": in_tiles}
         self.tiles = self.table_of_owners(self.tile_counts())
         self.pieces = self.table_of_owners([each.pieces for each in cuts if factored])
-        self.packs = self.table_of_owners([each.packs for each in cuts if coded])
+        self.packs = self.table_of_owners([each.packs for each in cuts if coded and not in_tiles])
         partials = sum(each.row_parts + each.col_parts for each in cuts if factored)
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # of shards
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.roots = torch.empty(sum(each.count for each in cuts if factored), dtype=torch.float32, device=device)
         self.line_sums = torch.empty(len(self.pieces), dtype=torch.float64, device=device)
         self.sums = torch.empty(came_columns.SUM.value * len(self.tiles), dtype=torch.float64, device=device)
+        self.numbers = torch.empty(came_columns.NUMBER.value * len(places), dtype=torch.float64, device=device)
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
         """As `Part.compiled_for`; the statistics are float32."""
-        from bighorn.kernels.triton.common_kernels import LANES, TYPES
+        from bighorn.kernels.triton.common_kernels import LANES
 
         return {
-            **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+            **constants_of(x, g, m, options),
             "FACTORED": options.factor is not None,
-            "ROUNDING": options.weight_rounding,
             "SPLIT": None,
-            "CUT": False,
             "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
-            "CHUNK": CHUNK,
+            "WIDE": WIDE,
+            "CODES_IN_TILES": m == torch.int8,
+            # Elements of a tile in registers: a load of 16 bits for each would leave too few bytes in flight.
+            "PATCH": LANES.value * (16 if max(dtype.itemsize for dtype in (x, g, m)) == 2 else 8),
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is
         }
 
@@ -71,7 +75,7 @@ class CamePart(Part[CameOptions]):
             parts = [part, part + each.row_parts]
             sums = self.sums_of(len(columns), tile, tile + tiles)
             own = [*addresses, each.height, each.width, each.count, tile, *sums, piece, matrix, *parts, pack]
-            columns.append([*own, *self.whole_columns(index, i, each), line])
+            columns.append([*own, *self.whole_columns(index, i, each), line, tile + tiles])
             tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
             part, pack, line = parts[1] + each.col_parts, pack + each.packs, line + each.lines
         return columns
@@ -92,12 +96,14 @@ class CamePart(Part[CameOptions]):
             self.squares()
             self.average_lines(residual=False)
             self.update_squares()
+            self.totals()
             self.codes()
             self.average()
             self.average_lines(residual=True)
             self.apply()
         else:
             self.second_moment()
+            self.totals()
             self.codes()
             self.move()
         self.figures()
@@ -115,20 +121,26 @@ class CamePart(Part[CameOptions]):
         """The size of u."""
         self.run_tiles(self.kernels.came_update_squares, self.line_sums, self.roots, self.sums)
 
+    def totals(self) -> None:
+        """What each tensor has one of, once its u is known."""
+        hyper, _, commit, compile_only = self.given
+        tables = self.rows, hyper, commit, self.sums, self.numbers
+        self.launch(self.kernels.came_totals, len(self.places), tables, compile_only)
+
     def codes(self) -> None:
-        """The average, where it is kept in 8 bits."""
+        """The average, where it is kept in 8 bits whose blocks are no rows of tiles."""
         hyper, scale, commit, compile_only = self.given
-        tables = self.rows, self.grads, self.packs, hyper, scale, commit, self.roots, self.sums
+        tables = self.rows, self.grads, self.packs, hyper, scale, commit, self.roots, self.numbers
         self.launch(self.kernels.came_codes, len(self.packs), tables, compile_only)
 
     def average(self) -> None:
         """The average, and the partial sums of its residual's squares."""
-        self.run_tiles(self.kernels.came_average, self.roots, self.sums, self.partials)
+        self.run_tiles(self.kernels.came_average, self.roots, self.numbers, self.partials)
 
     def apply(self) -> None:
         """X, of factored tensors."""
         hyper, _, commit, compile_only = self.given
-        tables = self.rows, self.tiles, hyper, commit, self.line_sums, self.roots, self.sums
+        tables = self.rows, self.tiles, hyper, commit, self.line_sums, self.roots, self.numbers, self.sums
         self.launch(self.kernels.came_apply, len(self.tiles), tables, compile_only)
 
     def second_moment(self) -> None:
@@ -137,12 +149,12 @@ class CamePart(Part[CameOptions]):
 
     def move(self) -> None:
         """The average and x, of unfactored tensors."""
-        self.run_tiles(self.kernels.came_move, self.sums)
+        self.run_tiles(self.kernels.came_move, self.numbers)
 
     def figures(self) -> None:
-        """What telemetry shows, and the count of steps."""
-        hyper, _, commit, compile_only = self.given
-        tables = self.rows, hyper, commit, self.sums
+        """The mean confidence, and the count of steps."""
+        _, _, commit, compile_only = self.given
+        tables = self.rows, commit, self.sums, self.numbers
         self.launch(self.kernels.came_figures, len(self.places), tables, compile_only)
 
     def run_tiles(self, kernel: Any, *tables: Tensor) -> None:

@@ -4,26 +4,25 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels.triton.came_columns import (
+    AREA,
     COL_PARTS,
     FIRST_LINE,
     FIRST_PIECE,
     FIRST_TILE,
     HEIGHT,
-    HIGH,
     LINES,
     MATRICES,
     PARTS,
     ROW_PARTS,
-    TALL,
-    WIDE,
     WIDTH,
 )
 from bighorn.kernels.triton.common_kernels import at
 
 
 @triton.jit
-def corner(row, tile):
+def corner(row, tile, WIDE: tl.constexpr):
     """A tile's first element, its rows, columns and the matrix's width, and its matrix, row and column there."""
+    TALL: tl.constexpr = AREA // WIDE
     height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
     local = tile - tl.load(row + FIRST_TILE)
     strips, blocks = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
@@ -35,12 +34,12 @@ def corner(row, tile):
 
 
 @triton.jit
-def place(row, tile, partials):
+def place(row, tile, partials, WIDE: tl.constexpr):
     """A tile's first element, its shape, and where its partial sums of rows and columns go."""
-    start, shape, matrix, line, column = corner(row, tile)
+    start, shape, matrix, line, column = corner(row, tile, WIDE)
     height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
     row_part = (column // WIDE * matrices + matrix) * height + line
-    col_part = (line // TALL * matrices + matrix) * width + column
+    col_part = (line // (AREA // WIDE) * matrices + matrix) * width + column
     return start, shape, partials + tl.load(row + ROW_PARTS) + row_part, partials + tl.load(row + COL_PARTS) + col_part
 
 
@@ -51,7 +50,7 @@ def aligned(addresses, shape, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def patch(i, shape, VECTOR: tl.constexpr, ROWS: tl.constexpr = HIGH):
+def patch(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
     lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
     # The quotients are exact, and the compiler sees so that the products are multiples.
@@ -67,7 +66,7 @@ def firsts(start, i, shape, ROWS: tl.constexpr):
 
 
 @triton.jit
-def lines_of(row, piece):
+def lines_of(row, piece, WIDE: tl.constexpr):
     """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
     height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
     local = piece - tl.load(row + FIRST_PIECE)
@@ -79,7 +78,7 @@ def lines_of(row, piece):
     line = first + tl.arange(0, LINES)
     mask = line < lines
     line += matrix * lines
-    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
+    parts = tl.cdiv(length, tl.where(is_row, WIDE, AREA // WIDE))
     return (
         is_row,
         line,
@@ -108,14 +107,14 @@ def averages(row, column, first):
 
 
 @triton.jit
-def store_lines(row_parts, i, height, values, ROWS: tl.constexpr = HIGH):
-    """Store partial sums of rows."""
+def store_lines(pointer, i, height, values, ROWS: tl.constexpr, stride=1):
+    """Store a number for each of a tile's rows from the `i`-th on, `stride` apart."""
     lines = i + tl.arange(0, ROWS)
-    tl.store(row_parts + lines, values, mask=lines < height)
+    tl.store(pointer + lines * stride, values, mask=lines < height)
 
 
 @triton.jit
-def store_columns(col_parts, width, values):
+def store_columns(col_parts, width, values, WIDE: tl.constexpr):
     """Store partial sums of columns."""
     columns = tl.arange(0, WIDE)
     tl.store(col_parts + columns, values, mask=columns < width)

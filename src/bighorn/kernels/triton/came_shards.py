@@ -82,8 +82,7 @@ class ShardPart(CamePart):
         # Behind the sums of tiles stand those of whole tensors.
         self.sums = torch.zeros(self.columns.SUM.value * (tiles + len(places)), dtype=torch.float64, device=device)
         sums = self.sums.view(-1, self.columns.SUM.value)
-        self.tile_sums, self.totals = sums[:tiles], sums[tiles:]
-        self.tiles_per_row = table(self.tile_counts(), torch.int64, device)
+        self.whole_sums = sums[tiles:]
         if self.factored:
             cuts, shards = self.cuts(), [self.shard(*place) for place in places]
             self.lines = torch.zeros(sum(each.lines for each in cuts), dtype=torch.float64, device=device)
@@ -105,13 +104,14 @@ class ShardPart(CamePart):
         else:
             self.second_moment()
             u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
-        self.totals[:, self.columns.U_SQUARES.value] = u_sums
-        self.totals[:, self.columns.X_SQUARES.value] = x_sums
+        self.whole_sums[:, self.columns.U_SQUARES.value] = u_sums
+        self.whole_sums[:, self.columns.X_SQUARES.value] = x_sums
+        self.totals()
         self.codes()
         if self.factored:
             self.average()
             self.average_lines(residual=True)
-            self.totals[:, self.columns.CONFIDENCES.value] = yield from self.confidence_sums()
+            self.whole_sums[:, self.columns.CONFIDENCES.value] = yield from self.confidence_sums()
             self.apply()
         else:
             self.move()
@@ -203,8 +203,11 @@ class ShardPart(CamePart):
 
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """The sums of u^2 and x^2 over what is here of each tensor."""
-        sums = torch.segment_reduce(self.tile_sums, "sum", lengths=self.tiles_per_row, unsafe=True)
-        return sums[:, self.columns.U_SQUARES.value], sums[:, self.columns.X_SQUARES.value]
+        _, _, commit, compile_only = self.given
+        totals = torch.zeros(2 * len(self.places), dtype=torch.float64, device=self.device)
+        tables = self.rows, commit, self.sums, totals
+        self.launch(self.kernels.came_tile_totals, len(self.places), tables, compile_only)
+        return totals[::2], totals[1::2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------
 

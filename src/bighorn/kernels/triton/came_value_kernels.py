@@ -13,18 +13,15 @@ from bighorn.kernels.triton.came_columns import (
     FIRST_PIECE,
     FIRST_SUM,
     HEIGHT,
-    HIGH,
     LINES,
     NUMEL,
     SCALE_EPS,
     STOP_SUM,
     SUM,
-    U_SQUARES,
-    WIDE,
     X_SQUARES,
 )
 from bighorn.kernels.triton.codec_kernels import CODES, decoded
-from bighorn.kernels.triton.common_kernels import INNER, LANES, LR, at, count, read
+from bighorn.kernels.triton.common_kernels import INNER, LR, at, count, partial_total, read
 
 # ---- one number of a tensor ------------------------------------------------------------------------------------------
 
@@ -32,8 +29,10 @@ from bighorn.kernels.triton.common_kernels import INNER, LANES, LR, at, count, r
 @triton.jit
 def second_rest(row, option):
     """1 - beta2 of this step."""
-    decay_rate = tl.load(option + DECAY_RATE)
-    return tl.where(decay_rate < 0, tl.load(option + BETA2_REST), tl.exp(-decay_rate * tl.log(count(row))))
+    decay_rate, rest = tl.load(option + DECAY_RATE), tl.load(option + BETA2_REST)
+    if decay_rate >= 0:
+        rest = tl.exp(-decay_rate * tl.log(count(row)))
+    return rest
 
 
 @triton.jit
@@ -46,12 +45,7 @@ def residual_correction(row, option):
 @triton.jit
 def tile_total(row, sums, COLUMN: tl.constexpr):
     """A sum over all tiles of a tensor."""
-    total = tl.zeros((LANES,), tl.float64)
-    stop = tl.load(row + STOP_SUM)
-    for i in range(tl.load(row + FIRST_SUM), stop, LANES):
-        tile = i + tl.arange(0, LANES)
-        total += tl.load(sums + tile * SUM + COLUMN, mask=tile < stop, other=0.0)
-    return tl.sum(total, 0)
+    return partial_total(sums + COLUMN, tl.load(row + FIRST_SUM), tl.load(row + STOP_SUM), SUM)
 
 
 @triton.jit
@@ -61,10 +55,10 @@ def root_mean(row, sums, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def clipping(row, option, sums):
-    """What u is multiplied with to be no larger than allowed; a NaN stays one."""
-    excess = root_mean(row, sums, U_SQUARES) / tl.load(option + CLIP_THRESHOLD)
-    return (1 / tl.where(excess < 1, 1.0, excess)).to(tl.float32)
+def clipping(size, option):
+    """What u of a root mean square is multiplied with to be no larger than allowed; a NaN stays one."""
+    excess = size / tl.load(option + CLIP_THRESHOLD)
+    return 1 / tl.where(excess < 1, 1.0, excess)
 
 
 @triton.jit
@@ -93,11 +87,7 @@ def row_mean(row, matrix, line_sums):
     height = tl.load(row + HEIGHT)
     pieces = tl.cdiv(height, LINES)
     first = tl.load(row + FIRST_PIECE) + matrix * pieces
-    total = tl.zeros((LANES,), tl.float64)
-    for i in range(0, pieces, LANES):
-        piece = i + tl.arange(0, LANES)
-        total += tl.load(line_sums + first + piece, mask=piece < pieces, other=0.0)
-    return tl.sum(total, 0) / height
+    return partial_total(line_sums, first, first + pieces, 1) / height
 
 
 # ---- blocks of elements ----------------------------------------------------------------------------------------------
@@ -110,7 +100,7 @@ def inverse_root(value):
 
 
 @triton.jit
-def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr = HIGH):
+def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr):
     """The factors of rows from the tile's `i`-th on; `root` is the root of the mean of all rows' averages."""
     # Not sqrt(mean / average): a row of zeros beside large ones is a ratio of 1e42.
     lines = i + tl.arange(0, ROWS)
@@ -118,7 +108,7 @@ def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr = HIGH):
 
 
 @triton.jit
-def column_factors(column_averages, shape):
+def column_factors(column_averages, shape, WIDE: tl.constexpr):
     """The factors of a tile's columns."""
     columns = tl.arange(0, WIDE)
     return inverse_root(tl.load(column_averages + columns, mask=columns < shape[1], other=1.0))
@@ -138,11 +128,18 @@ def unfactored(g, v):
 
 @triton.jit
 def momentum(
-    pointer, offsets, mask, scales, i, shape, S: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr
+    pointer, offsets, mask, scales, i, shape,
+    S: tl.constexpr, CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The average as it is stored, of the rows from the tile's `i`-th on."""
     values = read(pointer, offsets, mask, VECTOR)
-    if tl.int8 == S:
+    if tl.int8 != S:
+        return values.to(tl.float32)
+    elif CODES_IN_TILES:
+        lines = i + tl.arange(0, ROWS)
+        scale = tl.load(tile_scales(scales) + lines * tl.cdiv(scales[1], CODES), mask=lines < shape[0], other=0.0)
+        return decoded(values, scale[:, None], "linear")
+    else:
         # A matrix's rows are those of dim 0, or lie in one; what a tile has of a row touches two blocks at most.
         start, inner, lines = scales[2], scales[1], i + tl.arange(0, ROWS)
         line = start // inner + tl.where(inner == shape[2], lines, 0)
@@ -153,8 +150,12 @@ def momentum(
         there = tl.load(block_scales + 1, mask=(lines < shape[0]) & (begun + shape[1] > CODES), other=0.0)
         is_here = begun[:, None] + tl.arange(0, WIDE)[None, :] < CODES
         return decoded(values, tl.where(is_here, here[:, None], there[:, None]), "linear")
-    else:
-        return values.to(tl.float32)
+
+
+@triton.jit
+def tile_scales(scales):
+    """A pointer to the scale of a tile's first row, where each of its rows is a block of codes."""
+    return scales[0] + scales[2] // scales[1] * tl.cdiv(scales[1], CODES) + scales[2] % scales[1] // CODES
 
 
 @triton.jit

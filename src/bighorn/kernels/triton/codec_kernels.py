@@ -15,21 +15,20 @@ UNSIGNED_END = tl.constexpr((127 + 8) << 23)
 
 
 @triton.jit
-def blocks_at(first, i, stop, inner, MASKED: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
+def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """Where a block of a chunk lies: offsets, a mask, and where there are codes their blocks, and which there are.
 
-    Without codes, offsets begin at the chunk. With them, all blocks of codes count as full ones in a chunk, whose
-    elements begin at `first`, and offsets begin at the tensor.
+    Without codes, offsets begin at the chunk, and there are but two of these. With them, all blocks of codes count as
+    full ones in a chunk, whose elements begin at `first`, and offsets begin at the tensor.
     """
     if FORM == "":
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        return offsets, mask, None, None
+        return block(i, stop, BLOCK)
     else:
         return code_blocks(
             ((first + i) // CODES).to(tl.int32),
             ((first + stop) // CODES).to(tl.int32),
             inner.to(tl.int32),
-            1 if MASKED else 4,
+            VECTOR,
             BLOCK // CODES,
         )
 
@@ -54,7 +53,7 @@ def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
 def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
     """Pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor."""
     if FORM == "":
-        return at(address, start, S), None
+        return at(address, start, S), scales
     else:
         return at(address, 0, S), at(scales, 0, tl.float32)
 

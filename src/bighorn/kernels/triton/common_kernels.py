@@ -13,6 +13,11 @@ TYPES = {
     torch.uint8: tl.uint8,
 }
 LANES = tl.constexpr(256)  # threads of a program; a block is a multiple of it
+SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a time: 128k rows have 501, one matrix 4
+
+# How many elements at a time are aligned, where a block is read and written: a number, or UNMASKED if its elements are
+# all there besides. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
+UNMASKED = tl.constexpr(0)
 
 # The table of rows: int64, one row per tensor; the columns after these are the algorithm's.
 SIZE = tl.constexpr(0)  # in elements
@@ -43,25 +48,24 @@ OPTION = tl.constexpr(16)
 
 
 @triton.jit
-def square_sums(rows, grads, owners, squares, G: tl.constexpr, CHUNK: tl.constexpr):
-    """The sum of the squares of each chunk of the gradients, `[chunks]`."""
-    BLOCK: tl.constexpr = LANES * (128 // G.primitive_bitwidth)
-    chunk = tl.program_id(0)
+def square_sums(rows, grads, owners, squares, G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr):
+    """The sum of the squares of each chunk of the gradients, `[chunks]`; backwards, since the next pass is forwards."""
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(owners + chunk).to(tl.int64)
     start, size = extent(rows + index * ROW, chunk, CHUNK)
-    whole = vectorised(tl.load(grads + index), size, BLOCK)
+    whole = vectorised(tl.load(grads + index), size, G_BLOCK)
     g = at(tl.load(grads + index), start, G)
-    total = sum_of_squares(g, 0, whole, False, BLOCK) + sum_of_squares(g, whole, size, True, BLOCK)
+    total = sum_of_squares(g, 0, whole, UNMASKED, G_BLOCK) + sum_of_squares(g, whole, size, 1, G_BLOCK)
     tl.store(squares + chunk, tl.sum(total, 0))
 
 
 @triton.jit
-def sum_of_squares(pointer, first, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of squares over elements `first` to `stop` of a chunk, one for each lane."""
     total = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, MASKED, BLOCK)
-        value = read(pointer, offsets, mask).to(tl.float64)
+        offsets, mask = block(i, stop, BLOCK)
+        value = read(pointer, offsets, mask, VECTOR).to(tl.float64)
         total += folded(value * value)
     return total
 
@@ -109,10 +113,10 @@ def at(address, start, T: tl.constexpr):
 
 
 @triton.jit
-def block(i, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """The offsets of a block from element `i` on, and which of them there are; None: all, and they are aligned."""
+def block(i, stop, BLOCK: tl.constexpr):
+    """The offsets of a block from element `i` on, and which of them there are."""
     offsets = i + tl.arange(0, BLOCK)
-    return offsets, offsets < stop if MASKED else None
+    return offsets, offsets < stop
 
 
 # ---- blocks of elements ----------------------------------------------------------------------------------------------
@@ -121,7 +125,7 @@ def block(i, stop, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
     """A block, with 0 where there is no element."""
-    if mask is None:
+    if VECTOR == UNMASKED:
         return tl.load(tl.multiple_of(pointer + offsets, 16))
     else:
         return tl.load(aligned_to(pointer, offsets, VECTOR), mask=mask, other=0)
@@ -131,7 +135,7 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return it as it is stored."""
     stored = value.to(pointer.dtype.element_ty)
-    if mask is None:
+    if VECTOR == UNMASKED:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)
     else:
         tl.store(aligned_to(pointer, offsets, VECTOR), stored, mask=mask)
@@ -151,6 +155,16 @@ def aligned_to(pointer, offsets, VECTOR: tl.constexpr):
 def folded(values):
     """Sums over what a thread holds of a block, one for each lane: one for each element would take its registers."""
     return tl.sum(tl.reshape(values, (LANES, values.numel // LANES)), 1)
+
+
+@triton.jit
+def partial_total(partials, first, stop, STRIDE: tl.constexpr):
+    """The sum of every STRIDE-th float64 from `first` to `stop`, which count such strides; always in one order."""
+    total = tl.zeros((LANES,), tl.float64)
+    for i in range(first, stop, SUMS_AT_ONCE):
+        index = i + tl.arange(0, SUMS_AT_ONCE)
+        total += folded(tl.load(partials + index * STRIDE, mask=index < stop, other=0.0))
+    return tl.sum(total, 0)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
-"""LAMB in Triton, the host's side: three launches for the whole model."""
+"""LAMB in Triton, the host's side: four launches for the whole model."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.device import guard
-from bighorn.kernels.triton.stepper import CHUNK, Part, Place, Stepper
-from bighorn.kernels.triton.tables import table
+from bighorn.kernels.triton.stepper import CHUNK, Part, Place, Stepper, constants_of
 
 UNBOUNDED = (0.0, math.inf)
 
@@ -45,6 +43,7 @@ class LambPart(Part[LambOptions]):
         from bighorn.kernels.triton import lamb_kernels
 
         self.kernels = lamb_kernels
+        self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, sorted(places, key=lambda place: not buckets[place[0]].options.adapt))
         adapts = [buckets[index].options.adapt for index, _ in self.places]
         self.adapted = sum(itertools.compress(self.chunks, adapts))
@@ -63,15 +62,12 @@ class LambPart(Part[LambOptions]):
         narrow &= options.weight_rounding == "nearest" and not options.blocks
         m_form, v_form = FORMS[m] if options.blocks else ("", "")
         return {
-            **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+            **constants_of(x, g, m, options),
             "V": TYPES[torch.uint8 if m == torch.int8 else m],
             "M_FORM": m_form,
             "V_FORM": v_form,
-            "ROUNDING": options.weight_rounding,
-            "CUT": False,
             "DECAY_MODE": options.decay_mode,
             "AMSGRAD": options.second_moment == "amsgrad",
-            "CHUNK": CHUNK,
             "BLOCK": LANES.value * (8 if narrow else 4),
         }
 
@@ -89,31 +85,29 @@ class LambPart(Part[LambOptions]):
     def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """One LAMB step."""
         self.moments(hyper, scale, commit, compile_only=compile_only)
-        self.apply(hyper, commit, compile_only=compile_only)
+        # A shard's totals are those of all ranks, which `rounds` hands over; alone in its group they are its own.
+        totals = self.totals(commit, compile_only=compile_only) if self.sharded else None
+        self.apply(hyper, commit, totals, compile_only=compile_only)
 
     def moments(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """The first pass: moments, and the sums of the squares of x and u for each chunk."""
-        tables = self.rows, self.grads, self.owners, hyper, scale, commit, self.sums, self.factors
+        rows, grads, owners, sums, factors = self.rows, self.grads, self.owners, self.sums, self.factors
+        self.launch(self.kernels.lamb_factors, len(self.places), (rows, hyper, commit, factors), compile_only)
+        tables = rows, grads, owners, hyper, scale, commit, sums, factors
         self.launch(self.kernels.lamb_moments, len(self.owners), tables, compile_only)
 
-    @functools.cached_property
-    def chunks_per_row(self) -> Tensor:
-        """How many chunks each row has, which steps of shards alone ask for."""
-        return table(self.chunks, torch.int64, self.device)
-
-    def row_sums(self) -> Tensor:
+    def totals(self, commit: Tensor, *, compile_only: bool = False) -> Tensor:
         """These sums for each row, flat: of x, of u, and so on."""
-        return torch.segment_reduce(self.sums.view(-1, 2), "sum", lengths=self.chunks_per_row, unsafe=True).view(-1)
+        totals = torch.zeros(2 * len(self.places), dtype=torch.float64, device=self.device)
+        tables = self.rows, commit, self.sums, totals
+        self.launch(self.kernels.lamb_totals, len(self.places), tables, compile_only)
+        return totals
 
-    def take_row_sums(self, sums: Tensor) -> None:
-        """Go on with these sums instead: they stand where each row's first chunk has its own."""
-        firsts = torch.searchsorted(self.owners, torch.arange(len(self.places), device=sums.device, dtype=torch.int32))
-        self.sums.zero_().view(-1, 2)[firsts] = sums.view(-1, 2)
-
-    def apply(self, hyper: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
-        """Each tensor's decision, then x."""
-        rows, owners, sums, factors = self.rows, self.owners, self.sums, self.factors
-        self.launch(self.kernels.lamb_norms, len(self.places), (rows, hyper, commit, sums, factors), compile_only)
+    def apply(self, hyper: Tensor, commit: Tensor, totals: Tensor | None = None, *, compile_only: bool = False) -> None:
+        """Each tensor's decision, from its sums over all ranks where it is a shard, then x."""
+        rows, owners, factors = self.rows, self.owners, self.factors
+        tables = rows, hyper, commit, self.sums if totals is None else totals, factors
+        self.launch(self.kernels.lamb_norms, len(self.places), tables, compile_only, PER_CHUNK=totals is None)
         self.launch(self.kernels.lamb_apply, self.adapted, (rows, owners, hyper, commit, factors), compile_only)
 
 
@@ -143,12 +137,11 @@ class Lamb(Stepper[LambOptions]):
             hyper, scale, commit = self.on_device(grad_scale, commit)
             for part in parts:
                 part.moments(hyper, scale, commit)
-            sums = torch.cat([self.none, *(part.row_sums() for part in parts)])
+            sums = torch.cat([self.none, *(part.totals(commit) for part in parts)])
         yield sums
         with guard(self.device):
             for part, own in zip(parts, torch.split(sums, [2 * len(part.places) for part in parts]), strict=True):
-                part.take_row_sums(own)
-                part.apply(hyper, commit)
+                part.apply(hyper, commit, own.contiguous())
             self.finish(commit)
 
     @staticmethod

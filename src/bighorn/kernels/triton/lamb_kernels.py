@@ -1,4 +1,4 @@
-"""LAMB on the device, in Triton: two passes over the model, with one program per tensor between them.
+"""LAMB on the device, in Triton: two passes over the model, with one program per tensor before and between them.
 
 Programs find everything in tables of addresses and numbers (`lamb.py` lays them out), so that a launch serves any
 number of tensors, and nothing is compiled again when a number changes. Where the lines tagged `LAMB-...` leave a
@@ -26,6 +26,7 @@ from bighorn.kernels.triton.common_kernels import (
     SIZE,
     STEP,
     STOP,
+    UNMASKED,
     at,
     count,
     entries,
@@ -33,13 +34,13 @@ from bighorn.kernels.triton.common_kernels import (
     folded,
     gradient_scale,
     number,
+    partial_total,
     read,
     vectorised,
     write,
 )
 from bighorn.kernels.triton.weight_kernels import (
     dither,
-    random_bits,
     read_weight,
     stream,
     weight_addresses,
@@ -72,11 +73,24 @@ RATIO_HIGH = tl.constexpr(15)
 # Elements that are moved one by one take an address each: as many as of others would not fit into registers.
 FEWER = tl.constexpr(4)
 
-# The table of factors, which the first pass leaves to the others: float64, one row per tensor.
+# The table of factors: float64, one row per tensor.
 M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
 ROOT_EPS = tl.constexpr(1)
 STRIDE = tl.constexpr(2)  # what u is multiplied with: lr, its correction, and in the end the trust ratio
 FACTOR = tl.constexpr(3)
+
+
+@triton.jit
+def lamb_factors(rows, hyper, commit, factors):
+    """One program per tensor: the bias corrections, whose float64 would be too much for each program of a pass."""
+    if not tl.load(commit):
+        return
+    index = tl.program_id(0).to(tl.int64)
+    row, factor = rows + index * ROW, factors + index * FACTOR
+    m_factor, root_eps, stride = corrections(count(row), hyper + tl.load(row + HYPER) * OPTION)
+    tl.store(factor + M_FACTOR, m_factor)
+    tl.store(factor + ROOT_EPS, root_eps)
+    tl.store(factor + STRIDE, stride)
 
 
 @triton.jit
@@ -94,16 +108,9 @@ def lamb_moments(
     factor = factors + index * FACTOR
     first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
 
-    t = count(row)
-    m_factor, root_eps, stride = corrections(t, option)
-    if first == 0:
-        tl.store(factor + M_FACTOR, m_factor)
-        tl.store(factor + ROOT_EPS, root_eps)
-        tl.store(factor + STRIDE, stride)
-
     g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
     v_max = tl.load(row + MAX_EXP_AVG_SQ)
-    whole = aligned(weight_addresses(row) | g | m | v | v_max, row, size, M_FORM, BLOCK)
+    whole = aligned(weight_addresses(row) | m | v | v_max, row, size, M_FORM, BLOCK)
     pointers = (
         weight_at(row, start, X, ROUNDING),
         at(g, start, G),
@@ -113,17 +120,27 @@ def lamb_moments(
     )
     numbers = (
         gradient_scale(grad_scale, option),
-        m_factor.to(tl.float32),
-        root_eps.to(tl.float32),
-        stride.to(tl.float32),
+        number(factor + M_FACTOR),
+        number(factor + ROOT_EPS),
+        number(factor + STRIDE),
     )
-    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
-    x1, u1 = moments(
-        pointers, numbers, option, places, 0, whole, False, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK
-    )
+    draws = stream(row, count(row), ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
+    places = first, start, tl.load(row + INNER), draws
+    VECTOR: tl.constexpr = UNMASKED if M_FORM == "" else 4
+    if g % 16 == 0:
+        x1, u1 = moments(
+            pointers, numbers, option, places, 0, whole,
+            VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
+        )  # fmt: skip
+    else:  # as gradients of FSDP2 and DDP often are: they alone are moved one by one
+        x1, u1 = moments(
+            pointers, numbers, option, places, 0, whole,
+            VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
+        )  # fmt: skip
     x2, u2 = moments(
-        pointers, numbers, option, places, whole, size, True, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK
-    )
+        pointers, numbers, option, places, whole, size,
+        1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
+    )  # fmt: skip
     tl.store(sums + 2 * chunk, tl.sum(x1 + x2, 0))
     tl.store(sums + 2 * chunk + 1, tl.sum(u1 + u2, 0))
 
@@ -131,12 +148,11 @@ def lamb_moments(
 @triton.jit
 def moments(
     pointers, numbers, option, places, first, stop,
-    MASKED: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk; returns the sums of x^2 and u^2, one for each lane."""
-    VECTOR: tl.constexpr = 1 if MASKED else 4
-    AT_ONCE: tl.constexpr = BLOCK // FEWER if MASKED else BLOCK
+    AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
     beta1, beta2 = number(option + BETA1), number(option + BETA2)
     beta3, beta4 = number(option + BETA3), number(option + BETA4)
@@ -145,49 +161,59 @@ def moments(
     x_squares = tl.zeros((LANES,), tl.float64)
     u_squares = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, AT_ONCE):
-        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, AT_ONCE)
+        where = blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
         offsets, mask = where[0], where[1]
-        bits = random_bits(places[3], places[1], offsets) if ROUNDING == "stochastic" else None
         x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        g = read(pointers[1], offsets, mask, VECTOR).to(tl.float32) * scale
+        g = read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
         if DECAY_MODE == "l2":
             g += decay * x
         m = beta1 * read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
         v = beta2 * read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
-        m = write_moment(pointers[2], where, m, None, M_FORM, VECTOR)
-        shifts = dither(places[3], places[1] + offsets) if V_FORM == "unsigned" else None
+        m = write_moment(pointers[2], where, m, 0, M_FORM, VECTOR)
+        shifts = dither(places[3], places[1] + offsets) if V_FORM == "unsigned" else 0
         v = write_moment(pointers[3], where, v, shifts, V_FORM, VECTOR)
         if AMSGRAD:
-            v_max = read(pointers[4], offsets, mask).to(tl.float32)
-            v = write(pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL))
+            v_max = read(pointers[4], offsets, mask, VECTOR).to(tl.float32)
+            v = write(pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL), VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        if mask is not None:
+        if VECTOR != UNMASKED:
             u = tl.where(mask, u, 0.0)  # without eps, 0 / 0 where there is no element
         x_squares += folded(x.to(tl.float64) * x.to(tl.float64))
         u_squares += folded(u.to(tl.float64) * u.to(tl.float64))
         if writes_x:
-            write_weight(pointers[0], offsets, mask, x - stride * u, bits, ROUNDING, VECTOR)  # LAMB-x
+            draw = places[3], places[1], offsets
+            _stored = write_weight(pointers[0], offsets, mask, x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
     return x_squares, u_squares
 
 
 @triton.jit
-def lamb_norms(rows, hyper, commit, sums, factors):
-    """One program per tensor: its norms, its trust ratio, and its step count."""
+def lamb_totals(rows, commit, sums, totals):
+    """One program per tensor that is a shard: its sums over its chunks, which are added up over ranks."""
+    if not tl.load(commit):
+        return
+    index = tl.program_id(0).to(tl.int64)
+    row, total = rows + index * ROW, totals + 2 * index
+    first, stop = tl.load(row + FIRST), tl.load(row + STOP)
+    tl.store(total, partial_total(sums, first, stop, 2))
+    tl.store(total + 1, partial_total(sums + 1, first, stop, 2))
+
+
+@triton.jit
+def lamb_norms(rows, hyper, commit, sums, factors, PER_CHUNK: tl.constexpr):
+    """One program per tensor: its norms, its trust ratio, and its step count; `sums` have a row per chunk or tensor."""
     if not tl.load(commit):
         return
     index = tl.program_id(0).to(tl.int64)
     row = rows + index * ROW
     option = hyper + tl.load(row + HYPER) * OPTION
-    x_squares = tl.zeros((LANES,), tl.float64)
-    u_squares = tl.zeros((LANES,), tl.float64)
-    stop = tl.load(row + STOP)
-    for i in range(tl.load(row + FIRST), stop, LANES):
-        chunks = i + tl.arange(0, LANES)
-        x_squares += tl.load(sums + 2 * chunks, mask=chunks < stop, other=0.0)
-        u_squares += tl.load(sums + 2 * chunks + 1, mask=chunks < stop, other=0.0)
-    weight_norm, update_norm = tl.sqrt(tl.sum(x_squares, 0)), tl.sqrt(tl.sum(u_squares, 0))
+    if PER_CHUNK:
+        first, stop = tl.load(row + FIRST), tl.load(row + STOP)
+        x_squares, u_squares = partial_total(sums, first, stop, 2), partial_total(sums + 1, first, stop, 2)
+    else:
+        x_squares, u_squares = tl.load(sums + 2 * index), tl.load(sums + 2 * index + 1)
+    weight_norm, update_norm = tl.sqrt(x_squares), tl.sqrt(u_squares)
     q = trust_ratio(weight_norm, update_norm, option)
 
     stride = factors + index * FACTOR + STRIDE
@@ -232,31 +258,31 @@ def lamb_apply(
     factor = factors + index * FACTOR
     t = count(row) - 1  # lamb_norms has counted the step
     places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic", CUT)
-    apply(pointers, factor, option, places, 0, whole, False, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
-    apply(pointers, factor, option, places, whole, size, True, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    VECTOR: tl.constexpr = UNMASKED if M_FORM == "" else 4
+    apply(pointers, factor, option, places, 0, whole, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    apply(pointers, factor, option, places, whole, size, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
 
 @triton.jit
 def apply(
     pointers, factor, option, places, first, stop,
-    MASKED: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk."""
-    VECTOR: tl.constexpr = 1 if MASKED else 4
-    AT_ONCE: tl.constexpr = BLOCK // FEWER if MASKED else BLOCK
+    AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
     m_factor, root_eps, stride = number(factor + M_FACTOR), number(factor + ROOT_EPS), number(factor + STRIDE)
     decay, shrink = number(option + DECAY), shrinkage(option)
     for i in range(first, stop, AT_ONCE):
-        where = blocks_at(places[0], i, stop, places[2], MASKED, M_FORM, AT_ONCE)
+        where = blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
         x = read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
         m = read_moment(pointers[1], where, M_FORM, VECTOR)
         v = read_moment(pointers[2], where, V_FORM, VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        bits = random_bits(places[3], places[1], where[0])
-        write_weight(pointers[0], where[0], where[1], x - stride * u, bits, ROUNDING, VECTOR)  # LAMB-x
+        draw = places[3], places[1], where[0]
+        write_weight(pointers[0], where[0], where[1], x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
 
 
 # ---- what both passes compute --------------------------------------------------------------------------------------
@@ -280,7 +306,7 @@ def chunk_of(row, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def aligned(addresses, row, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """How many elements of a chunk are moved some at a time."""
+    """How many elements of a chunk are moved some at a time; a gradient's address has no say, but its loads have."""
     if FORM == "":
         return vectorised(addresses, size, BLOCK)
     else:

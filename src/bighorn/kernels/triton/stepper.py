@@ -37,6 +37,19 @@ def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | Non
     return None
 
 
+def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
+    """The constants that the kernels of every algorithm have, for dtypes of parameter, gradient and average."""
+    from bighorn.kernels.triton.common_kernels import LANES, TYPES
+
+    return {
+        **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+        "ROUNDING": options.weight_rounding,
+        "CUT": False,
+        "CHUNK": CHUNK,
+        "G_BLOCK": LANES.value * 16 // g.itemsize,
+    }
+
+
 class Part(Generic[Options]):
     """Rows that the same compiled kernels serve. An algorithm adds its columns, its tables and its launches."""
 

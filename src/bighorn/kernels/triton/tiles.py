@@ -10,8 +10,9 @@ import torch
 from bighorn.kernels import codec
 from bighorn.kernels.bucket import Factor, matrix_shape
 
-TALL = 256  # rows of a tile
+AREA = 1 << 16  # elements of a tile
 WIDE = 256  # columns of a tile
+NARROW = 32  # columns of a tile of tall matrices that have no more: others would use few of its lanes
 LINES = 256  # rows or columns that a program averages
 PACK = 4  # blocks of 8 bits that a program encodes
 
@@ -27,9 +28,24 @@ class Cut:
     """Elements for each index of dim 0, which blocks of codes do not cross."""
 
     @property
+    def wide(self) -> int:
+        """Columns of a tile."""
+        return NARROW if self.width <= NARROW and self.height > AREA // NARROW else WIDE
+
+    @property
+    def tall(self) -> int:
+        """Rows of a tile."""
+        return AREA // self.wide
+
+    @property
+    def codes_in_tiles(self) -> bool:
+        """Whether a row of a tile is a block of codes."""
+        return self.width == self.inner
+
+    @property
     def tiles(self) -> int:
         """Tiles of all matrices."""
-        return self.count * ceil(self.height, TALL) * ceil(self.width, WIDE)
+        return self.count * ceil(self.height, self.tall) * ceil(self.width, self.wide)
 
     @property
     def pieces(self) -> int:
@@ -44,12 +60,12 @@ class Cut:
     @property
     def row_parts(self) -> int:
         """Partial sums of rows."""
-        return self.count * self.height * ceil(self.width, WIDE)
+        return self.count * self.height * ceil(self.width, self.wide)
 
     @property
     def col_parts(self) -> int:
         """Partial sums of columns."""
-        return self.count * self.width * ceil(self.height, TALL)
+        return self.count * self.width * ceil(self.height, self.tall)
 
     @property
     def packs(self) -> int:

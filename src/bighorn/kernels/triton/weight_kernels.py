@@ -54,10 +54,13 @@ def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.conste
 
 
 @triton.jit
-def write_weight(weight, offsets, mask, value, bits, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """Store a parameter, and what is kept beside it; `bits` are random ones for "stochastic"."""
+def write_weight(weight, offsets, mask, value, draw, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
+    """Store a parameter, and what is kept beside it; `draw` are the arguments of `random_bits` for "stochastic".
+
+    It returns what is stored, since Triton 3.3 compiles no call without a result under a condition.
+    """
     if ROUNDING == "stochastic":
-        value = stochastic(value, bits, weight[0].dtype.element_ty)
+        value = stochastic(value, random_bits(draw[0], draw[1], draw[2]), weight[0].dtype.element_ty)
     near = write(weight[0], offsets, mask, value, VECTOR)
     if ROUNDING == "kahan":
         shift = raised(near, weight[0].dtype.element_ty)
@@ -66,6 +69,7 @@ def write_weight(weight, offsets, mask, value, bits, ROUNDING: tl.constexpr, VEC
         write(weight[1], offsets, mask, lost, VECTOR)
     elif ROUNDING == "master":
         write(weight[1], offsets, mask, value, VECTOR)
+    return near
 
 
 @triton.jit
@@ -91,36 +95,36 @@ def stochastic(value, bits, X: tl.constexpr):
 
 @triton.jit
 def stream(row, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
-    """What random bits and dither at step `t` are made from; CUT: it may be a shard that is not of one piece."""
+    """What random bits and dither at step `t` are made from: key and step, first place, and where it is CUT, runs.
+
+    CUT: it may be a shard that is not of one piece.
+    """
     if DRAWS:
         key = tl.load(row + KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
         if CUT:
             runs = tl.load(row + RUN), tl.load(row + RUNS), tl.load(row + RUN_STEP), tl.load(row + RUNS_STEP)
             return key, tl.load(row + PLACE), runs
         else:
-            return key, tl.load(row + PLACE), None
+            return key, tl.load(row + PLACE)
     else:
-        return None
+        return row
 
 
 @triton.jit
 def random_bits(stream, start, offsets):
-    """32 random bits for each of some elements, which are counted as they lie here; None where there is no stream."""
-    if stream is None:
-        return None
+    """32 random bits for each of some elements, which are counted as they lie here."""
+    key, t = stream[0]
+    seed = mixed(key + t)
+    if len(stream) == 2 and offsets.dtype == tl.int32:
+        # Of all that lies less than 2^32 from a start the high half of the place is that of the start or the next.
+        first = place_of(stream, start)
+        low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
+        place = low + offsets.to(tl.uint32)
+        high_hash = tl.where(place < low, mixed(seed + high + 1), mixed(seed + high))
+        return mixed(place ^ high_hash)
     else:
-        key, t = stream[0]
-        seed = mixed(key + t)
-        if stream[2] is None and offsets.dtype == tl.int32:
-            # Of all that lies less than 2^32 from a start the high half of the place is that of the start or the next.
-            first = place_of(stream, start)
-            low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
-            place = low + offsets.to(tl.uint32)
-            high_hash = tl.where(place < low, mixed(seed + high + 1), mixed(seed + high))
-            return mixed(place ^ high_hash)
-        else:
-            place = place_of(stream, start + offsets)
-            return mixed(place.to(tl.uint32) ^ mixed(seed + (place >> 32).to(tl.uint32)))
+        place = place_of(stream, start + offsets)
+        return mixed(place.to(tl.uint32) ^ mixed(seed + (place >> 32).to(tl.uint32)))
 
 
 @triton.jit
@@ -134,8 +138,9 @@ def dither(stream, elements):
 @triton.jit
 def place_of(stream, elements):
     """Their places in the whole parameter, int64."""
-    place, first, runs = elements.to(tl.int64), stream[1], stream[2]
-    if runs is not None:
+    place, first = elements.to(tl.int64), stream[1]
+    if len(stream) == 3:
+        runs = stream[2]
         run = place // runs[0]
         place += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
     return place + first

@@ -7,6 +7,8 @@ compute.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -127,8 +129,20 @@ def pick(
         reason = _why_not(candidate, param, options, shard)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
+        if name == "triton" and reason == device.broken(param.device):
+            _warn_of(reason)
         refusals.append(f"not {name}: {reason}")
     raise AssertionError("the reference serves every tensor")
+
+
+@functools.cache
+def _warn_of(failure: str) -> None:
+    """Say once what keeps the kernels of a GPU from it."""
+    warnings.warn(
+        f"bighorn steps without Triton's kernels, which is slower: {failure}. `bighorn doctor` shows more; "
+        'backend="foreach" silences this warning.',
+        stacklevel=2,
+    )
 
 
 def _why_not(backend: Backend, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None) -> str | None:

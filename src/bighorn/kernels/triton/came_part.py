@@ -15,11 +15,11 @@ from bighorn.kernels.triton.tiles import WIDE, Cut, cut
 class CamePart(Part[CameOptions]):
     """Rows that are all factored, or none is."""
 
-    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place]) -> None:
+    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
         from bighorn.kernels.triton import came_columns, came_kernels
 
         self.columns, self.kernels = came_columns, came_kernels
-        super().__init__(buckets, places)
+        super().__init__(buckets, places, streams)
         cuts, device = self.cuts(), self.device
         self.factored = factored = self.constants["FACTORED"]
         coded = "exp_avg_scale" in buckets[places[0][0]].state

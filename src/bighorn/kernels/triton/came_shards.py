@@ -73,8 +73,8 @@ class Lines:
 class ShardPart(CamePart):
     """Shards of tensors whose matrices are all cut up in the same way."""
 
-    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place]) -> None:
-        super().__init__(buckets, places)
+    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
+        super().__init__(buckets, places, streams)
         (index, i), tiles, device = places[0], len(self.tiles), self.device
         self.factor = buckets[index].options.factor
         self.split = split_of(self.shard(index, i), self.factor)

@@ -13,6 +13,10 @@ SHARE_END = tl.constexpr((127 + 6) << 23)
 SIGNED_END = tl.constexpr((127 + 7) << 23)
 UNSIGNED_END = tl.constexpr((127 + 8) << 23)
 
+# Factors are within an ulp of divisions, at a tenth of the instructions; the largest codes are still shares of 1.
+ONE_127TH = tl.constexpr(1 / 127)
+ONE_63RD = tl.constexpr(1 / 63)
+
 
 @triton.jit
 def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
@@ -84,9 +88,9 @@ def decoded(codes, scale, FORM: tl.constexpr):
     """Values of codes: their share of the scale first, so that nothing overflows or vanishes whatever that is."""
     code = codes.to(tl.float32)
     if FORM == "linear":
-        return tl.div_rn(code, 127.0) * scale
+        return code * ONE_127TH * scale
     elif FORM == "signed":
-        share = power(tl.abs(code), SIGNED_END, 1)
+        share = power(magnitude(code), SIGNED_END, 1)
         return tl.where(code < 0, -share, share) * scale
     elif FORM == "unsigned":
         return power(code, UNSIGNED_END, 2) * scale
@@ -101,18 +105,22 @@ def encoded(values, mask, dither, FORM: tl.constexpr):
     """Codes, in float32, of some blocks, and these blocks' scales; a block that is not finite has scale NaN."""
     if FORM == "half_root":
         values = tl.sqrt_rn(values)
-    size = tl.where(tl.abs(values) < float("inf"), tl.abs(values), float("inf"))
+    size = magnitude(values)
+    size = tl.where(size < float("inf"), size, float("inf"))
     scale = tl.max(tl.where(mask, size, 0.0), 1)
     scale = tl.where(scale < float("inf"), scale, float("nan"))
-    size = tl.maximum(tl.div_rn(tl.abs(values), tl.where(scale > 0, scale, 1.0)[:, None]), 2.0**-126)
+    # The inverse of a scale below 2^-128 would be infinite, and a division for each element takes ten instructions.
+    lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
+    inverse = tl.div_rn(1.0, tl.where(scale > 0, scale * lift, 1.0))
+    size = tl.maximum(magnitude(values) * lift[:, None] * inverse[:, None], 2.0**-126)
     size = tl.where((scale > 0)[:, None] & (values != 0), size, 0.0)
     if FORM == "linear":
         code = nearest(size * 127)
     elif FORM == "signed":
         code = nearest(root(size, SIGNED_END, 1))
     elif FORM == "unsigned":
-        code = tl.floor((nearest(root(size, UNSIGNED_END, 2) * 65536) + dither.to(tl.float32)) / 65536)
-        code = tl.maximum(code, 1.0)
+        code = (nearest(root(size, UNSIGNED_END, 2) * 65536) + dither.to(tl.float32)) * 2.0**-16
+        code = tl.maximum(code.to(tl.int32), 1).to(tl.float32)
     else:
         code = tl.maximum(size, 2.0**-24)
     code = tl.where(size == 0, 0.0, code)
@@ -129,7 +137,13 @@ def root(share, END: tl.constexpr, HALVINGS: tl.constexpr):
 def power(code, END: tl.constexpr, HALVINGS: tl.constexpr):
     """The inverse."""
     share = as_float(((as_bits(code) - END) << HALVINGS) + SHARE_END)
-    return tl.where(code == 0, 0.0, tl.div_rn(share, 63.0))
+    return tl.where(code == 0, 0.0, share * ONE_63RD)
+
+
+@triton.jit
+def magnitude(x):
+    """The absolute value, by its bits: `tl.abs` makes 0 of what is below float32's normal numbers (abs.ftz in PTX)."""
+    return as_float(as_bits(x) & 0x7FFFFFFF)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 DEVICES = ("cuda", "xpu")  # ROCm calls itself cuda
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (3, 3)
+TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its variables
 THREADS = 256  # LANES of the kernels
 REGISTERS = 128  # of a thread, with which two blocks fit on a multiprocessor
 
@@ -33,7 +34,7 @@ def unsupported(param: Tensor) -> str | None:
 
 def interpreted() -> bool:
     """Whether Triton interprets kernels, on the CPU: slowly, for tests."""
-    return "TRITON_INTERPRET" in os.environ and os.environ["TRITON_INTERPRET"] not in ("", "0")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE
 
 
 def status() -> tuple[bool, str, str]:
@@ -59,9 +60,17 @@ def _version() -> str:
     return str(triton.__version__)
 
 
-@functools.cache
 def broken(device: torch.device) -> str | None:
     """Why Triton does not work on a device of this machine, or None."""
+    reason = missing(device)
+    if reason or device.type == "cpu" or capturing(device):  # a graph's capture would break at the trial's wait
+        return reason
+    return trial_failure(device)
+
+
+@functools.cache
+def missing(device: torch.device) -> str | None:
+    """Why Triton, or its driver for a device, cannot be used on this machine, or None."""
     try:
         version = _version()
     except Exception as error:  # an installation that does not fit its surroundings fails in many ways
@@ -73,16 +82,29 @@ def broken(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     try:
-        _target()
+        _platform(device)
     except Exception as error:
         return f"Triton does not work on {device}: {error}"
     return None
 
 
-def _target() -> Any:
-    from triton.runtime import driver
+@functools.cache
+def trial_failure(device: torch.device) -> str | None:
+    """What went wrong when LAMB's kernels were compiled, loaded and run on a device, or None.
 
-    return driver.active.get_current_target()
+    A version of Triton that cannot compile them, a C compiler that is missing or a driver that is too old show only
+    then. It takes a second or two once, and 0.05 s from Triton's cache on disk.
+    """
+    from bighorn.kernels.triton.trial import lamb_step
+
+    try:
+        found = lamb_step(device)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"a trial step on {device} with Triton {_version()} failed ({type(error).__name__}: {lines[-1]})"
+    if abs(found - 0.9) > 1e-5:
+        return f"a trial step on {device} with Triton {_version()} gave {found} in place of 0.9"
+    return None
 
 
 Launch = Callable[[int, tuple[Tensor, ...]], object]
@@ -92,7 +114,7 @@ Launch = Callable[[int, tuple[Tensor, ...]], object]
 def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Launch:
     """A kernel with these constants, compiled and loaded for tables like these, at multiples of 16 bytes."""
     named = {name: constants[name] for name in kernel.arg_names if name in constants}
-    options = compile_options(*_platform(), constants)
+    options = compile_options(*_platform(tables[0].device), constants)
     if interpreted():
         return lambda programs, tables: kernel.run(*tables, grid=(programs,), warmup=False, **named, **options)
     ready = kernel.run(*tables, grid=(1,), warmup=True, **named, **options)
@@ -116,17 +138,21 @@ def _takes_many_registers(constants: dict[str, Any]) -> bool:
     return bool(
         constants.get("M_FORM")
         or constants.get("AMSGRAD")
+        or constants["S"].primitive_bitwidth == 8
         or constants["ROUNDING"] != "nearest"
         or constants["G"].primitive_bitwidth == 64
     )
 
 
 @functools.cache
-def _platform() -> tuple[str, int]:
-    """What Triton compiles for, and how many threads a warp has there."""
+def _platform(device: torch.device) -> tuple[str, int]:
+    """What Triton compiles for on a device, and how many threads a warp has there."""
     if interpreted():
         return "", THREADS
-    target = _target()
+    from triton.runtime import driver
+
+    with guard(device):
+        target = driver.active.get_current_target()
     return str(target.backend), int(target.warp_size)
 
 
@@ -136,6 +162,14 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
     manager: AbstractContextManager[object] = torch.get_device_module(device).device(device)
     return manager
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that launches go to, or None where there are no streams."""
+    stream: torch.Stream | None = None
+    if device.type != "cpu":
+        stream = torch.get_device_module(device).current_stream(device)
+    return stream
 
 
 def capturing(device: torch.device) -> bool:

@@ -39,12 +39,12 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
 class LambPart(Part[LambOptions]):
     """Rows that adapt come first: the second pass leaves the others out."""
 
-    def __init__(self, buckets: list[Bucket[LambOptions]], places: list[Place]) -> None:
+    def __init__(self, buckets: list[Bucket[LambOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
         from bighorn.kernels.triton import lamb_kernels
 
         self.kernels = lamb_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
-        super().__init__(buckets, sorted(places, key=lambda place: not buckets[place[0]].options.adapt))
+        super().__init__(buckets, sorted(places, key=lambda place: not buckets[place[0]].options.adapt), streams)
         adapts = [buckets[index].options.adapt for index, _ in self.places]
         self.adapted = sum(itertools.compress(self.chunks, adapts))
         self.sums = torch.empty(2 * len(self.owners), dtype=torch.float64, device=self.device)
@@ -116,7 +116,7 @@ class Lamb(Stepper[LambOptions]):
 
     def part(self, places: list[Place]) -> LambPart:
         """As `Stepper.part`."""
-        return LambPart(self.buckets, places)
+        return LambPart(self.buckets, places, self.streams)
 
     @staticmethod
     def kind(bucket: Bucket[LambOptions], i: int) -> tuple[object, ...]:

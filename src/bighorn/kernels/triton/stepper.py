@@ -13,7 +13,7 @@ from bighorn.kernels.addresses import addresses, check_memory
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
-from bighorn.kernels.triton.device import Launch, compiled, guard, unsupported
+from bighorn.kernels.triton.device import Launch, capturing, compiled, current_stream, guard, unsupported
 from bighorn.kernels.triton.tables import Mirror, in_order_of, keep, table
 
 CHUNK = 8192  # elements of a program
@@ -53,7 +53,7 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
 class Part(Generic[Options]):
     """Rows that the same compiled kernels serve. An algorithm adds its columns, its tables and its launches."""
 
-    def __init__(self, buckets: list[Bucket[Options]], places: list[Place]) -> None:
+    def __init__(self, buckets: list[Bucket[Options]], places: list[Place], streams: list[torch.Stream]) -> None:
         from bighorn.kernels.triton import common_kernels
 
         self.buckets: list[Bucket[Options]] = buckets
@@ -67,7 +67,7 @@ class Part(Generic[Options]):
         ]
         self.owners = self.table_of_owners(self.chunks)
         self.rows = table(list(itertools.chain.from_iterable(self._rows())), torch.int64, self.device)
-        self.addresses = Mirror(torch.int64, self.device)
+        self.addresses = Mirror(torch.int64, self.device, streams)
         self.strays = [
             k for k, (x, g) in enumerate(zip(self.params, self.gradients(), strict=True)) if in_order_of(x, g) is not g
         ]
@@ -107,22 +107,22 @@ class Part(Generic[Options]):
             grads[k] = copy
         self.grads = self.addresses.of(addresses(grads))
 
-    def square_sums(self, *, compile_only: bool = False) -> Tensor:
-        """The sum of the gradients' squares for each chunk, float64."""
+    def square_sums(self) -> Tensor:
+        """The sum of the gradients' squares for each chunk, float64: compiled where somebody asks for it."""
         sums = torch.empty(len(self.owners), dtype=torch.float64, device=self.device)
         tables = self.rows, self.grads, self.owners, sums
-        self.launch(self.common.square_sums, len(self.owners), tables, compile_only)
+        self.launch(self.common.square_sums, len(self.owners), tables, compile_only=False)
         return sums
 
     def launch(
         self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any
     ) -> None:
-        """Launch so many programs of a kernel, if any, which was compiled; or only compile and load it."""
+        """Launch so many programs of a kernel, if any, which is compiled and loaded first; or do no more than that."""
         keep(*tables)
         key = kernel, *constants.items()
-        if programs and compile_only:
+        if programs and key not in self.launches:
             self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
-        elif programs:
+        if programs and not compile_only:
             self.launches[key](programs, tables)
 
     def gradients(self) -> list[Tensor]:
@@ -161,7 +161,9 @@ class Stepper(Generic[Options]):
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
         self.device = buckets[0].norms.device
-        self.hyper = Mirror(torch.float64, self.device)
+        self.streams: list[torch.Stream] = []
+        """Those that steps have been launched on: a table that is freed waits for all of them."""
+        self.hyper = Mirror(torch.float64, self.device, self.streams)
         self.one = torch.ones((), dtype=torch.float64, device=self.device)
         self.true = torch.ones((), dtype=torch.bool, device=self.device)
         self.none = torch.empty(0, dtype=torch.float64, device=self.device)
@@ -187,11 +189,11 @@ class Stepper(Generic[Options]):
     def lay_out(self) -> None:
         """Sort the rows into parts, and compile what they need, so that no kernel fails after another has written."""
         self.laid = [self.laid_by(bucket.options) for bucket in self.buckets]
+        self.streams.clear()
         with guard(self.device):
             self.parts: list[Part[Options]] = list(map(self.part, self._alike()))
             hyper = self._hyper()
             for part in self.parts:
-                part.square_sums(compile_only=True)
                 part.step(hyper, self.one, self.true, compile_only=True)
 
     @staticmethod
@@ -203,9 +205,21 @@ class Stepper(Generic[Options]):
         """Whatever can fail: memory, and copies of gradients that lie in another order than their parameters."""
         if self.laid != [self.laid_by(bucket.options) for bucket in self.buckets]:
             self.lay_out()
+        self.meet_stream()
         with guard(self.device):
             for part in self.parts:
                 part.find_gradients()
+
+    def meet_stream(self) -> None:
+        """Keep the memory of tables, once freed, from others until the current stream has done with it, too."""
+        stream = current_stream(self.device)
+        if stream is None or stream in self.streams or capturing(self.device):
+            return
+        self.streams.append(stream)
+        for holder in (self, self.hyper, *self.parts, *(part.addresses for part in self.parts)):
+            for held in vars(holder).values():
+                if isinstance(held, Tensor):
+                    held.record_stream(stream)
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""

@@ -47,8 +47,8 @@ def keep(*tables: Tensor) -> None:
 class Mirror:
     """A table that is made anew when the numbers change."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, streams: list[torch.Stream]) -> None:
+        self.dtype, self.device, self.streams = dtype, device, streams
         self.values: list[int] | list[float] | array[int] | None = None
         self.table = torch.empty(0, dtype=dtype, device=device)
 
@@ -58,4 +58,6 @@ class Mirror:
             return table(values, self.dtype, self.device)
         if values != self.values:
             self.table, self.values = table(values, self.dtype, self.device), values
+            for stream in self.streams if len(self.streams) > 1 else ():  # one alone is that which made it
+                self.table.record_stream(stream)
         return self.table

@@ -1,0 +1,36 @@
+"""A LAMB step on a device, of which the result is known: it is made before Triton is chosen there."""
+
+from __future__ import annotations
+
+import torch
+
+from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.triton.lamb import Lamb
+
+OPTIONS = LambOptions(
+    lr=0.1,
+    betas=(0.9, 0.999),
+    eps=0.0,
+    weight_decay=0.0,
+    bias_correction=True,
+    grad_averaging=True,
+    decay_mode="ratio",
+    adapt=True,
+    weight_norm_bounds=None,
+    trust_ratio_bounds=None,
+    second_moment="adam",
+    cautious=False,
+    maximize=False,
+    centre=False,
+)
+
+
+def lamb_step(device: torch.device) -> float:
+    """What a weight of 1 becomes by a first step of size 0.1: 0.9."""
+    x, g = (torch.ones(2000, device=device) for _ in "12")
+    step = torch.zeros((), device=device)
+    state = {name: [torch.zeros_like(x)] for name in ("exp_avg", "exp_avg_sq")}
+    kernel = Lamb([Bucket(OPTIONS, [x], state, [step], [step], torch.zeros(1, 3, device=device), [g])])
+    kernel.prepare()
+    kernel.step()
+    return float(x.mean())

@@ -308,6 +308,24 @@ def test_temporaries_of_the_cpu_backend_are_bounded() -> None:
     assert 1 << 20 < found <= 16 << 20  # above: it keeps a part of the update
 
 
+def test_gradients_are_an_optimizer_s_own() -> None:
+    """Apex's FusedLAMB leaves its update in the gradients."""
+
+    class Overwrites(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            assert closure is None
+            for param in self.param_groups[0]["params"]:
+                param.grad.fill_(7)
+
+    weights, grads = measure.draw([(5,)], 1.0, torch.float32, CPU, 0), measure.draw([(5,)], 1.0, torch.float32, CPU, 1)
+    kept = grads[0].clone()
+    other, _ = measure.prepared(peers.PEERS["adamw"].load(), weights, grads, None)
+    measure.prepared(lambda params, lr, _: Overwrites(params, lr=lr), weights, grads, None)
+    measure.prepared(peers.PEERS["adamw"].load(), weights, grads, 1e-3)  # torch's clip scales in place
+    assert torch.equal(grads[0], kept)
+    assert torch.equal(other.param_groups[0]["params"][0].grad, kept)
+
+
 def test_two_optimizers_take_turns() -> None:
     turns: list[str] = []
 

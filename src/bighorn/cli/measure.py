@@ -33,13 +33,14 @@ def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torc
 def prepared(
     build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None
 ) -> tuple[Optimizer, float]:
-    """An optimizer over copies of ``weights``, with gradients, after its first step, and the seconds that step took.
+    """An optimizer over copies of ``weights`` and ``grads``, after its first step, and the seconds that step took.
 
-    The state exists then, and what compiles has compiled.
+    The state exists then, and what compiles has compiled. Gradients are copied since some steps write to them: apex's
+    FusedLAMB leaves its update there, and ``clip_grad_norm_`` scales them.
     """
     params = [weight.clone() for weight in weights]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
+        param.grad = grad.clone()
     optimizer = build(params, LR, clip)
     start = time.perf_counter()
     optimizer.step()

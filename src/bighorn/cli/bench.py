@@ -1,6 +1,9 @@
 """``bighorn bench``: what a step costs here, beside its peers."""
 
-from collections.abc import Callable, Sequence
+import gc
+import statistics
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,22 +13,28 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import cuda, files
+from bighorn.cli import cuda, files, traffic
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.measure import draw, error, prepared, rounds, spread, temporaries
-from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.measure import compare, draw, error, prepared, temporaries
 from bighorn.cli.options import command_line, config_options, option
-from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
+from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES, Shape
 from bighorn.cli.values import at_least, names, positive
 
 FILE = click.Path(path_type=Path)
+
+WIDTH_OF_FILES = 160
+"""Columns of text for output that is no terminal, which rich would wrap at 80; the widest table has 120."""
+
+MOST_FOR_ERROR = 500_000_000
+"""Parameters of a set, above which the error is left out: its float64 steps would take longer than all the others."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +45,18 @@ class Instrument:
     """Refuses a machine without such a device."""
     facts: Callable[[], dict[str, Any]]
     """What is known of the device, in JSON's terms."""
-    rounds: Callable[[Optimizer, Optimizer, float], tuple[list[float], list[float]]]
+    compare: Callable[[Optimizer, Optimizer, float], dict[str, Any]]
+    """Times of a baseline and an optimizer for some seconds, in JSON's terms."""
     temporaries: Callable[[Callable[[], object]], int | None]
-    host_seconds: Callable[[Callable[[], object]], float] | None = None
-    """What a step costs the host, where it does not wait for the device."""
+    seconds: float
+    """The default of `--seconds`."""
+    copy_speed: Callable[[], float | None] | None = None
+    """Bytes per second of a copy, where steps are compared with one."""
 
 
 INSTRUMENTS = {
-    "cpu": Instrument(lambda: None, dict, rounds, temporaries),
-    "cuda": Instrument(cuda.check, cuda.facts, cuda.rounds, cuda.temporaries, cuda.host_seconds),
+    "cpu": Instrument(lambda: None, dict, compare, temporaries, seconds=3.0),
+    "cuda": Instrument(cuda.check, cuda.facts, cuda.compare, cuda.temporaries, seconds=1.5, copy_speed=cuda.copy_speed),
 }
 
 
@@ -71,7 +83,11 @@ class BenchConfig:
     precision: str = option("fp32", "Type of weights and gradients; bf16 has bf16 states.", choices=tuple(PRECISIONS))
     clip: float | None = option(None, "Clip gradients to this norm.", shown="no clipping")
     threads: int | None = option(None, "CPU threads.", shown="torch's choice")
-    seconds: float = option(3.0, "Time for each pair of optimizers; at least 5 rounds.")
+    seconds: float | None = option(
+        None,
+        "Time for each pair of optimizers, on a GPU for device time and for wall time; at least 5 rounds.",
+        shown="3; 1.5 with --device cuda",
+    )
 
     @property
     def layout(self) -> BenchTable:
@@ -97,10 +113,14 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     Each optimizer takes turns with the table's first row on parameters of real models' shapes, with random gradients
     and its state in place. Times are medians; ratios are of each round, as median and 10th to 90th percentile.
     Temporaries are what resident memory rises by during a step. The error is the weights', relative to float64,
-    after two steps. Compile is what the first step of a compiled optimizer takes longer, without any cache.
-    On a GPU, times are the device's, with cold caches; temporaries are what its allocator hands out during a step;
-    of copy is how fast weights, gradients and state pass by, each read and written once, beside a plain copy; host is
-    what a step costs the host.
+    after two steps, in sets of at most 500M parameters. Compile is what the first step of a compiled optimizer takes
+    longer, without any cache.
+
+    On a GPU, ms is device time with cold caches, measured while the device is behind the host, and "-" for a step that
+    waits for the device; wall ms is the time of a step in 50 steps in a row, and host the time until a step returns.
+    "of copy" is the rate of all the bytes that a step's kernels move, relative to a plain copy in the same run, and "of
+    copy, once" counts each array once; for optimizers of other packages both do. Temporaries are what torch's
+    allocator hands out during a step.
     """
     config = BenchConfig(**options)
     layout, instrument = config.layout, INSTRUMENTS[config.device]
@@ -123,34 +143,32 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         "results": [],
     }
     console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
     about, here = content["environment"], content["machine"]
     if content["device"]:
-        speed = content["device"]["copy_bytes_per_s"]
-        console.print(f"{content['device']['device']}, copies {quantity(round(speed))} bytes/s, {config.precision}")
+        console.print(f"{content['device']['device']}, {config.precision}")
     console.print(
         f"{about['processor']}, cores: {here['cores allowed']}, threads: {about['threads']}, {config.precision}"
     )
     for name in sets:
         shapes = list(SHAPES[name]())
-        rows = _measure(shapes, builds, config, content["device"].get("copy_bytes_per_s"), console)
-        parameters = sum(torch.Size(shape).numel() for shape in shapes)
-        content["results"].append(
-            {"shapes": name, "tensors": len(shapes), "parameters": parameters, "optimizers": rows}
-        )
-        console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(parameters)} parameters")
-        console.print(_table(rows, layout.columns))
-        noise = rows[0]["ratio"]
-        if noise["p90"] > 1.2 * noise["p10"]:
-            console.print("The baseline against itself varies this much: close other programs for steadier figures.")
+        result = {"shapes": name, **_measure(shapes, builds, config, console)}
+        content["results"].append(result)
+        if json_file is not None:  # after each set: what a peer does to the device can end the run
+            files.write_json(json_file, content)
+        console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(result['parameters'])} parameters")
+        console.print(_table(result["optimizers"], layout.columns))
+        for note in result["notes"]:
+            console.print(note, markup=False)
     for name, reason in absent.items():
-        console.print(f"Absent: {PEERS[name].label} ({reason})")
+        console.print(f"Absent: {PEERS[name].label} ({reason})", markup=False)
     if report is not None:
         from bighorn.cli.report import bench_report
 
         files.write_text(report, bench_report(content, COLUMNS, [PEERS[name].label for name in absent]))
         console.print(f"Report: {report}")
     if json_file is not None:
-        files.write_json(json_file, content)
         console.print(f"JSON: {json_file}")
 
 
@@ -170,60 +188,137 @@ def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:
 
 
 def _measure(
-    shapes: Sequence[Shape], builds: dict[str, Build], config: BenchConfig, copy_speed: float | None, console: Console
-) -> list[dict[str, Any]]:
-    """One row per optimizer. The baseline's compares it with itself: what it shows beside 1.00 is the noise."""
-    dtype, instrument = PRECISIONS[config.precision], INSTRUMENTS[config.device]
-    device = torch.device(config.device)
-    weights, grads = draw(shapes, 0.02, dtype, device, seed=0), draw(shapes, 1e-3, dtype, device, seed=1)
+    shapes: Sequence[Shape], builds: dict[str, Build], config: BenchConfig, console: Console
+) -> dict[str, Any]:
+    """Measure a set of shapes: one row per optimizer, and the reasons of those that failed.
+
+    The baseline's row compares it with itself: the difference from 1.00 is the noise.
+    """
+    instrument, device = INSTRUMENTS[config.device], torch.device(config.device)
+    copies = [instrument.copy_speed()] if instrument.copy_speed else []
+    weights, grads = (
+        draw(shapes, scale, PRECISIONS[config.precision], device, seed) for seed, scale in enumerate((0.02, 1e-3))
+    )
     first, *_ = builds.values()
     baseline, _ = prepared(first, weights, grads, config.clip)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    failed = {}
     with counting(console) as bar:
         task = bar.add_task("", total=len(builds))
         for name, build in builds.items():
             bar.update(task, description=PEERS[name].label)
-            measured = _beside(baseline, *prepared(build, weights, grads, config.clip), config.seconds, instrument)
-            compiling = measured["first_step_s"] - 1e-3 * measured["ms"]["median"] if PEERS[name].compiles else None
-            if copy_speed is not None:
-                passing = 3 * sum(weight.nbytes for weight in weights) + 2 * (measured["state_bytes"] or 0)
-                measured["of_copy"] = passing / (1e-3 * measured["ms"]["median"]) / copy_speed
-            # After the first step, since what is compiled for one optimizer serves the next.
-            off = error(build, weights, grads)
+            try:
+                rows.append({"name": name, **_row(PEERS[name], build, baseline, weights, grads, config)})
+            except Exception as reason:
+                if not rows or config.optimizers is not None:  # the baseline, or one that was asked for
+                    raise
+                failed[name] = f"{type(reason).__name__}: {reason}"
+            gc.collect()  # an optimizer can be part of a cycle, which would keep its memory into the next row
             bar.advance(task)
-            rows.append({"name": name, "label": PEERS[name].label, **measured, "compile_s": compiling, "error": off})
-    return rows
+    if instrument.copy_speed:
+        copies.append(instrument.copy_speed())
+        for row in rows:
+            _relate(row, copies)
+    return {
+        "tensors": len(shapes),
+        "parameters": sum(weight.numel() for weight in weights),
+        "copy_bytes_per_s": copies,
+        "optimizers": rows,
+        "failed": failed,
+        "notes": list(_notes(rows, failed, copies)),
+    }
+
+
+def _row(
+    peer: Peer,
+    build: Build,
+    baseline: Optimizer,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    config: BenchConfig,
+) -> dict[str, Any]:
+    measured = _beside(peer, baseline, *prepared(build, weights, grads, config.clip), config)
+    compiling = peer.compiles and measured["ms"] is not None
+    exact = peer.float64 and sum(weight.numel() for weight in weights) <= MOST_FOR_ERROR
+    return {
+        "label": peer.label,
+        **measured,
+        "compile_s": measured["first_step_s"] - 1e-3 * measured["ms"]["median"] if compiling else None,
+        # After the first step, since what is compiled for one optimizer serves the next.
+        "error": error(build, weights, grads) if exact else None,
+    }
 
 
 def _beside(
-    baseline: Optimizer, optimizer: Optimizer, first_step: float, seconds: float, instrument: Instrument
+    peer: Peer, baseline: Optimizer, optimizer: Optimizer, first_step: float, config: BenchConfig
 ) -> dict[str, Any]:
+    instrument = INSTRUMENTS[config.device]
     extra = instrument.temporaries(optimizer.step)
-    theirs, mine = instrument.rounds(baseline, optimizer, seconds)
+    state = peer.state_bytes(optimizer)
+    once = traffic.bytes_once(optimizer, state)
     return {
-        "rounds": len(mine),
-        "ms": spread(mine, 1e3),
-        "baseline_ms": spread(theirs, 1e3),
-        "ratio": spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
+        **instrument.compare(baseline, optimizer, instrument.seconds if config.seconds is None else config.seconds),
         "first_step_s": first_step,
-        "host_ms": 1e3 * instrument.host_seconds(optimizer.step) if instrument.host_seconds else None,
         "temporaries_bytes": extra,
-        "state_bytes": state_bytes(optimizer) or None,  # LoopLamb's is not where optimizers have theirs
+        "state_bytes": state or None,  # LoopLamb's is not where optimizers have theirs
+        "bytes_once": once,
+        "bytes_moved": traffic.bytes_moved(optimizer, config.clip is not None) or once,
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
     }
 
 
+def _relate(row: dict[str, Any], copies: Sequence[float | None]) -> None:
+    """Give a row its rates relative to a copy's, the mean of those that were measured."""
+    speeds = [speed for speed in copies if speed is not None]
+    known = bool(speeds) and row["ms"] is not None
+    for figure, size in (("of_copy", "bytes_moved"), ("of_copy_once", "bytes_once")):
+        row[figure] = row[size] / (1e-3 * row["ms"]["median"]) / statistics.mean(speeds) if known else None
+
+
+def _notes(rows: Sequence[dict[str, Any]], failed: dict[str, str], copies: Sequence[float | None]) -> Iterator[str]:
+    """Sentences below a table."""
+    noise = rows[0]["ratio"]
+    if noise is not None and noise["p90"] > 1.2 * noise["p10"]:
+        yield "The baseline against itself varies this much: close other programs for steadier figures."
+    for row in rows:
+        if row["ms"] is None:
+            yield (
+                f"{row['label']}: no device time. The host was not ahead of the device in a whole step: the step waits "
+                "for the device, or launches more kernels than the device's queue holds."
+            )
+    for name, reason in failed.items():
+        yield f"Failed: {PEERS[name].label} ({textwrap.shorten(reason, 300)})"
+    if copies:
+        before, after = ("unknown" if speed is None else f"{speed / 1e9:,.0f}" for speed in copies)
+        yield f"A copy's GB/s, read and written: {before} before, {after} after."
+
+
+def _spread(row: dict[str, Any], figure: str) -> str:
+    return "-" if row[figure] is None else f"{row[figure]['p10']:.2f}-{row[figure]['p90']:.2f}"
+
+
+def _median(row: dict[str, Any], figure: str) -> str:
+    return "-" if row.get(figure) is None else f"{row[figure]['median']:.2f}"
+
+
+def _share(row: dict[str, Any], figure: str) -> str:
+    return "-" if row.get(figure) is None else f"{row[figure]:.0%}"
+
+
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "ms": lambda row: f"{row['ms']['median']:.2f}",
-    "ms p10-p90": lambda row: f"{row['ms']['p10']:.2f}-{row['ms']['p90']:.2f}",
-    "ratio": lambda row: f"{row['ratio']['median']:.2f}",
-    "p10-p90": lambda row: f"{row['ratio']['p10']:.2f}-{row['ratio']['p90']:.2f}",
-    "host": lambda row: "-" if row["host_ms"] is None else f"{row['host_ms']:.2f} ms",
-    "of copy": lambda row: f"{row['of_copy']:.0%}" if "of_copy" in row else "-",
+    "ms": lambda row: _median(row, "ms"),
+    "ms p10-p90": lambda row: _spread(row, "ms"),
+    "ratio": lambda row: _median(row, "ratio"),
+    "p10-p90": lambda row: _spread(row, "ratio"),
+    "wall ms": lambda row: _median(row, "wall_ms"),
+    "wall ratio": lambda row: _median(row, "wall_ratio"),
+    "host": lambda row: f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-",
+    "of copy": lambda row: _share(row, "of_copy"),
+    "of copy, once": lambda row: _share(row, "of_copy_once"),
     "compile": lambda row: "-" if row["compile_s"] is None else f"{row['compile_s']:.1f} s",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
     "state": lambda row: _megabytes(row["state_bytes"]),
-    "error": lambda row: f"{row['error']:.1e}",
+    "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",
 }
 """A measured row in words."""
 

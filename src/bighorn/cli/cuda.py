@@ -1,4 +1,4 @@
-"""What ``bighorn bench --device cuda`` measures, and how: by the device's own clock, with cold caches."""
+"""The measurements of ``bighorn bench --device cuda``: device time with cold caches, and wall time of many steps."""
 
 import statistics
 import time
@@ -6,18 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.measure import LEAST_ROUNDS
+from bighorn.cli.measure import LEAST_ROUNDS, beside
 
 WARM_UP = 10
 """Steps of each optimizer that are not counted: clocks rise, and allocators and launchers settle."""
 
 SWEEP_BYTES = 1 << 30
-"""Written before each step: more than any cache holds, and time enough for the host to be ahead of the device."""
+"""Written before each step: more than any cache holds."""
 
+MARGIN = 3
+"""The device sleeps this many times as long as the host takes to enqueue a step."""
+
+LEAST_SLEEP = 1e-3
+"""Seconds, for steps that cost the host next to nothing: a single interrupt takes longer than they do."""
+
+TRIES = 4
+"""Samples in a row for which the host may be too late, each with twice the sleep of the one before."""
+
+CALIBRATION_CYCLES = 10_000_000
+MOST_ROUNDS = 40
 HOST_STEPS = 20
+COPIES = 20
+STEPS_IN_A_ROW = 50
+LEAST_REPEATS, MOST_REPEATS = 3, 7
 
 
 def check() -> None:
@@ -31,7 +46,7 @@ def check() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """The device, for the figures' provenance, with the speed of a copy there."""
+    """The device, for the figures' provenance."""
     found = torch.cuda.get_device_properties()
     return {
         "device": found.name,
@@ -39,40 +54,146 @@ def facts() -> dict[str, Any]:
         "l2_bytes": found.L2_cache_size,
         "multiprocessors": found.multi_processor_count,
         "cuda": torch.version.cuda or torch.version.hip,
-        "copy_bytes_per_s": copy_speed(),
     }
 
 
-def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
-    """As :func:`bighorn.cli.measure.rounds`, but in seconds of the device."""
-    sweep = torch.empty(SWEEP_BYTES, dtype=torch.uint8, device="cuda")
+def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
+    """As :func:`bighorn.cli.measure.compare`, with device time, wall time and host time of a step.
+
+    Device time and wall time are measured for ``seconds`` each. `ms`, `baseline_ms` and `ratio` are None, and
+    `host_ahead` is false, where :class:`DeviceTimer` refuses the step.
+    """
     for _ in range(WARM_UP):
-        first.step()
-        second.step()
+        baseline.step()
+        optimizer.step()
+    host = host_seconds(optimizer.step)
+    sweep = scratch()
+    timers = DeviceTimer(baseline.step, host_seconds(baseline.step), sweep), DeviceTimer(optimizer.step, host, sweep)
+    rounds = device_rounds(*timers, seconds)
+    return {
+        "rounds": len(rounds[0]) if rounds else 0,
+        **(beside(*rounds) if rounds else {"ms": None, "baseline_ms": None, "ratio": None}),
+        "host_ahead": rounds is not None,
+        "baseline_refused_samples": timers[0].refused,
+        "refused_samples": timers[1].refused,
+        "host_ms": 1e3 * host,
+        **beside(*wall_rounds(baseline, optimizer, seconds), "wall_"),
+    }
+
+
+class DeviceTimer:
+    """Device time of some work, with cold caches and a host that is ahead of the device.
+
+    The device sleeps, then writes `SWEEP_BYTES`, then does the work, between two events. Where the host enqueues the
+    work more slowly than the device does it, events alone would count the time that the device waits for launches. A
+    sample therefore counts only if the device has not reached the first event when the host has enqueued the last
+    one. Otherwise the sample is refused, and the sleep is doubled for the next one.
+
+    Args:
+        work: Enqueues the work.
+        host: Seconds that the host takes for it.
+        sweep: Memory on the device, larger than its caches.
+
+    Attributes:
+        refused: How many samples were refused.
+    """
+
+    def __init__(self, work: Callable[[], object], host: float, sweep: Tensor) -> None:
+        self.refused = 0
+        self._work, self._sweep = work, sweep
+        self._cycles = int(max(MARGIN * host, LEAST_SLEEP) * cycles_per_second())
+
+    def seconds(self) -> float | None:
+        """One sample; None if `TRIES` in a row are refused.
+
+        The work then waits for the device itself, or launches more than the device's queue holds, so that no sleep is
+        long enough.
+        """
+        for _ in range(TRIES):
+            start, stop = events()
+            torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
+            self._sweep.zero_()
+            start.record()
+            self._work()
+            stop.record()
+            ahead = not start.query()  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            if ahead:
+                return 1e-3 * float(start.elapsed_time(stop))
+            self.refused += 1
+            self._cycles *= 2
+        return None
+
+
+def device_rounds(first: DeviceTimer, second: DeviceTimer, seconds: float) -> tuple[list[float], list[float]] | None:
+    """Device times of two timers that take turns, for ``seconds``, at least 5 and at most 40 rounds.
+
+    None if the host cannot be ahead of the device in one of them.
+    """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < LEAST_ROUNDS:
-        for optimizer, mine in zip((first, second), times, strict=True):
-            mine.append(elapsed(optimizer.step, lambda: sweep.zero_()))
+    while len(times[0]) < LEAST_ROUNDS or (len(times[0]) < MOST_ROUNDS and time.perf_counter() < end):
+        for timer, mine in zip((first, second), times, strict=True):
+            sample = timer.seconds()
+            if sample is None:
+                return None
+            mine.append(sample)
     return times
 
 
-def elapsed(work: Callable[[], object], before: Callable[[], object]) -> float:
-    """Seconds that the device takes for ``work``, after something else was put in its queue."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in "12")  # type: ignore[no-untyped-call]
-    before()
+def wall_rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
+    """Wall time of a step, in `STEPS_IN_A_ROW` steps between two synchronizations.
+
+    The optimizers take turns for ``seconds``, at least 3 and at most 7 times. The result is limited by the host or by
+    the device, whichever is slower, as a training loop is. Caches are as the step before left them.
+    """
+    times: tuple[list[float], list[float]] = [], []
+    end = time.perf_counter() + seconds
+    while len(times[0]) < LEAST_REPEATS or (len(times[0]) < MOST_REPEATS and time.perf_counter() < end):
+        for optimizer, mine in zip((first, second), times, strict=True):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(STEPS_IN_A_ROW):
+                optimizer.step()
+            torch.cuda.synchronize()
+            mine.append((time.perf_counter() - start) / STEPS_IN_A_ROW)
+    return times
+
+
+def copy_speed() -> float | None:
+    """Bytes per second, read and written, of a copy within the device's memory, timed as steps are; a median.
+
+    None if the host cannot be ahead of the device.
+    """
+    source, target = scratch(), scratch()
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    timer = DeviceTimer(copy, host_seconds(copy), scratch())
+    samples = [sample for sample in (timer.seconds() for _ in range(COPIES)) if sample is not None]
+    return 2 * SWEEP_BYTES / statistics.median(samples) if samples else None
+
+
+def cycles_per_second() -> float:
+    """The rate at which `torch.cuda._sleep` counts: the device's clock, which changes with load."""
+    start, stop = events()
     start.record()
-    work()
+    torch.cuda._sleep(CALIBRATION_CYCLES)  # type: ignore[no-untyped-call]
     stop.record()
     torch.cuda.synchronize()
-    return 1e-3 * float(start.elapsed_time(stop))
+    return CALIBRATION_CYCLES / (1e-3 * float(start.elapsed_time(stop)))
 
 
-def copy_speed() -> float:
-    """Bytes per second, read and written, of a copy within the device's memory."""
-    source, target = (torch.empty(SWEEP_BYTES, dtype=torch.uint8, device="cuda") for _ in "12")
-    times = [elapsed(lambda: target.copy_(source), lambda: source.zero_()) for _ in range(WARM_UP + HOST_STEPS)]
-    return 2 * SWEEP_BYTES / statistics.median(times[WARM_UP:])
+def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events that can be timed."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    return start, stop
+
+
+def scratch() -> Tensor:
+    """Memory on the device to sweep and to copy, `SWEEP_BYTES` of it."""
+    return torch.empty(SWEEP_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def temporaries(step: Callable[[], object]) -> int:
@@ -86,10 +207,13 @@ def temporaries(step: Callable[[], object]) -> int:
 
 
 def host_seconds(step: Callable[[], object]) -> float:
-    """Seconds that the host takes for a step that it does not wait for, the median of some."""
-    torch.cuda.synchronize()
+    """Seconds until a step returns that begins on an idle device, a median.
+
+    On a busy one, a full queue would make the host wait. A step that synchronizes includes its device time.
+    """
     times = []
     for _ in range(HOST_STEPS):
+        torch.cuda.synchronize()
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ ERROR_LR = 0.1  # a step that changes weights by their own size, or their roundi
 
 
 def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
-    """Normal random tensors, the same for the same seed, whatever the device."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).mul_(scale).to(device, dtype) for shape in shapes]
+    """Normal random tensors, drawn on the device; the same for the same seed on the same kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype) for shape in shapes]
 
 
 def prepared(
@@ -45,6 +46,21 @@ def prepared(
     start = time.perf_counter()
     optimizer.step()
     return optimizer, time.perf_counter() - start
+
+
+def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
+    """Wall times of the steps of two optimizers, and their ratio, as JSON has them."""
+    theirs, mine = rounds(baseline, optimizer, seconds)
+    return {"rounds": len(mine), **beside(theirs, mine)}
+
+
+def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> dict[str, dict[str, float]]:
+    """Spreads of the baseline's seconds, of an optimizer's, in milliseconds, and of the ratio of each round."""
+    return {
+        f"{prefix}ms": spread(mine, 1e3),
+        f"baseline_{prefix}ms": spread(theirs, 1e3),
+        f"{prefix}ratio": spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
+    }
 
 
 def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
@@ -68,6 +84,7 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     return {"p10": scale * deciles[0], "median": scale * deciles[4], "p90": scale * deciles[8]}
 
 
+@torch.no_grad()
 def error(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
     """The weights' relative error after two steps of a large learning rate: ||ours - exact|| / ||exact||.
 

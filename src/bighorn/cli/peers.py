@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
+from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.plain import LoopLamb, Step, compiled_loop, loop
 
 WEIGHT_DECAY = 0.01
@@ -31,6 +32,8 @@ class Peer:
         package: The distribution that it comes from.
         compiles: Whether its first step compiles what the others run.
         devices: Those that it works on.
+        float64: Whether it steps float64 tensors, from which the error is measured.
+        state_bytes: The size of its state.
     """
 
     label: str
@@ -38,6 +41,8 @@ class Peer:
     package: str
     compiles: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    float64: bool = True
+    state_bytes: Callable[[Optimizer], int] = state_bytes
 
     def load_for(self, device: str) -> Build:
         """The function that builds it for a device; ImportError says why it is absent."""
@@ -77,11 +82,12 @@ def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -
     return lambda: build
 
 
-def _torch_adamw() -> Build:
+def _torch_adamw(*, fused: bool) -> Callable[[], Build]:
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        return _clipped(torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=True), params, clip)
+        adamw = torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=fused, foreach=not fused)
+        return _clipped(adamw, params, clip)
 
-    return build
+    return lambda: build
 
 
 def _loop() -> Build:
@@ -110,10 +116,24 @@ def _discard(_: object) -> None:
     """A hook's value would replace the step's arguments."""
 
 
+def _imported(module: str, name: str, remedy: str) -> Any:
+    """A class of another package.
+
+    Raises:
+        ImportError: The package is absent, or its import fails: those with compiled parts raise anything then.
+    """
+    if find_spec(module.partition(".")[0]) is None:
+        raise ImportError(f"not installed{remedy}")
+    try:
+        return getattr(import_module(module), name)
+    except Exception as reason:
+        raise ImportError(f"installed, but its import fails: {reason}") from reason
+
+
 def _apex() -> Build:
-    if find_spec("apex") is None:
-        raise ImportError("not installed; it is built from https://github.com/NVIDIA/apex, for CUDA alone")
-    lamb = import_module("apex.optimizers").FusedLAMB
+    lamb = _imported(
+        "apex.optimizers", "FusedLAMB", "; it is built from https://github.com/NVIDIA/apex, for CUDA alone"
+    )
     # Its clip is always there: one that is out of reach stands for none.
     return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip or 1e9)
 
@@ -131,9 +151,7 @@ def _timm() -> Build:
 
 
 def _pytorch_optimizer() -> Build:
-    if find_spec("pytorch_optimizer") is None:
-        raise ImportError("not installed: pip install pytorch_optimizer")
-    lamb = import_module("pytorch_optimizer").Lamb
+    lamb = _imported("pytorch_optimizer", "Lamb", ": pip install pytorch_optimizer")
     return lambda params, lr, clip: lamb(
         params,
         lr=lr,
@@ -145,16 +163,12 @@ def _pytorch_optimizer() -> Build:
 
 
 def _came_pytorch() -> Build:
-    if find_spec("came_pytorch") is None:
-        raise ImportError("not installed: pip install --no-deps came-pytorch")
-    came = import_module("came_pytorch").CAME
+    came = _imported("came_pytorch", "CAME", ": pip install --no-deps came-pytorch")
     return lambda params, lr, clip: _clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
 
 def _pytorch_optimizer_came() -> Build:
-    if find_spec("pytorch_optimizer") is None:
-        raise ImportError("not installed: pip install pytorch_optimizer")
-    came = import_module("pytorch_optimizer").CAME
+    came = _imported("pytorch_optimizer", "CAME", ": pip install pytorch_optimizer")
     return lambda params, lr, clip: _clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
 
@@ -165,8 +179,45 @@ def _adafactor() -> Build:
     return build
 
 
+def _bitsandbytes(name: str) -> Callable[[], Build]:
+    def load() -> Build:
+        kind = _imported("bitsandbytes.optim", name, ": pip install --no-deps bitsandbytes")
+
+        def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+            if name == "AdamW8bit" and params[0].dtype == torch.float64:  # it has no such kernel; AdamW is exact
+                return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
+            return _clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+
+        return build
+
+    return load
+
+
+def _flashoptim() -> Build:
+    kind = _imported("flashoptim", "FlashAdamW", ": pip install --no-deps flashoptim")
+
+    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+        if params[0].dtype == torch.float64:  # it has no such kernel; AdamW is exact
+            return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
+        for param in params:
+            param.requires_grad_()  # it leaves out parameters that need no gradient (flashoptim 0.1.4)
+        # It refuses bits of master weights for weights that are float32.
+        bits = None if params[0].dtype == torch.float32 else 24
+        return _clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, master_weight_bits=bits), params, clip)
+
+    return build
+
+
+def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
+    """With the moments, which are not tensors but objects with codes and scales."""
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    tensors: list[Tensor] = [tensor for moment in moments for tensor in (moment.quantized, moment.scales)]
+    return state_bytes(optimizer) + sum(tensor.nbytes for tensor in tensors)
+
+
 PEERS = {
-    "adamw": Peer("torch AdamW, fused", _torch_adamw, "torch"),
+    "adamw": Peer("torch AdamW, fused", _torch_adamw(fused=True), "torch"),
+    "adamw-foreach": Peer("torch AdamW, foreach", _torch_adamw(fused=False), "torch"),
     "lamb": Peer("Lamb", _ours(Lamb), "bighorn"),
     "lamb-adam": Peer("Lamb, adam=True", _ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
     "lamb-foreach": Peer("Lamb, foreach", _ours(Lamb, "foreach"), "bighorn"),
@@ -189,6 +240,19 @@ PEERS = {
     "loop": Peer("reference loop", _loop, "torch"),
     "compiled": Peer("compiled loop", _compiled, "torch", compiles=True),
     "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",)),
+    "bitsandbytes-adamw8bit": Peer(
+        "bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit"), "bitsandbytes", devices=("cuda",)
+    ),
+    "bitsandbytes-lamb8bit": Peer(
+        "bitsandbytes LAMB8bit", _bitsandbytes("LAMB8bit"), "bitsandbytes", devices=("cuda",), float64=False
+    ),
+    "flashoptim": Peer(
+        "flashoptim FlashAdamW",
+        _flashoptim,
+        "flashoptim",
+        devices=("cuda",),
+        state_bytes=_flashoptim_state_bytes,
+    ),
 }
 
 TABLES = {
@@ -216,9 +280,15 @@ TABLES = {
     ),
     "gpu": BenchTable(
         baseline="adamw",
-        peers=("lamb", "lamb-adam", "came", "timm", "apex"),
-        shapes=("bert_base", "bert_large", "vit_small", "resnet50", "llama_1b", "one"),
-        columns=("ms", "ratio", "p10-p90", "host", "of copy", "temporaries", "error"),
+        peers=(
+            *("lamb", "lamb-adam", "came", "adamw-foreach", "timm", "apex"),
+            *("bitsandbytes-adamw8bit", "bitsandbytes-lamb8bit", "flashoptim"),
+        ),
+        shapes=("bert_large", "bert_base", "vit_small", "resnet50", "llama_1b", "tiny"),
+        columns=(
+            *("ms", "ratio", "p10-p90", "wall ms", "wall ratio", "host"),
+            *("of copy", "of copy, once", "temporaries", "error"),
+        ),
         devices=("cuda",),
     ),
     # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of

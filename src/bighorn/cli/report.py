@@ -271,12 +271,12 @@ def bench_report(
     columns = {name: show for name, show in columns.items() if any(show(row) != "-" for row in rows)}
     sections = []
     for found in sets:
-        peers = [(row["label"], row["ratio"]) for row in found["optimizers"]]
+        peers = [(row["label"], row["ratio"]) for row in found["optimizers"] if row["ratio"] is not None]
         sections.append(
             Section(
                 found["shapes"],
-                f"{found['parameters']:,} parameters in {found['tensors']} tensors.",
-                figures.spreads(peers, f"step time on {found['shapes']}, relative to {baseline}"),
+                "\n".join([f"{found['parameters']:,} parameters in {found['tensors']} tensors.", *found["notes"]]),
+                figures.spreads(peers, f"step time on {found['shapes']}, relative to {baseline}") if peers else "",
                 ("optimizer", *columns),
                 [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]],
             )
@@ -290,6 +290,7 @@ def bench_report(
         {
             f"{row['label']} on {sets[-1]['shapes']}, relative": f"{row['ratio']['median']:.2f}"
             for row in sets[-1]["optimizers"][1:4]
+            if row["ratio"] is not None
         },
         sections,
         [content["command"]],

@@ -178,7 +178,7 @@ def test_tables_are_made_anew_only_when_something_moved(monkeypatch: pytest.Monk
 def test_the_tables_of_a_graph_hold_the_same_numbers_without_memory_of_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mirrors = [tables.Mirror(dtype, torch.device("cpu")) for dtype in (torch.int64, torch.float64)]
+    mirrors = [tables.Mirror(dtype, torch.device("cpu"), []) for dtype in (torch.int64, torch.float64)]
     values: list[list[Any]] = [[2**47 + 123, 0, -1], [0.1, -math.inf, math.inf, 1]]
     plain = [mirror.of(list(row)) for mirror, row in zip(mirrors, values, strict=True)]
     monkeypatch.setattr(tables, "capturing", lambda _: True)

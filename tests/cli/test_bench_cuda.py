@@ -277,7 +277,7 @@ N = 256 * 128
         (lambda params: Lamb(params, state_dtype="float16"), torch.float32, False, 28),
         (lambda params: Came(params, lr=1e-3), torch.float32, False, 32),
         (lambda params: Came(params, lr=1e-3), torch.float32, True, 36),
-        (lambda params: Came(params, lr=1e-3, state_dtype="int8"), torch.float32, False, 28),
+        (lambda params: Came(params, lr=1e-3, state_dtype="int8"), torch.float32, False, 23),
         (lambda params: Came(params, lr=1e-3, state_dtype=torch.bfloat16), torch.bfloat16, False, 16),
     ],
 )

@@ -51,11 +51,13 @@ def _lamb(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) ->
     return one_pass if group["adam"] or not group["adapt"] else one_pass + weight + kept
 
 
-def _came(_: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) -> int:
+def _came(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) -> int:
     """Factored: g^2, u^2, residuals, weights; unfactored: second moment, weights. A master is only in the last."""
     exp_avg = state["exp_avg"].nbytes
     others = 2 * (sum(value.nbytes for value in state.values()) - exp_avg)
     if "exp_avg_sq" in state:
         return 4 * weight + 2 * exp_avg + state["exp_avg_sq"].nbytes + others
-    in_codes = state["exp_avg"].dtype == torch.int8
-    return 5 * weight + 3 * exp_avg + others + in_codes * (weight + exp_avg)
+    # Blocks of codes that are not the rows of tiles have a pass of their own.
+    stacked = group["factor"] == "last_two" and state["exp_avg"].dim() > 2
+    own_pass = stacked and state["exp_avg"].dtype == torch.int8
+    return 5 * weight + 3 * exp_avg + others + own_pass * (weight + exp_avg)

@@ -30,3 +30,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def wide(x: Tensor) -> torch.dtype:
     """The dtype for norms and for powers of beta: float64, but on Apple's GPUs, which have none."""
     return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def count_step(counts: list[Tensor], commit: Tensor | None) -> None:
+    """Add 1 to the steps taken, or what `commit` is: for a list of these numbers a CUDA host need not wait (2.11)."""
+    if counts:
+        torch._foreach_add_(counts, 1.0 if commit is None else [commit.to(counts[0].dtype)] * len(counts))

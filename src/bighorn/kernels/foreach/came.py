@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import reference
-from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
+from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, CameOptions
 from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach import pieces
@@ -52,7 +52,7 @@ class Came(reference.Came):
         for bucket in self.buckets:
             for rows in batches(bucket.params):
                 Batch(bucket, rows, self.scratch, grad_scale, commit).step()
-            torch._foreach_add_(bucket.counts, 1.0 if commit is None else commit.to(torch.float32))
+            count_step(bucket.counts, commit)
 
 
 def batches(params: list[Tensor]) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.addresses import addresses, check_memory
+from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
@@ -249,8 +250,7 @@ class Stepper(Generic[Options]):
         """Let go of copies of gradients, and count the steps that no kernel counts."""
         for part in self.parts:
             part.copies = []
-        if self.rowless:
-            torch._foreach_add_(self.rowless, commit.to(torch.float32))
+        count_step(self.rowless, commit)
 
     def _hyper(self) -> Tensor:
         return self.hyper.of([number for bucket in self.buckets for number in self._row(bucket.options)])

@@ -26,6 +26,17 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/k
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
+# Other versions of Triton, which has wheels for Linux alone, beside the environment: first the oldest that is claimed and
+# that of torch 2.10 and 2.11, then those that the slow tests add.
+ifeq ($(shell uname),Linux)
+TRITONS := 3.3.1 3.6.0
+MORE_TRITONS := 3.4.0 3.5.1 3.8.0 3.9.0
+endif
+$(VENV)/tritons/%: | $(STAMP)
+	rm -rf $@.part
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@.part triton==$*
+	mv $@.part $@
+
 train: $(STAMP)
 	$(BIN)/bighorn train --report runs/digits.html
 
@@ -41,7 +52,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
-test: check docs
+test: check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
@@ -59,7 +70,7 @@ aarch64:
 	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DCMAKE_C_FLAGS=-Werror
 	cmake --build build/aarch64
 
-slow: $(STAMP)
+slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
 
 integrations: $(STAMP)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +17,12 @@ from cases import Kind
 
 if interpreted():
     interpreter.mend()
+
+
+def pytest_report_header() -> str:
+    """Which versions a run is about."""
+    names = [name for name in ("torch", "triton") if importlib.util.find_spec(name)]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

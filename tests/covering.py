@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -38,11 +38,16 @@ def cost(case: Case) -> float:
 
 
 def covering(cases: Iterable[Case]) -> set[str]:
-    """Those that together have every trait of all, chosen one by one for the most that is new at the least cost.
+    """Those that together have every trait of all.
 
     Huge ones have none of their own: they are for a backend that works in parts.
     """
-    left = {case.id: (traits(case), cost(case)) for case in cases if case.leaves is not HUGE}
+    return fewest({case.id: (traits(case), cost(case)) for case in cases if case.leaves is not HUGE})
+
+
+def fewest(candidates: Mapping[str, tuple[set[tuple[object, ...]], float]]) -> set[str]:
+    """The ids of candidates that together have every trait of all, one by one the most new traits at the least cost."""
+    left = dict(candidates)
     missing: set[tuple[object, ...]] = set().union(*(has for has, _ in left.values()))
     chosen: set[str] = set()
     while missing:

@@ -28,10 +28,21 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, source: Any, _: Any) -> Any:
-        return lambda programs, *_: self.launched.append((source.fn.__name__, programs))
+        """Its arguments: three sizes of the grid, six values of Triton's own, and the kernel's."""
 
-    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
-        return 1, 1, 32, 0, 1024
+        def launch(programs: int, *arguments: Any) -> None:
+            assert len(arguments) == 8 + len(source.fn.arg_names)
+            self.launched.append((source.fn.__name__, programs))
+
+        return launch
+
+    def load_binary(self, *_: Any) -> tuple[int, ...]:
+        import triton_api
+
+        return triton_api.loaded_binary()
+
+    def unload_module(self, _: int) -> None:
+        """Called from 3.9 on when a kernel is freed."""
 
     def get_device_properties(self, _: int) -> dict[str, int]:
         return {"max_shared_mem": 232_448}
@@ -40,12 +51,11 @@ class Driver:
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Tensors of the CPU count as that GPU's."""
-    from triton.runtime import driver as real
-
     from bighorn.kernels.triton import came_kernels, common_kernels, lamb_kernels
+    from triton_api import use_driver
 
     pretended = Driver()
-    monkeypatch.setattr(real, "_active", pretended)
+    use_driver(pretended, monkeypatch)
     monkeypatch.setattr(device, "DEVICES", ("cpu",))
     device._platform.cache_clear()
     yield pretended
@@ -58,11 +68,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def compiled_while_numbers_change(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was compiled over four steps of a matrix and a vector whose options, gradients and scales change."""
-    import triton
+    from triton_api import on_compilation
 
     compilations: list[str] = []
-    hook = lambda *_, fn, **__: compilations.append(fn.name)  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    on_compilation(lambda *_, fn, **__: compilations.append(fn.name), monkeypatch)
     params = [Parameter(torch.randn(70, 70)), Parameter(torch.randn(9))]
     optimizer = kind(params, lr=0.1, weight_decay=0.1, backend="triton", max_grad_norm=1.0)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: compiled ahead of time for several, and run by test_interpreter.py."""
+"""The Triton backend without a GPU, run by test_interpreter.py; test_triton_compile.py compiles it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,24 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ahead_of_time import (
-    TARGETS,
-    all_in_amdgcn,
-    build,
-    found_in_amdgcn,
-    found_in_ptx,
-    spilled_by_amdgcn,
-    spilled_by_ptxas,
-)
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
-from bighorn.kernels.bucket import DecayMode, SecondMoment
-from bighorn.kernels.rounding import WAYS
 from bighorn.kernels.triton import device, lamb, stepper, tables
 from bighorn.kernels.triton.lamb import LambPart
 from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
-from pretended import Driver, compiled_while_numbers_change
 from together import LIMIT
 
 pytest.importorskip("triton")
@@ -230,112 +217,6 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
 
 def arrays(of: Bucket[LambOptions]) -> list[Tensor]:
     return [*of.params, *itertools.chain.from_iterable(of.state.values())]
-
-
-# ---- compiled ahead of time ---------------------------------------------------------------------------------------
-
-KERNELS = ("square_sums", "lamb_moments", "lamb_norms", "lamb_apply")
-F32, BF16, F16, F64, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8
-Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
-"""Of parameters, gradients and moments."""
-
-DECAY_MODES: tuple[DecayMode, ...] = ("ratio", "l2", "decoupled")
-SECOND_MOMENTS: tuple[SecondMoment, ...] = ("adam", "amsgrad")
-MODES = [replace(OPTIONS, decay_mode=d, second_moment=s) for d, s in itertools.product(DECAY_MODES, SECOND_MOMENTS)]
-ROUNDED = [replace(OPTIONS, weight_rounding=way) for way in WAYS[1:]]
-BLOCKS = [replace(OPTIONS, blocks=True, decay_mode=mode) for mode in DECAY_MODES]
-SLOW = [pytest.mark.slow]
-VARIANTS = [
-    pytest.param(
-        dtypes,
-        options,
-        target,
-        id="-".join([*(str(d).removeprefix("torch.") for d in dtypes), name, target]),
-        marks=marks,
-    )
-    for name, options, marks, every, targets in (
-        ("plain", MODES[:1], [], [(F32, F32, F32), (BF16, BF16, F32), (BF16, BF16, BF16)], TARGETS),
-        ("rounded", ROUNDED, [], [(BF16, BF16, F32)], ["sm_90"]),
-        ("blocks", BLOCKS[:1], [], [(F32, F32, INT8), (BF16, F32, F16)], ["sm_90"]),
-        ("all-modes", MODES, SLOW, itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16)), TARGETS),
-        ("all-rounded", ROUNDED, SLOW, itertools.product((BF16, F16), (F32, BF16), (F32, BF16)), TARGETS),
-        ("all-blocks", BLOCKS, SLOW, itertools.product((F32, BF16), (F32, BF16, F16), (INT8, F16)), TARGETS),
-        (
-            "rounded-blocks",
-            [replace(options, blocks=True) for options in ROUNDED],
-            SLOW,
-            itertools.product((BF16,), (F32, BF16), (INT8, F16)),
-            TARGETS,
-        ),
-    )
-    for dtypes in every
-    for target in targets
-]
-
-
-def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
-    """How many loads and stores of 128 bits a thread has on the main path."""
-    each = constants["BLOCK"] // device.THREADS
-    kept = {"kahan": 16, "master": 32}.get(constants["ROUNDING"], 0)
-    bits = [*(constants[key].primitive_bitwidth for key in ("X", "G", "S", "V")), kept]
-    x, g, m, v, kept = (each * width // 128 for width in bits)
-    all_v = (1 + constants["AMSGRAD"]) * v
-    return {
-        "square_sums": (1, 0),
-        "lamb_moments": (x + kept + g + m + all_v, x + kept + m + all_v),
-        "lamb_norms": (0, 0),
-        "lamb_apply": (x + kept + m + v, x + kept),
-    }[name]
-
-
-@compiled
-@pytest.mark.parametrize(("dtypes", "every", "target"), VARIANTS)
-def test_kernels_compile_without_spills_and_load_128_bits(
-    dtypes: Dtypes, every: list[LambOptions], target: str, tmp_path: Path
-) -> None:
-    from bighorn.kernels.triton import common_kernels, lamb_kernels
-
-    for options in every:
-        constants = LambPart.compiled_for(*dtypes, options)
-        for name in KERNELS:
-            kernel = build(
-                getattr(lamb_kernels if name.startswith("lamb") else common_kernels, name), constants, target
-            )
-            if target.startswith("sm"):
-                assert found_in_ptx(kernel) == wide(name, constants), name
-                assert spilled_by_ptxas(kernel, tmp_path) == 0, name
-            else:
-                assert spilled_by_amdgcn(kernel) == 0, name
-                loads, stores = wide(name, constants)
-                assert all(a >= b for a, b in zip(all_in_amdgcn(kernel), (loads, stores), strict=True)), name
-                # Others have no basic block that both loads and stores.
-                if name == "lamb_moments" and stores and not options.blocks:
-                    assert found_in_amdgcn(kernel) == (loads, stores)
-
-
-# ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
-
-
-@compiled
-def test_a_model_takes_three_launches(driver: Driver) -> None:
-    params = [Parameter(torch.randn(size)) for size in (3 * stepper.CHUNK + 1, 0, 17, 5)]
-    set_gradients(params, [torch.randn(p.shape) for p in params])
-    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "adapt": False}]
-    optimizer = Lamb(groups, weight_decay=0.1, backend="triton")
-    optimizer.step()
-    # 4 chunks, and one for each of the others; the second pass leaves out the tensor that does not adapt.
-    assert driver.launched == [("lamb_moments", 7), ("lamb_norms", 4), ("lamb_apply", 6)]
-
-    driver.launched.clear()
-    Lamb(params, weight_decay=0.1, adam=True, backend="triton", max_grad_norm=1.0).step()
-    assert driver.launched == [("square_sums", 7), ("lamb_moments", 7), ("lamb_norms", 4)]
-
-
-@compiled
-def test_nothing_is_compiled_again_when_numbers_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations = compiled_while_numbers_change(Lamb, monkeypatch)
-    assert len(driver.launched) == 16
-    assert len(compilations) == len(set(compilations)) == 4
 
 
 # ---- where it does not work ---------------------------------------------------------------------------------------

@@ -5,24 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from ahead_of_time import TARGETS, all_in_amdgcn, build, found_in_ptx, spilled_by_amdgcn, spilled_by_ptxas
-from bighorn import Came, kernels
+from bighorn import kernels
 from bighorn.cli.shapes import SHAPES
 from bighorn.kernels import Bucket, CameOptions, codec, rounding
-from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.kernels.triton import came, came_part, device, stepper, tiles
 from came_cases import DEFAULTS
-from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
-from pretended import Driver, compiled_while_numbers_change
 
 pytest.importorskip("triton")
 
@@ -167,145 +161,6 @@ def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> No
     factored = [cut for cut in cuts if 2 * (cut.height + cut.width) < cut.height * cut.width]
     scratch = sum(4 * (cut.row_parts + cut.col_parts) + 24 * cut.tiles + 12 * cut.pieces for cut in factored)
     assert scratch <= limit * dtype.itemsize * sum(shape.numel() for shape in shapes)
-
-
-# ---- compiled ahead of time ---------------------------------------------------------------------------------------
-
-PASSES = ("came_squares", "came_update_squares", "came_average", "came_apply", "came_second_moment", "came_move")
-REST = ("came_lines", "came_codes", "came_figures")
-OF_SHARDS = ("came_lines", "came_known_squares", "came_line_sums", "came_settle", "came_update_squares", "came_apply")
-QUICK = [
-    *(((F32, F32, F32), target) for target in TARGETS),
-    *((dtypes, "sm_90") for dtypes in ((BF16, BF16, F32), (BF16, BF16, BF16), (F32, F32, INT8))),
-]
-EVERY = itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, INT8))
-VARIANTS = [
-    pytest.param(
-        dtypes,
-        target,
-        id="-".join([*(str(dtype).removeprefix("torch.") for dtype in dtypes), target]),
-        marks=[] if (dtypes, target) in QUICK else [pytest.mark.slow],
-    )
-    for dtypes, target in itertools.product(EVERY, TARGETS)
-]
-
-
-def wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
-    """How many loads and stores of 128 bits a thread has on the main path, at least."""
-    each = constants["BLOCK"] // device.THREADS if name in PASSES[4:] else 8
-    kept = {"kahan": 16, "master": 32}.get(constants["ROUNDING"], 0)
-    x, g, s, v, kept = (each * bits // 128 for bits in (*(constants[k].primitive_bitwidth for k in "XGS"), 32, kept))
-    coded = constants["S"].primitive_bitwidth == 8
-    return {
-        "came_squares": (g, 0),
-        "came_update_squares": (g, 0),
-        "came_known_squares": (g, 0),
-        "came_average": (g + s, 0 if coded else s),
-        "came_apply": (x + kept + s, x + kept),
-        "came_second_moment": (g + v, v),
-        "came_move": (x + kept if coded else x + kept + g + s + v, x + kept if coded else x + kept + s),
-    }.get(name, (0, 0))
-
-
-def check(name: str, constants: dict[str, Any], target: str, folder: Path) -> None:
-    """A kernel spills nothing, and moves 128 bits at a time."""
-    from bighorn.kernels.triton import came_kernels
-
-    kernel = build(getattr(came_kernels, name), {**constants, "RESIDUAL": True}, target)
-    spilled = spilled_by_ptxas(kernel, folder) if target.startswith("sm") else spilled_by_amdgcn(kernel)
-    assert spilled == 0, name
-    found = found_in_ptx(kernel) if target.startswith("sm") else all_in_amdgcn(kernel)
-    assert all(a >= b for a, b in zip(found, wide(name, constants), strict=True)), (name, found)
-
-
-@compiled
-@pytest.mark.parametrize(("dtypes", "target"), VARIANTS)
-def test_kernels_compile_without_spills_and_load_128_bits(
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, tmp_path: Path
-) -> None:
-    factors: tuple[Factor | None, ...] = ("matrix", None)
-    for name, factor in itertools.product((*PASSES, *REST), factors):
-        constants = came_part.CamePart.compiled_for(*dtypes, replace(OPTIONS, factor=factor))
-        if name in PASSES and (name in PASSES[4:]) != (factor is None):
-            continue
-        check(name, constants, target, tmp_path)
-
-
-@compiled
-@pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize(
-    "target", ["sm_90", *(pytest.param(t, marks=[pytest.mark.slow]) for t in TARGETS if t != "sm_90")]
-)
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (BF16, BF16, F32),
-        *(
-            pytest.param(dtypes, marks=[pytest.mark.slow])
-            for dtypes in itertools.product((BF16, F16), (F32, BF16), (F32, INT8))
-        ),
-    ],
-    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
-)
-def test_kernels_that_round_weights_compile(
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, way: Rounding, tmp_path: Path
-) -> None:
-    passes: tuple[tuple[str, Factor | None], ...] = (
-        ("came_squares", "matrix"),
-        ("came_apply", "matrix"),
-        ("came_second_moment", None),
-        ("came_move", None),
-    )
-    for name, factor in passes:
-        options = replace(OPTIONS, weight_rounding=way, factor=factor)
-        check(name, came_part.CamePart.compiled_for(*dtypes, options), target, tmp_path)
-
-
-@compiled
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    "dtypes", [(F32, F32, F32), pytest.param((BF16, BF16, INT8), marks=[pytest.mark.slow])], ids=["float32", "few-bits"]
-)
-@pytest.mark.parametrize("split", ["none", "rows", "columns", "both"])
-def test_kernels_of_shards_compile(
-    split: str, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], target: str, tmp_path: Path
-) -> None:
-    constants = {**came_part.CamePart.compiled_for(*dtypes, OPTIONS), "SPLIT": split}
-    for name in OF_SHARDS:
-        if split in ("rows", "columns") or name not in ("came_known_squares", "came_line_sums"):
-            check(name, constants, target, tmp_path)
-
-
-# ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
-
-
-@compiled
-def test_a_model_takes_seven_launches_and_three(driver: Driver) -> None:
-    params = [Parameter(torch.randn(shape)) for shape in ((600, 300), (20, 30), (0,), (17,), (stepper.CHUNK + 1,))]
-    set_gradients(params, [torch.randn(p.shape) for p in params])
-    Came(params, lr=0.1, backend="triton").step()
-    lines = 3 + 2 + 1 + 1
-    assert driver.launched == [
-        ("came_squares", 3 * 2 + 1),
-        ("came_lines", lines),
-        ("came_update_squares", 3 * 2 + 1),
-        ("came_average", 3 * 2 + 1),
-        ("came_lines", lines),
-        ("came_apply", 3 * 2 + 1),
-        ("came_figures", 2),
-        ("came_second_moment", 1 + 1 + 2),
-        ("came_move", 1 + 1 + 2),
-        ("came_figures", 3),
-    ]
-
-
-@compiled
-def test_nothing_is_compiled_again_when_numbers_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations = compiled_while_numbers_change(Came, monkeypatch)
-    assert len(driver.launched) == 4 * (2 + 7 + 3)
-    # Once each, but for the averages of squares and of residuals, and what factored and unfactored tensors share.
-    assert sorted(compilations).count("came_lines") == 2
-    assert len(compilations) == len(set(compilations)) + 2 == 10 + 1
 
 
 # ---- where it does not work ---------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""The differences between the versions of Triton that the tests meet, 3.3 to 3.9, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import triton
+from triton.runtime import JITFunction, driver
+
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+"""ptxas and its companions, which the wheel contains; `triton.knobs` names them from 3.4 on."""
+
+
+def use_driver(replacement: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the active driver; until 3.4 `active` is a plain attribute, and then a property of `_active`."""
+    monkeypatch.setattr(driver, "_active" if VERSION >= (3, 5) else "active", replacement)
+
+
+def on_compilation(hook: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call a hook after each compilation; `triton.knobs` exists from 3.4 on."""
+    if VERSION >= (3, 4):
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    else:
+        monkeypatch.setattr(JITFunction, "compiled_hook", hook)
+
+
+def loaded_binary() -> tuple[int, ...]:
+    """What `load_binary` of a driver returns: module, function, registers, spills and, from 3.4 on, threads."""
+    return (1, 1, 32, 0, 1024) if VERSION >= (3, 4) else (1, 1, 32, 0)
+
+
+def missing(backend: str) -> str | None:
+    """What this Triton needs for a backend and does not find here, or None."""
+    if backend != "hip" or VERSION >= (3, 5):  # from 3.5 on the wheel links what it compiles for AMD
+        return None
+    from triton.backends.amd.compiler import HIPBackend
+
+    try:
+        HIPBackend.path_to_rocm_lld()
+    except Exception as error:
+        return str(error)
+    return None

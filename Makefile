@@ -11,7 +11,7 @@ help:
 	@echo "make test    set up, run everything CI runs"
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
-	@echo "make gpu     on a machine with one: the tests that need it, then its benchmarks into benchmarks/results"
+	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
 	@echo "make check   formatter, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
@@ -79,11 +79,17 @@ integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps timm
 	$(BIN)/pytest -m "not slow" tests/integrations tests/test_docs.py
 
-gpu: $(STAMP)
-	$(BIN)/bighorn doctor --require triton
-	$(BIN)/pytest -m gpu
-	$(BIN)/bighorn bench --device cuda --json benchmarks/results/gpu-fp32.json
-	$(BIN)/bighorn bench --device cuda --precision bf16 --json benchmarks/results/gpu-bf16.json
+# A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no
+# need of another. Elsewhere the environment is made as for everything else.
+RESULTS ?= build/gpu
+STEPS ?= smoke cases rest bench tuning
+gpu:
+	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  $(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable . && \
+	  $(PYTHON) benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
+	else \
+	  $(MAKE) $(STAMP) && $(BIN)/python benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
+	fi
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -60,7 +60,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     if status is None or not status.available:
         pytest.skip(f"backend {name}: {status.detail if status else 'unknown to kernels.status()'}")
     if status.device != "cpu":
-        pytest.skip(f"backend {name} serves {status.device}: tests/test_gpu.py runs it there")
+        pytest.skip(f"backend {name} serves {status.device}: tests/gpu runs it there")
     return name
 
 

@@ -23,12 +23,10 @@ from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import compare, draw, error, prepared, temporaries
-from bighorn.cli.options import command_line, config_options, option
+from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES, Shape
 from bighorn.cli.values import at_least, names, positive
-
-FILE = click.Path(path_type=Path)
 
 WIDTH_OF_FILES = 160
 """Columns of text for output that is no terminal, which rich would wrap at 80; the widest table has 120."""
@@ -127,9 +125,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
     builds, absent = _load(config)
     instrument.check()
-    for flag, path in (("--report", report), ("--json", json_file)):
-        if path is not None:
-            files.check_writable(path, flag)
+    files.check_outputs({"--report": report, "--json": json_file})
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 

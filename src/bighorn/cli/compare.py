@@ -17,13 +17,11 @@ from bighorn.cli.display import counting
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
-from bighorn.cli.options import command_line, config_options, option
+from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.studies import STUDIES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
 from bighorn.cli.values import at_least, check_name, names, numbers
-
-FILE = click.Path(path_type=Path)
 
 WIDEST = 120
 """Characters that the table may take on any terminal, which rather wraps its lines than loses names."""
@@ -105,9 +103,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     target = config.target or task.target
     processes = config.processes or sweep.available_processors()
     tuning_seeds = config.tuning_seeds or config.seeds
-    for flag, path in (("--report", report), ("--json", json_file)):
-        if path is not None:
-            files.check_writable(path, flag)
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
 
     console = Console(soft_wrap=True, highlight=False)
     shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision")}

@@ -15,6 +15,7 @@ from bighorn import PRESETS, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
+from bighorn.cli.options import FILE
 from bighorn.kernels import BACKENDS, status
 from bighorn.kernels.cpu import library
 
@@ -24,13 +25,12 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 @click.command(epilog="Example: bighorn doctor --require cpu --json doctor.json")
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
 @click.option("--presets", is_flag=True, help="List the LAMBs of other packages that Lamb.like() gives, instead.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the findings as JSON.")
+@click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
 def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> None:
     """Say which backends work here and why others do not, and what bighorn finds on this machine."""
     if presets and require:
         raise click.UsageError("--presets only prints a table: leave out --require.")
-    if json_file is not None:
-        files.check_writable(json_file, "--json")
+    files.check_outputs({"--json": json_file})
     content: dict[str, Any] = {"presets": preset_rows()} if presets else findings()
     console = Console(highlight=False)
     console.print(_preset_table(content["presets"]) if presets else _table(content))

@@ -1,48 +1,132 @@
-"""Files that are either whole or not there."""
+"""Output files: replaced as a whole or not at all."""
 
+import errno
+import hashlib
 import json
 import os
 import re
+import secrets
+import stat
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from bighorn.cli.errors import InputError
 
+if sys.platform != "win32":
+    import fcntl
+
+KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFBLK: "block device",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFCHR: "device",
+}
+
+STREAMED = (stat.S_IFIFO, stat.S_IFCHR)
+"""Types of files that are written to and never replaced, such as /dev/stdout."""
+
+
+class WriteError(InputError):
+    """A file could not be written. The message names the file, the cause, and what is left of it."""
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None) -> None:
+    """Make the folders of output files, and refuse what would fail or destroy something after hours of work.
+
+    Args:
+        outputs: Path by option; None is an option that was not given.
+        inputs: Likewise, files that no output may overwrite. Default: None
+
+    Raises:
+        InputError: A path cannot be written to, or an output is the same file as another output or an input.
+    """
+    seen = {option: Path(path) for option, path in (inputs or {}).items() if path}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        for other, taken in seen.items():
+            if _same(path, taken):
+                raise InputError(
+                    f"{option} {path} is the file of {other} {taken}, which it would overwrite. Give another name."
+                )
+        check_writable(path, option)
+        seen[option] = path
+
 
 def check_writable(path: Path, option: str) -> None:
-    """Make the folder of ``path`` and refuse one that cannot be written to, before hours of work depend on it."""
+    """Make the folder of ``path``, and refuse a path that cannot be written to."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        status = _status(path)
+        _check_kind(status, f"{option} {path}")
+        if _replaceable(status):
+            target = _target(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+        if status is not None and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise InputError(f"{option} {path} cannot be written: {error.strerror}. Choose another place.") from error
-    if path.is_dir():
-        raise InputError(f"{option} {path} is a folder. Give the name of a file.")
+
+
+def check_regular(path: Path, option: str) -> None:
+    """Refuse a pipe or a device, where a file is written several times and read again."""
+    if path.exists() and not path.is_file():
+        kind = KINDS[stat.S_IFMT(path.stat().st_mode)]
+        raise InputError(f"{option} {path} is a {kind}. Give the name of a file.")
 
 
 def check_folder(path: Path, option: str) -> None:
     """Make the folder ``path``, and refuse one that cannot be written to."""
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise InputError(f"{option} {path} is a file, and sharded runs are saved in folders. Give another name.")
     check_writable(path / "checkpoint", option)
 
 
+def unused(path: Path) -> Path:
+    """``path``, or with a number added to its name if that exists.
+
+    Example:
+        >>> unused(Path("no-such-file.pt"))
+        PosixPath('no-such-file.pt')
+    """
+    number, free = 1, path
+    while free.exists() or free.is_symlink():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
+
+
 def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
-    """Replace ``path`` atomically by what ``content`` writes: whoever reads it sees the old file or the new one."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Replace ``path``, or the target of a link, atomically by what ``content`` writes; write to pipes and devices.
+
+    An existing file keeps its mode.
+
+    Raises:
+        WriteError: The system has refused to write. A file is as before.
+    """
+    left = "A part of it may be written"
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            content(file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        status = _status(path)
+        _check_kind(status, str(path))
+        if _replaceable(status):
+            left = "The file was not made" if status is None else "The file is as it was before"
+            _replace(_target(path), status, content)
+        else:
+            assert status is not None
+            sys.stdout.flush()
+            with os.fdopen(_open_stream(path, status), "wb") as file:
+                content(file)
+    except (OSError, RuntimeError) as error:
+        cause = system_error(error)
+        if cause is None:
+            raise
+        raise WriteError(refusal(path, f"{cause.strerror or cause}. {left}")) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -60,3 +144,112 @@ def write_json(path: Path, content: Any) -> None:
 
     text = json.dumps(content, indent=1, allow_nan=False)
     write_text(path, re.sub(r"[\[{][^\[\]{}]*[\]}]", joined, text) + "\n")
+
+
+def _replace(target: Path, status: os.stat_result | None, content: Callable[[BinaryIO], object]) -> None:
+    """Write a temporary file beside the target, then rename it."""
+    temporaries = f".bighorn-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+    _remove_abandoned(target.parent, temporaries)
+    descriptor, temporary = _make_temporary(target.parent, temporaries)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            content(file)
+            file.flush()
+            if status is not None and sys.platform != "win32":
+                os.fchmod(descriptor, status.st_mode & 0o777)
+            os.fsync(descriptor)
+            temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _make_temporary(folder: Path, prefix: str) -> tuple[int, Path]:
+    """A new file that its process has locked, with the mode that the umask gives, which mkstemp ignores."""
+    while True:
+        path = folder / f"{prefix}{secrets.token_hex(8)}.partial"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if not _lock(descriptor) or os.fstat(descriptor).st_nlink:
+            return descriptor, path
+        os.close(descriptor)  # another process took it for abandoned before it was locked
+
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    """Remove the temporary files of processes that were killed: nothing holds their locks."""
+    for path in folder.iterdir():
+        if re.fullmatch(re.escape(prefix) + r"[0-9a-f]{16}\.partial", path.name):
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+                try:
+                    if _lock(descriptor):
+                        path.unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the file could be locked: another process holds no lock, and the system has locks."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _open_stream(path: Path, status: os.stat_result) -> int:
+    stream = _standard_stream(status)
+    return os.open(path, os.O_WRONLY) if stream is None else os.dup(stream)
+
+
+def _standard_stream(status: os.stat_result) -> int | None:
+    """The descriptor of stdout or stderr if it is this file, which may be a regular one: ``> file``."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), status):
+                return descriptor
+    return None
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None for a path at which nothing is, or a link to such a path."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _target(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _replaceable(status: os.stat_result | None) -> bool:
+    return status is None or (stat.S_ISREG(status.st_mode) and _standard_stream(status) is None)
+
+
+def _check_kind(status: os.stat_result | None, named: str) -> None:
+    if status is None or stat.S_ISREG(status.st_mode):
+        return
+    kind = stat.S_IFMT(status.st_mode)
+    if kind not in STREAMED:
+        raise InputError(f"{named} is a {KINDS[kind]}. Give the name of a file.")
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:  # one of them does not exist yet
+        return _target(path) == _target(other)
+
+
+def refusal(path: Path, cause: str) -> str:
+    """The message of a write that the system has refused."""
+    return f"{path} cannot be written: {cause}. Make space or give permissions there, or choose another place."
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The system's error in a chain: torch.save hides it behind its own when it closes its archive (torch 2.13)."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

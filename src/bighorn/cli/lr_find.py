@@ -17,13 +17,11 @@ from bighorn.cli.config import RunConfig
 from bighorn.cli.display import counting
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.options import command_line, config_options, given, option
+from bighorn.cli.options import FILE, command_line, config_options, given, option
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import DivergedError, Run
 from bighorn.cli.values import at_least, positive
 from bighorn.schedules import Exponential
-
-FILE = click.Path(path_type=Path)
 
 SHARED = (
     *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
@@ -101,9 +99,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     """
     search = SearchConfig(**given(ctx, SearchConfig))
     config = RunConfig(**{**given(ctx, RunConfig), "steps": search.steps, "warmup": "0"}).resolved()
-    for flag, path in (("--report", report), ("--json", json_file)):
-        if path is not None:
-            files.check_writable(path, flag)
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     dataset = TASKS[config.task].load(config.data)
     run = Run(config, dataset)
     about = provenance(command_line(ctx))

@@ -17,13 +17,12 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, Named, kinds, predicted
 from bighorn.cli.optimizers import read_options
-from bighorn.cli.options import command_line, config_options, option
+from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, check_name, names, suggestion
 from bighorn.kernels.rounding import WAYS
 
-FILE = click.Path(path_type=Path)
 SOURCES = ("task", "shapes", "model")
 SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
 """What a table on 80 columns has room for; ``came-fp16`` weighs what ``came-bf16`` does."""
@@ -105,9 +104,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     """
     config = MemoryConfig(**options)
     wanted = SHOWN if config.optimizers is None else names("--optimizers", config.optimizers, FOOTPRINTS)
-    for flag, path in (("--report", report), ("--json", json_file)):
-        if path is not None:
-            files.check_writable(path, flag)
+    files.check_outputs({"--report": report, "--json": json_file})
     source, params = config.parameters()
     own = config.options(wanted)
     try:

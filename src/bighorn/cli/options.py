@@ -5,12 +5,29 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class FilePath(click.Path):
+    """A path. Nothing is none: ``--save "$UNSET"`` would mean the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Make a Path of a word."""
+        if value == "":
+            self.fail("the name is empty. Give the name of a file, or leave the option out.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = FilePath()
 
 
 def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[str, ...] = ()) -> Any:

@@ -1,3 +1,6 @@
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -5,6 +8,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from bighorn.cli.commands import bighorn
+from bighorn.cli.training import Run
 from cli.helpers import Invoke, without_dropout, write_idx, write_text
 
 
@@ -42,3 +46,18 @@ def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> In
     monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
     monkeypatch.chdir(together)
     return invoke
+
+
+@pytest.fixture
+def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Send this process a SIGINT in the middle of a step, as Ctrl-C would; each call sets the step."""
+    step = Run.train_step
+    at = [0]
+
+    def interrupted(run: Run) -> None:
+        if run.step + 1 == at[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(run)
+
+    monkeypatch.setattr(Run, "train_step", interrupted)
+    return lambda number: at.__setitem__(0, number)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from bighorn.cli.interrupt import Interrupt
-from bighorn.cli.training import Run
 from cli.helpers import Invoke
 from together import LIMIT
 
@@ -42,21 +41,6 @@ def assert_same(left: Any, right: Any, where: str = "checkpoint") -> None:
             assert_same(*pair, f"{where}[{index}]")
     else:
         assert left == right, where
-
-
-@pytest.fixture
-def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Send this process a SIGINT in the middle of a step, as Ctrl-C would; each call sets the step."""
-    step = Run.train_step
-    at = [0]
-
-    def interrupted(run: Run) -> None:
-        if run.step + 1 == at[0]:
-            os.kill(os.getpid(), signal.SIGINT)
-        step(run)
-
-    monkeypatch.setattr(Run, "train_step", interrupted)
-    return lambda number: at.__setitem__(0, number)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -253,17 +237,10 @@ def test_nothing_in_a_checkpoint_is_run(invoke: Invoke, tmp_path: Path) -> None:
     assert not (tmp_path / "was-here").exists()
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    from bighorn.cli import files
-
-    path = tmp_path / "file"
-    files.write_text(path, "old")
-
-    def fail(file: Any) -> None:
-        file.write(b"half of the ne")
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        files.write(path, fail)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_an_interrupted_run_without_a_name_overwrites_no_other(
+    invoke: Invoke, interrupt_after: Callable[[int], None]
+) -> None:
+    interrupt_after(2)
+    for seed, name in enumerate(("bighorn-digits-lamb-step2.pt", "bighorn-digits-lamb-step2-2.pt")):
+        assert f"--resume {name}" in invoke("train", "--steps", 4, "--seed", seed, code=130).output
+        assert content(Path(name))["config"]["seed"] == seed

@@ -84,11 +84,13 @@ def test_what_cannot_be_sharded_is_refused_once(together: Path) -> None:
 
 def test_a_half_written_checkpoint_is_refused_by_name(alone: Invoke) -> None:
     shutil.copytree("two", "half")
-    Path("half/step-3").mkdir()
-    assert "--resume half/step-3 is half-written" in alone("train", "--resume", "half/step-3", code=1).output
-    Path("half/step-2/run.pt").unlink()
+    Path("half/step-3.bighorn-partial").mkdir()
+    output = alone("train", "--resume", "half/step-3.bighorn-partial", code=1).output
+    assert "--resume half/step-3.bighorn-partial is half-written" in output
+    assert "The last complete checkpoint is half/step-2" in output
+    shutil.rmtree("half/step-2")
     output = alone("train", "--resume", "half", code=1).output
-    assert "--resume half/step-3 is half-written" in output
+    assert "--resume half/step-3.bighorn-partial is half-written" in output
     assert "There is no complete one" in output
     shutil.copytree("two", "torn")
     shard = next(Path("torn/step-2").glob("*.distcp"))
@@ -104,8 +106,7 @@ def test_a_killed_process_ends_the_others(event: str, tmp_path: Path, invoke: In
     assert [process.code for process in ended] == [0, -signal.SIGKILL]
     assert "process 0 of 2 stops, since another one has stopped" in (tmp_path / "error-0-0").read_text()
     if event == "kill_saving":
-        assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["step-2", "step-3"]
-        output = invoke("train", "--resume", "run/step-3", code=1).output
-        assert "--resume run/step-3 is half-written" in output
-        assert "The last complete checkpoint is run/step-2" in output
+        partial = "step-3.bighorn-partial"
+        assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["step-2", partial]
     assert "resumed after step 2" in invoke("train", "--resume", "run").output
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["step-4"]

@@ -32,8 +32,15 @@ def save(run: Run, path: Path) -> None:
         folder.save(run, path, about)
         return
     checkpoint = {**about, "run": run.state_dict()}
-    if run.ranks.first:
+    run.ranks.from_first(lambda: _write(checkpoint, path))
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    try:
         files.write(path, lambda file: torch.save(checkpoint, file))
+    except files.WriteError as error:
+        remedy = f" Then continue with: bighorn train --resume {path}" if path.exists() else ""
+        raise InputError(f"{error}{remedy}") from error
 
 
 def load(path: Path) -> dict[str, Any]:

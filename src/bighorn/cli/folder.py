@@ -1,14 +1,14 @@
 """Checkpoints as folders, through torch.distributed.checkpoint: each process writes its shards, any number reads them.
 
-``RUN/step-120`` is one. The file ``run.pt`` in it is written last, when all processes have written theirs, and only
-then earlier ones go. So the last complete checkpoint is there whatever happens, and a half-written one shows.
+``RUN/step-120`` is one. It is written as ``RUN/step-120.bighorn-partial`` and gets its name when all processes have
+written theirs; only then earlier ones go. So the last complete checkpoint is there whatever happens.
 """
 
 import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,40 @@ from bighorn.cli.training import Run
 
 COMPLETE = "run.pt"
 STEP = re.compile(r"step-(\d+)")
+PARTIAL = ".bighorn-partial"
 
 
 def root(path: Path) -> Path:
     """The folder of a run, given it or one of its checkpoints."""
-    return path.parent if STEP.fullmatch(path.name) else path
+    return path.parent if STEP.fullmatch(path.name.removesuffix(PARTIAL)) else path
 
 
 def steps(path: Path) -> list[Path]:
-    """The checkpoints of a run, half-written ones too, the last one first."""
-    found = [(int(match[1]), entry) for entry in path.iterdir() if (match := STEP.fullmatch(entry.name))]
+    """What has the name of a checkpoint in the folder of a run, the last one first."""
+    found = [(_number(entry), entry) for entry in path.iterdir() if STEP.fullmatch(entry.name)]
     return [entry for _, entry in sorted(found, reverse=True)]
+
+
+def check(path: Path, resumed: str | None) -> None:
+    """Refuse a folder to save in that cannot be written to, or that holds checkpoints of anything but this run.
+
+    Args:
+        path: The folder.
+        resumed: The checkpoint that the run continues, if that is a folder.
+
+    Raises:
+        InputError: One of the two.
+    """
+    if root(path).is_dir():
+        place = None if resumed is None else Path(resumed)
+        for entry in steps(root(path)):
+            own = place is not None and place.parent.samefile(entry.parent) and _number(entry) <= _number(place)
+            if not (own and _is_complete(entry)):
+                raise InputError(
+                    f"--save {path}: {entry} is there and no earlier checkpoint of this run. Give another folder, "
+                    f"move {entry} away, or continue its run with --resume {entry}."
+                )
+    files.check_folder(root(path), "--save")
 
 
 def find(path: Path) -> Path:
@@ -49,34 +72,76 @@ def find(path: Path) -> Path:
     Raises:
         InputError: It is half-written, or there is none.
     """
-    candidates = [path] if STEP.fullmatch(path.name) else steps(path)
-    complete = [entry for entry in candidates if (entry / COMPLETE).is_file()]
-    if complete:
+    single = root(path) != path
+    complete = [entry for entry in steps(root(path)) if _is_complete(entry)]
+    if single and path in complete:
+        return path
+    if complete and not single:
         return complete[0]
-    if not candidates:
+    half = [path] if single else sorted(path.glob(f"step-*{PARTIAL}"))
+    if not half:
         raise InputError(f"--resume {path} is a folder without checkpoints of bighorn train.")
-    others = [entry for entry in steps(root(path)) if (entry / COMPLETE).is_file()]
     raise InputError(
-        f"--resume {candidates[0]} is half-written: the run ended while it was being saved. "
-        + (f"The last complete checkpoint is {others[0]}." if others else "There is no complete one.")
+        f"--resume {half[-1]} is half-written: the run ended while it was being saved. "
+        + (f"The last complete checkpoint is {complete[0]}." if complete else "There is no complete one.")
     )
 
 
 def save(run: Run, path: Path, about: dict[str, Any]) -> None:
-    """Write a checkpoint of the run to ``path``; call it in all processes, which share that folder."""
+    """Write a checkpoint of the run to ``path``; call it in all processes, which share that folder.
+
+    Raises:
+        InputError: In all processes, if the system has refused to write. Earlier checkpoints are kept.
+    """
     place, ranks = root(path) / f"step-{run.step}", run.ranks
-    ranks.from_first(lambda: shutil.rmtree(place, ignore_errors=True))
-    with _quiet():
-        save_shards(_tensors(run), checkpoint_id=place)
+    if ranks.from_first(lambda: _is_complete(place)):
+        return  # of this very run (see check): an interrupt in the step that was saved last, or before the first one
+    partial = place.with_name(place.name + PARTIAL)
+    ranks.from_first(lambda: _remove_partial(place.parent))
     checkpoint = {**about, "run": run.progress()}
+    try:
+        with _quiet():
+            save_shards(_tensors(run), checkpoint_id=partial)
+        ranks.from_first(lambda: _finish(checkpoint, partial, place))
+    except (CheckpointException, InputError, OSError) as error:
+        ranks.from_first(lambda: _remove_partial(place.parent))
+        kept = ranks.from_first(lambda: [entry for entry in steps(place.parent) if _is_complete(entry)])
+        after = f"{kept[0]} is kept: continue with --resume {kept[0]} then." if kept else "No checkpoint is there."
+        text = str(error) if isinstance(error, files.WriteError) else files.refusal(place, _cause(error))
+        raise InputError(f"{text} {after}") from error
 
-    def finish() -> None:
-        files.write(place / COMPLETE, lambda file: torch.save(checkpoint, file))
-        for other in steps(place.parent):
-            if other != place:
-                shutil.rmtree(other)
 
-    ranks.from_first(finish)
+def _finish(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
+    """Make a checkpoint complete, then remove those before it."""
+    files.write(partial / COMPLETE, lambda file: torch.save(checkpoint, file))
+    partial.rename(place)
+    for other in steps(place.parent):
+        if _number(other) < _number(place) and _is_complete(other) and not other.is_symlink():
+            with suppress(OSError):  # an old checkpoint that stays does no harm
+                other = other.rename(other.with_name(other.name + PARTIAL))  # no longer complete, then removed
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _remove_partial(path: Path) -> None:
+    """Remove what a run that was killed while it saved has left in the folder."""
+    for entry in path.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_complete(entry: Path) -> bool:
+    return (entry / COMPLETE).is_file()
+
+
+def _number(entry: Path) -> int:
+    match = STEP.fullmatch(entry.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _cause(error: BaseException) -> str:
+    """The first error of a process that has failed to write or read, in words."""
+    first: BaseException = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
+    return str(files.system_error(first) or first)
 
 
 def restore(run: Run, place: Path, progress: dict[str, Any]) -> None:
@@ -90,8 +155,7 @@ def restore(run: Run, place: Path, progress: dict[str, Any]) -> None:
         with _quiet():
             load(state, checkpoint_id=place)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-        raise InputError(f"--resume {place} is damaged, or of another model: {cause}") from error
+        raise InputError(f"--resume {place} is damaged, or of another model: {_cause(error)}") from error
     model, optimizer = state["model"], state["optimizer"]
     set_state_dict(run.model, run.whole_optimizer, model_state_dict=model, optim_state_dict=optimizer)
     run.load_progress(progress)

@@ -17,12 +17,11 @@ from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
 from bighorn.cli.interrupt import Interrupt
 from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.options import command_line, config_options, given, words
+from bighorn.cli.options import FILE, command_line, config_options, given, words
 from bighorn.cli.ranks import Ranks
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import DivergedError, Run
 
-FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".svg")
 RESULTS = ("--save", "--report", "--json")
 
@@ -53,12 +52,12 @@ def train(
 
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
-    if plot_schedule is None:
-        save = save or (folder.root(resume) if resume is not None else None)
+    if plot_schedule is None and save is None and resume is not None:
+        save = folder.root(resume)
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
     with Ranks.join() as ranks:
         saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
-        config, division, dataset = ranks.together(lambda: _prepare(ctx, saved, outputs, ranks))
+        config, division, dataset = ranks.together(lambda: _prepare(ctx, saved, outputs, resume, ranks))
         ranks.check_same(
             options={**asdict(config), **asdict(division), "data": None, "threads": None},
             training_data=dataset.fingerprint(),
@@ -84,7 +83,8 @@ def train(
                 _write(run, report, json_file)
             raise InputError(f"{error}. Try a lower --lr than {config.lr:g} or a longer --warmup.") from error
         if not run.done and save is None:
-            save = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded))
+            fresh = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded))
+            save = ranks.from_first(lambda: files.unused(fresh))
             checkpoint.save(run, save)
         console.print(_summary(run))
         if ranks.first:
@@ -103,7 +103,11 @@ def train(
 
 
 def _prepare(
-    ctx: click.Context, saved: dict[str, Any] | None, outputs: dict[str, Path | None], ranks: Ranks
+    ctx: click.Context,
+    saved: dict[str, Any] | None,
+    outputs: dict[str, Path | None],
+    resume: Path | None,
+    ranks: Ranks,
 ) -> tuple[RunConfig, Division, Dataset]:
     """All that may be wrong with the command in one process alone."""
     options = given(ctx, RunConfig)
@@ -112,11 +116,29 @@ def _prepare(
     if outputs["--plot-schedule"] is not None:
         _check_plot(outputs["--plot-schedule"], {name: path for name, path in outputs.items() if name in RESULTS})
     if ranks.first:
-        for option, path in outputs.items():
-            if path is not None:
-                as_folder = option == "--save" and (division.shards(ranks.size) or path.is_dir())
-                (files.check_folder if as_folder else files.check_writable)(path, option)
+        _check_outputs(outputs, config.data, resume, saved, division.shards(ranks.size))
     return config, division, TASKS[config.task].load(config.data)
+
+
+def _check_outputs(
+    outputs: dict[str, Path | None],
+    data: str | None,
+    resume: Path | None,
+    saved: dict[str, Any] | None,
+    sharded: bool,
+) -> None:
+    """Refuse outputs that cannot be written to, or that would destroy what is not this run's own."""
+    save = outputs["--save"]
+    others = {option: path for option, path in outputs.items() if option != "--save"}
+    if save is None:
+        files.check_outputs(others, {"--data": data, "--resume": resume})
+    elif sharded or save.is_dir():
+        folder.check(save, None if saved is None else saved["folder"])
+        files.check_outputs(others, {"--data": data, "--resume": resume, "--save": save})
+    else:
+        files.check_regular(save, "--save")
+        files.check_outputs({"--save": save}, {"--data": data})
+        files.check_outputs(others, {"--save": save, "--data": data, "--resume": resume})
 
 
 def _train(run: Run, console: Console, save: Path | None) -> None:

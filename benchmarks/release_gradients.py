@@ -29,6 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from bighorn import Came, Lamb, release_gradients
 from bighorn.cli import files
 from bighorn.cli.environment import provenance
+from bighorn.cli.ranks import end_process_group
 
 WIDTH = 512
 RESULT = Path(__file__).parent / "results" / "release-gradients.json"
@@ -110,7 +111,6 @@ def rank_of_two(rank: int, folder: Path, blocks: int) -> None:
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -122,6 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank is not None:
         rank_of_two(arguments.rank, arguments.folder, arguments.blocks)
+        end_process_group()
         return
     if arguments.child is not None:
         name, released = arguments.child

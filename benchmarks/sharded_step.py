@@ -37,6 +37,7 @@ from bighorn import Came, Lamb
 from bighorn.cli import files, measure
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.peers import PEERS, WEIGHT_DECAY
+from bighorn.cli.ranks import end_process_group
 from bighorn.cli.shapes import SHAPES
 
 RESULT = Path(__file__).parent / "results" / "sharded-step.json"
@@ -221,7 +222,7 @@ def main() -> None:
         if arguments.rank == 0:
             (arguments.folder / "found.json").write_text(json.dumps(found))
         dist.barrier()
-        dist.destroy_process_group()
+        end_process_group()
         return
     about = provenance(f"python benchmarks/sharded_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}")
     shapes = list(SHAPES[arguments.shapes]())

@@ -32,6 +32,7 @@ from torch.optim import AdamW, Optimizer
 from bighorn import Lamb, TailOverlap
 from bighorn.cli.environment import provenance
 from bighorn.cli.measure import spread
+from bighorn.cli.ranks import end_process_group
 
 RESULT = Path(__file__).parent / "results" / "tail-overlap.json"
 LATENCY, BURST = "400ms", "256kb"
@@ -129,7 +130,6 @@ def run_rank(rank: int, folder: Path, model: str, rounds: int, optimizers: list[
         results.append({"name": name, **figures(alone, wire, turns, overlapped.buckets)})
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
 
 
 def figures(
@@ -230,6 +230,7 @@ def main() -> None:
     if arguments.rank is not None:
         names = arguments.optimizers.split(";")
         run_rank(arguments.rank, arguments.folder, arguments.model, arguments.rounds, names)
+        end_process_group()
         return
     missing = [name for name in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
     if missing:

@@ -515,7 +515,6 @@ def main() -> None:
         else:
             said[name] = ""
     Path(results, f"{rank}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -507,7 +507,6 @@ def main() -> None:
         else:
             said[name] = ""
         (folder / f"{world}-{rank}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

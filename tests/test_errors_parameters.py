@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import Parameter
 
 from bighorn import Lamb
+from bighorn.cli.ranks import end_process_group
 from cases import Kind, Optimizer
 from refusals import Errors, refused, stepped, weights
 
@@ -204,7 +205,7 @@ def one_rank() -> Iterator[DeviceMesh]:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
+    end_process_group()
 
 
 def test_partial_sums(kind: Kind, one_rank: DeviceMesh) -> None:

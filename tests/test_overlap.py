@@ -17,6 +17,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 import overlapping
 from bighorn import Came, Lamb, TailOverlap
+from bighorn.cli.ranks import end_process_group
 from together import Outcome, assert_ended_well, outcomes
 
 
@@ -69,7 +70,7 @@ def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_pa
 def _group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
-    dist.destroy_process_group()
+    end_process_group()
 
 
 class Wire:

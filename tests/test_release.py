@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from bighorn import Lamb, LossScaler, TailOverlap, groups, release_gradients, schedules
+from bighorn.cli.ranks import end_process_group
 from cases import Case, Kind, set_gradients
 from contract import BY_ID, assert_bitwise, assert_same_everything, copies, runs
 from test_process_group import run_ranks
@@ -209,7 +210,6 @@ SHARDED = """
         for net in (released[0], back[0]):
             for ours, theirs in zip(net.parameters(), whole[0].parameters()):
                 torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
-    dist.destroy_process_group()
 """
 
 
@@ -271,7 +271,7 @@ def test_an_option_that_needs_all_gradients(option: dict[str, Any], kind: Kind) 
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.usefixtures("alone")

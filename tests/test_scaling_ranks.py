@@ -30,7 +30,6 @@ START = """
 END = """
     for mode in modes:
         check(mode)
-    dist.destroy_process_group()
 """
 
 

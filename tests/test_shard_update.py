@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from bighorn import Lamb, shard_update
+from bighorn.cli.ranks import end_process_group
 from test_process_group import run_ranks
 
 SCRIPT = """
@@ -83,7 +84,6 @@ SCRIPT = """
         assert "sharded already" in str(error), error
     else:
         raise AssertionError("no error")
-    dist.destroy_process_group()
 """
 
 
@@ -114,7 +114,7 @@ def test_what_is_spread_already() -> None:
         with pytest.raises(ValueError, match="is a ZeroRedundancyOptimizer, spread over ranks already"):
             shard_update(spread)
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 def test_without_a_process_group() -> None:

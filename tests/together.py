@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from bighorn.cli.ranks import end_process_group
+
 LIMIT = 250
 """Seconds that a process may take on a machine with much else to do, where to import torch alone takes one minute."""
 
@@ -111,3 +113,4 @@ def become(argv: list[str], environment: dict[str, str], folder: Path, output: P
     os.chdir(folder)
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
+    end_process_group()

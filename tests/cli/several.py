@@ -7,7 +7,6 @@ killed in; or ``late``, seconds by which process 1 is late when training begins.
 well goes to ``error-JOB-RANK``.
 """
 
-import gc
 import json
 import os
 import signal
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bighorn.cli.commands import bighorn
 from bighorn.cli.interrupt import Interrupt
-from bighorn.cli.ranks import KEPT
 from bighorn.cli.training import Run
 from bighorn.cli.updating import Updater
 from cli.helpers import without_dropout
@@ -82,8 +80,6 @@ def run(
         bighorn([word.format(rank=RANK) for word in command], prog_name="bighorn", standalone_mode=False)
     except (click.ClickException, SystemExit) as error:
         Path(f"error-{number}-{RANK}").write_text(str(error))
-    gc.collect()
-    KEPT.clear()  # closes the connections, as the end of a process does
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,50 +56,67 @@ def train(
         save = folder.root(resume)
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
     with Ranks.join() as ranks:
-        saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
-        config, division, dataset = ranks.together(lambda: _prepare(ctx, saved, outputs, resume, ranks))
-        ranks.check_same(
-            options={**asdict(config), **asdict(division), "data": None, "threads": None},
-            training_data=dataset.fingerprint(),
-        )
-        run = Run(config, dataset, ranks, division=division)
-        differences = [] if saved is None else checkpoint.restore(run, saved)
-        run.history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command_line(ctx))
-        console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
-        _introduce(run, console)
-        for flag in division.idle(ranks.size):
-            console.print(f"Warning: {flag} has no effect in one process; see torchrun in --help.", style="yellow")
-        for difference in differences:
-            console.print(f"Warning: not as it was saved, the last bits may differ: {difference}", style="yellow")
-        if plot_schedule is not None:
-            if ranks.first:
-                _plot(run, plot_schedule)
-            console.print(f"Schedule: {plot_schedule}; nothing was trained.")
-            return
-        try:
-            _train(run, console, save)
-        except DivergedError as error:
-            if ranks.first:
-                _write(run, report, json_file)
-            raise InputError(f"{error}. Try a lower --lr than {config.lr:g} or a longer --warmup.") from error
-        if not run.done and save is None:
-            fresh = Path(f"bighorn-{config.task}-{config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded))
-            save = ranks.from_first(lambda: files.unused(fresh))
-            checkpoint.save(run, save)
-        console.print(_summary(run))
+        done = _run(ctx, outputs, resume, ranks)  # a function of its own: see ranks.end_process_group
+    if not done:
+        ctx.exit(130)
+
+
+def _run(ctx: click.Context, outputs: dict[str, Path | None], resume: Path | None, ranks: Ranks) -> bool:
+    """Train, or draw the schedule; False if Ctrl-C has ended the run early."""
+    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
+    run = _set_up(ctx, outputs, resume, ranks, console)
+    plot = outputs["--plot-schedule"]
+    if plot is not None:
+        if ranks.first:
+            _plot(run, plot)
+        console.print(f"Schedule: {plot}; nothing was trained.")
+        return True
+    save, report, json_file = (outputs[option] for option in RESULTS)
+    try:
+        _train(run, console, save)
+    except DivergedError as error:
         if ranks.first:
             _write(run, report, json_file)
-        for name, path in (("Report", report), ("JSON", json_file), ("Checkpoint", save)):
-            if path is not None:
-                console.print(f"{name}: {path}")
+        raise InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.") from error
+    if not run.done and save is None:
+        fresh = f"bighorn-{run.config.task}-{run.config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded)
+        save = ranks.from_first(lambda: files.unused(Path(fresh)))
+        checkpoint.save(run, save)
+    console.print(_summary(run))
+    if ranks.first:
+        _write(run, report, json_file)
+    for name, path in (("Report", report), ("JSON", json_file), ("Checkpoint", save)):
+        if path is not None:
+            console.print(f"{name}: {path}")
     if not run.done:
         again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
-        again += words(ctx, {"report", "json_file", *asdict(division)})
+        again += words(ctx, {"report", "json_file", *(field.name for field in fields(Division))})
         where = " on every machine, each with its --node-rank" if ranks.machines > 1 else ""
         console.print(
             f"Interrupted after step {run.step} of {run.total} and saved. Resume{where} with:\n  {shlex.join(again)}"
         )
-        ctx.exit(130)
+    return run.done
+
+
+def _set_up(
+    ctx: click.Context, outputs: dict[str, Path | None], resume: Path | None, ranks: Ranks, console: Console
+) -> Run:
+    """Make the run, or load it, and introduce it."""
+    saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
+    config, division, dataset = ranks.together(lambda: _prepare(ctx, saved, outputs, resume, ranks))
+    ranks.check_same(
+        options={**asdict(config), **asdict(division), "data": None, "threads": None},
+        training_data=dataset.fingerprint(),
+    )
+    run = Run(config, dataset, ranks, division=division)
+    differences = [] if saved is None else checkpoint.restore(run, saved)
+    run.history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command_line(ctx))
+    _introduce(run, console)
+    for flag in division.idle(ranks.size):
+        console.print(f"Warning: {flag} has no effect in one process; see torchrun in --help.", style="yellow")
+    for difference in differences:
+        console.print(f"Warning: not as it was saved, the last bits may differ: {difference}", style="yellow")
+    return run
 
 
 def _prepare(

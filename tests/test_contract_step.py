@@ -54,7 +54,7 @@ def test_what_is_no_closure(kind: Kind) -> None:
     with refused(
         list(net.parameters()), optimizer, TypeError, r"closure must be a function.*not a Tensor: call loss\."
     ):
-        optimizer.step(loss)
+        optimizer.step(loss)  # type: ignore[arg-type]
 
 
 def test_step_hooks(kind: Kind) -> None:

@@ -294,13 +294,13 @@ def test_a_parameter_that_cannot_be_stepped_ahead(kind: Kind) -> None:
     with refused(parameters, optimizer, ValueError, r"params\[0\] has no gradient"):
         optimizer.step_ahead(parameters[0])
     with refused(parameters, optimizer, ValueError, "^3 is no parameter"):
-        optimizer.step_ahead(3)
+        optimizer.step_ahead(3)  # type: ignore[arg-type]
 
 
 def test_parts_that_leave_out_a_gradient(kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, ValueError, "leave out 2 of 3 parameters"):
-        optimizer.step_in_parts([parameters[:1]], lambda _: None)
+        optimizer.step_in_parts([parameters[:1]], lambda _: None)  # type: ignore[list-item]
 
 
 def test_what_is_frozen_has_no_state(kind: Kind) -> None:

@@ -23,6 +23,7 @@ from bighorn.optim.ahead import Ahead
 from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
 from bighorn.optim.commit import scale_and_commit, square_sum_of
+from bighorn.optim.eager import eager
 from bighorn.optim.parts import Part, Places, check_backend, parameters, part_of
 from bighorn.optim.plan import Plan, build
 from bighorn.optim.plan_cache import Looks, PlanCache, Ready
@@ -132,7 +133,7 @@ class KernelOptimizer(Optimizer):
 
     # ---- the step -----------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step for every parameter that has a gradient. `.grad` is only read.
@@ -163,7 +164,7 @@ class KernelOptimizer(Optimizer):
             raise
         return loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     @torch.no_grad()
     def step_in_parts(self, parts: list[list[Tensor]], wait: Callable[[int], None]) -> None:
         """Take one step, part by part, while gradients of later parts are not there yet. No hooks run.
@@ -182,7 +183,7 @@ class KernelOptimizer(Optimizer):
         """
         self._step(parts, wait)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     @torch.no_grad()
     def step_ahead(self, param: Tensor) -> None:
         """Step one parameter now and drop its gradient; a later `step()` takes the others and ends the step.

@@ -1,0 +1,22 @@
+"""Functions that torch.compile leaves as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch._compile import _disable_dynamo
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """As `torch.compiler.disable`, which would import dynamo, inductor and triton with `import bighorn`: 1.7 s.
+
+    torch's own lazy form imports them in the first call. It is no public name, but the one that `torch.optim` uses.
+    """
+    wrapper = _disable_dynamo(function)
+    # torch.optim's wrapper of step inherits the mark. Without it, dynamo traces that wrapper and warns (torch 2.13).
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return wrapper

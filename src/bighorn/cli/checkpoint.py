@@ -3,6 +3,8 @@
 One is a file that the first process writes, or, where tensors are sharded, a folder to which all of them write.
 """
 
+import reprlib
+import typing
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +17,11 @@ from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
 from bighorn.cli.training import Run
+from bighorn.cli.values import matches
 
 FORMAT = "bighorn checkpoint 2"
+FIELDS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
+REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."
 
 
 def save(run: Run, path: Path) -> None:
@@ -60,9 +65,12 @@ def load(path: Path) -> dict[str, Any]:
             raise zipfile.BadZipFile(broken)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its zip, pickle and storage readers raise
-        raise InputError(f"--resume {file} is damaged or not a checkpoint of bighorn train.") from error
+        raise InputError(f"--resume {file} is damaged or not a checkpoint of bighorn train. {REMEDY}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise InputError(f"--resume {file} was not written by this version of `bighorn train --save`.")
+        raise InputError(f"--resume {file} was not written by this version of `bighorn train --save`. {REMEDY}")
+    for name, kind in FIELDS.items():
+        if not isinstance(checkpoint.get(name), kind):
+            raise InputError(f"--resume {file} is damaged: its {name} is missing or no {kind.__name__}. {REMEDY}")
     return checkpoint | {"folder": None if place is None else str(place)}
 
 
@@ -81,11 +89,14 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
             folder.restore_from_whole(run, checkpoint["run"])
         else:
             run.load_state_dict(checkpoint["run"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"the checkpoint does not fit the model: {error}") from error
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        text = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise InputError(f"the checkpoint does not fit the model: {text}. {REMEDY}") from error
     then, now = checkpoint["environment"], environment()
     then, now = then | {"processes": checkpoint["processes"]}, now | {"processes": run.ranks.size}
-    return [f"{name}: {then.get(name)} then, {now[name]} now" for name in now if then.get(name) != now[name]]
+    return [f"{name}: {then.get(name)} then, {now[name]} now" for name in now if str(then.get(name)) != str(now[name])]
 
 
 def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
@@ -94,7 +105,7 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     Raises:
         InputError: If an option contradicts the checkpoint; only the place of the data and the threads may differ.
     """
-    saved: dict[str, Any] = asdict(RunConfig(**checkpoint["config"]))  # with the defaults of options that came later
+    saved: dict[str, Any] = asdict(_config(checkpoint["config"]))  # with the defaults of options that came later
     for name, value in given.items():
         if name not in {"data", "threads"} and saved[name] != value:
             flag = "--" + name.replace("_", "-")
@@ -104,3 +115,22 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
                 f"Leave {flag} out to resume, or leave --resume out to start anew."
             )
     return RunConfig(**(saved | {name: given[name] for name in ("data", "threads") if name in given}))
+
+
+def _config(saved: dict[str, Any]) -> RunConfig:
+    """The options of a checkpoint, each with a value that the command line would take."""
+    hints = typing.get_type_hints(RunConfig)
+    for name, value in saved.items():
+        if name not in hints:
+            raise InputError(
+                f"the checkpoint has the option {name!r}, which this version of bighorn does not know. Resume it "
+                "with the version that has written it, or a later one."
+            )
+        choices = RunConfig.__dataclass_fields__[name].metadata["choices"]
+        if not matches(value, hints[name]) or (choices and value is not None and value not in choices):
+            raise InputError(f"the checkpoint is damaged: its option {name} is {_short(value)}. {REMEDY}")
+    return RunConfig(**saved)
+
+
+def _short(value: object) -> str:
+    return reprlib.repr(value).replace("\n", " ")

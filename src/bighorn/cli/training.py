@@ -2,6 +2,7 @@
 
 import math
 import time
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.schedule import batch_indices, learning_rate, warmup_steps
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.updating import Updater
+from bighorn.cli.values import matches
 
 TEST_BATCH = 1000
 
@@ -240,7 +242,12 @@ class Run:
         self.load_progress(state)
 
     def load_progress(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`progress` returned, with the model and the optimizer of then."""
+        """Continue from what :meth:`progress` returned, with the model and the optimizer of then.
+
+        Raises:
+            ValueError: The history is not that of so many steps of this run.
+        """
+        _check_progress(state, self.total)
         self._updater.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self.history = History(**state["history"])
@@ -253,3 +260,16 @@ class Run:
         """Seed them by share of the batch and step, so that no two samples drop out the same."""
         share = self.ranks.rank % self._shares
         randomness.seed(self.config.seed + 1_000_003 * (share + self._shares * self.step))
+
+
+def _check_progress(state: dict[str, Any], total: int) -> None:
+    step, history = state["step"], vars(History(**state["history"]))
+    if not matches(step, int) or not 0 <= step <= total:
+        raise ValueError(f"it is after step {step!r:.20} of {total}")
+    if not matches(state["generators"], list[dict]):
+        raise ValueError("its state of generators is damaged")
+    hints = typing.get_type_hints(History)
+    wrong = [name for name in hints if not matches(history[name], hints[name])]
+    wrong += [name for name in ("loss", "accuracy", "lr") if name not in wrong and len(history[name]) != step]
+    if wrong:
+        raise ValueError(f"its history of {wrong[0]} is damaged")

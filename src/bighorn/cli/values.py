@@ -2,12 +2,38 @@
 
 import difflib
 import math
+import types
+import typing
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bighorn.cli.errors import InputError
 
 Number = TypeVar("Number", int, float)
+
+
+def matches(value: object, hint: Any) -> bool:
+    """Whether a value read from a file has the type of a field.
+
+    Example:
+        >>> matches([(1, 0.5)], list[tuple[int, float]]), matches("1", int | None)
+        (True, False)
+    """
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind in {types.UnionType, typing.Union}:
+        return any(matches(value, part) for part in parts)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            matches(key, parts[0]) and matches(inner, parts[1]) for key, inner in value.items()
+        )
+    if kind is list or (kind is tuple and parts[1:] == (...,)):
+        return isinstance(value, kind) and all(matches(inner, parts[0]) for inner in value)
+    if kind is tuple:
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(matches, value, parts))
+    if hint in {int, float}:
+        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+        return whole or (hint is float and isinstance(value, float))
+    return isinstance(value, hint)
 
 
 def at_least(flag: str, value: float | None, least: float, most: float = math.inf) -> None:

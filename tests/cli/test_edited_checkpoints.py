@@ -1,0 +1,75 @@
+"""Checkpoints that were edited or come from another version: every one resumes or ends in one message."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner
+
+from bighorn.cli.commands import bighorn
+from cli.helpers import Invoke
+
+Keys = tuple[Any, ...]
+MISSING = object()
+WRONG: list[Any] = [None, -1, "text", [1], {"a": 1}, float("nan"), torch.ones(2), 10**400]
+
+
+def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """The keys that lead to every value of a checkpoint, and to one that a dict does not have; of lists the first."""
+    here = [*value, "newer"] if isinstance(value, dict) else range(min(1, len(value)))
+    for key in here:
+        yield (*keys, key)
+        if key != "newer" and isinstance(value[key], dict | list):
+            yield from places(value[key], (*keys, key))
+
+
+def edited(whole: dict[str, Any], keys: Keys) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Checkpoints in which the value is missing or wrong, by what was done to them."""
+    for wrong in [*WRONG, MISSING]:
+        checkpoint = copy.deepcopy(whole)
+        inner: Any = checkpoint
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = wrong
+        if wrong is MISSING:
+            del inner[keys[-1]]
+        yield f"{keys} = {wrong!r:.20}", checkpoint
+
+
+def resume() -> tuple[int, str]:
+    """The exit code and the output of a run that continues from run.pt."""
+    result = CliRunner().invoke(bighorn, ["train", "--resume", "run.pt", "--save", "out.pt"], prog_name="bighorn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return -1, repr(result.exception)
+    return result.exit_code, result.output
+
+
+def test_every_edit_resumes_or_ends_in_one_message(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--threads", 1, "--precision", "fp16", "--save", "run.pt")
+    whole = torch.load("run.pt", weights_only=True)
+    before, wrong, refused = Path("run.pt").read_bytes(), {}, 0
+    for keys in places(whole):
+        for name, checkpoint in edited(whole, keys):
+            torch.save(checkpoint, "run.pt")
+            code, output = resume()
+            refused += code == 1
+            one_message = output.startswith("Error: ") and output.count("\n") == 1
+            if code not in {0, 1} or (code == 1 and not one_message):
+                wrong[name] = output
+    assert wrong == {}
+    assert refused > 800
+    Path("run.pt").write_bytes(before)
+    assert resume()[0] == 0
+
+
+def test_a_checkpoint_of_a_later_version_names_the_option_and_the_remedy(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    checkpoint["config"]["newer"] = 1
+    torch.save(checkpoint, "run.pt")
+    output = invoke("train", "--resume", "run.pt", code=1).output
+    assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output

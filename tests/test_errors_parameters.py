@@ -132,7 +132,7 @@ def test_stacked_needs_slices(shape: tuple[int, ...], kind: Kind) -> None:
 
 def test_exclusions_without_names(kind: Kind) -> None:
     for option in ("exclude_from_weight_decay", "exclude_from_layer_adaptation")[: 2 if kind is Lamb else 1]:
-        exclusion: dict[str, Any] = {option: ["bias"]}
+        exclusion: dict[str, Any] = {option: ["1.weight"]}
         with pytest.raises(ValueError, match=r"(?s)name.*named_parameters"):
             kind(weights(), lr=0.1, **exclusion)
         parameters, optimizer = stepped_named(kind, **exclusion)

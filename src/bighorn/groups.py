@@ -5,13 +5,12 @@ Made for `bighorn.Lamb` and any other `torch.optim.Optimizer`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from bighorn.names import Exclusion, check_exclusion, excludes
+from bighorn.names import Exclusion, check_exclusion, common_prefix, excludes, nearest, unwrapped
 
 __all__ = ["Rule", "by_rules", "report"]
 
@@ -62,7 +61,8 @@ def by_rules(
     """Parameter groups for any optimizer: one for each rule, and one for what no rule takes, without options.
 
     Args:
-        named_parameters: What `model.named_parameters()` gives. Their order is kept within each group.
+        named_parameters: What `model.named_parameters()` gives. Their order is kept within each group. Rules, and the
+            groups, have the names of the model without wrappers (`module.`, `_orig_mod.`).
         rules: In order: the first that matches a parameter takes it.
         pairs: Give (name, parameter) pairs, which `torch.optim` and `bighorn` keep as `param_names`. False: bare
             parameters, for optimizers that want these. Default: True.
@@ -168,7 +168,8 @@ def _checked(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, 
         if id(param) in by_id:
             raise ValueError(f"{by_id[id(param)]!r} and {name!r} are the same parameter: pass it once")
         by_name[name], by_id[id(param)] = param, name
-    return params
+    prefix = common_prefix(by_name)
+    return [(unwrapped(name, prefix), param) for name, param in params]
 
 
 def _why_nothing(rule: Rule, params: list[tuple[str, Tensor]]) -> str:
@@ -177,6 +178,4 @@ def _why_nothing(rule: Rule, params: list[tuple[str, Tensor]]) -> str:
         return f"rules before it took the {len(matching)} that it matches ({', '.join(matching[:3])}); put it first"
     if callable(rule.match):
         return "it was False for each of them"
-    words = " ".join(rule.match)
-    nearest = sorted(params, key=lambda pair: difflib.SequenceMatcher(None, words, pair[0]).ratio(), reverse=True)
-    return f"it matches no name; the nearest are {', '.join(repr(name) for name, _ in nearest[:3])}"
+    return f"it matches no name; the nearest are {nearest(rule.match, [name for name, _ in params])}"

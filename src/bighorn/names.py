@@ -1,8 +1,10 @@
-"""Parameters by name: which ones an exclusion takes."""
+"""Parameters by name: which ones an exclusion takes, whatever a model is wrapped in."""
 
 from __future__ import annotations
 
+import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,12 @@ Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
 Names = nn.Module | Mapping[str, Tensor]
 """Where names come from when a trainer hands over bare parameters."""
 
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Components that torch.compile, FullyShardedDataParallel and checkpoint_wrapper add to names, at any depth."""
+
+DATA_PARALLEL = "module."
+"""What DistributedDataParallel adds, in front of every name. A model's own submodule may have this name too."""
 
 REMEDIES = {
     Tensor: "pass [tensor]",
@@ -51,6 +59,68 @@ def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bo
     if callable(exclusion):
         return bool(exclusion(name, param))
     return any(re.search(pattern, name) for pattern in exclusion)
+
+
+def unwrapped(name: str, prefix: str = "") -> str:
+    """A parameter's name in the model without its wrappers.
+
+    Args:
+        name: The name.
+        prefix: From `common_prefix` of all names. Default: none.
+
+    Example:
+        >>> unwrapped("module._orig_mod.1.weight", "module.")
+        '1.weight'
+    """
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part not in WRAPPERS), last]).removeprefix(prefix)
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """`module.`, as many times as every name begins with it, so that only a wrapper of the whole model can be meant.
+
+    Example:
+        >>> common_prefix(["module.0.bias", "module._orig_mod.module.bias"]), common_prefix(["module.bias", "bias"])
+        ('module.', '')
+    """
+    bare = [unwrapped(name) for name in names]
+    prefix = ""
+    while bare and all(name.startswith(prefix + DATA_PARALLEL) for name in bare):
+        prefix += DATA_PARALLEL
+    return prefix
+
+
+def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]) -> None:
+    """Warn of patterns that match none of the names.
+
+    Raises:
+        ValueError: None of the patterns matches any.
+    """
+    if exclusion is None or callable(exclusion) or not names:
+        return
+    used = [pattern for pattern in exclusion if any(re.search(pattern, name) for name in names)]
+    idle = [pattern for pattern in exclusion if _letters(pattern) not in map(_letters, used)]
+    for pattern in idle[:1]:
+        text = (
+            f"{option}: {pattern!r} matches none of {len(names)} parameter names, the nearest of which are "
+            f"{nearest([pattern], names)}. Names are those of the model without wrappers (no 'module.' of "
+            "DistributedDataParallel, no '_orig_mod.' of torch.compile)"
+        )
+        if not used:
+            raise ValueError(f"{text}: correct the patterns, or leave {option} out")
+        warnings.warn(text, stacklevel=5)
+
+
+def _letters(pattern: str) -> str:
+    """Lists for BERT spell one thing in several ways, of which a model has one: LayerNorm, layer_norm."""
+    return re.sub("[^a-z0-9]", "", pattern.lower())
+
+
+def nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
+    """The three names that are most like some patterns."""
+    words = " ".join(patterns)
+    likest = sorted(names, key=lambda name: difflib.SequenceMatcher(None, words, name).ratio(), reverse=True)
+    return ", ".join(map(repr, likest[:3]))
 
 
 def named(params: object, names: Names | None) -> list[Any]:

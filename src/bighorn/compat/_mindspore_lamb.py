@@ -77,7 +77,7 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
                 (beta1, beta2),
                 eps,
                 weight_decay,
-                exclude_from_weight_decay=["beta", "gamma"] if named else None,
+                exclude_from_weight_decay=_is_norm if named else None,
             )
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[bool, ...]:
@@ -94,3 +94,8 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
             ValueError: They do not fit the parameters, or as `step` raises.
         """
         return (True,) * self._step_with(gradients)
+
+
+def _is_norm(name: str, param: Tensor) -> bool:
+    del param
+    return "beta" in name or "gamma" in name

@@ -46,7 +46,7 @@ class LAMBOptimizer(Lamb):
         >>> import torch
         >>> from bighorn.compat.npu_bridge import LAMBOptimizer
         >>> model = torch.nn.Linear(4, 2)
-        >>> exclude = ["LayerNorm", "layer_norm", "bias"]
+        >>> exclude = ["bias"]
         >>> optimizer = LAMBOptimizer(
         ...     0.01, weight_decay_rate=0.01, exclude_from_weight_decay=exclude, params=model.named_parameters()
         ... )

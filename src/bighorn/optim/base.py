@@ -57,6 +57,8 @@ class KernelOptimizer(Optimizer):
     _order: order.Order
     _watch: param_groups.Watch
     _plans: PlanCache
+    _prefix: str | None = None
+    """What wrappers put in front of every parameter's name, which groups hold without it; None without names."""
     _ahead: Ahead | None = None
     """The step that `step_ahead` has begun and `step` has not ended."""
     _last: tuple[Plan, ...] = ()
@@ -64,7 +66,10 @@ class KernelOptimizer(Optimizer):
     _skipped: Tensor | None = None
     """How many steps wrote nothing; None if none could have been skipped."""
 
-    def __init__(self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+    def __init__(
+        self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any], *, partial: bool = False
+    ) -> None:
+        """An optimizer from the arguments of its class; `partial`: the parameters are one rank's part of a model's."""
         arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(unknown, arguments, type(self).__name__)
@@ -72,13 +77,19 @@ class KernelOptimizer(Optimizer):
         self._drivers, self._order = [], []
         self._forget()
         params, ordered = order.split(params)
+        params = param_groups.in_lists(params)
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
         checked = self.algorithm.checked({**arguments, **self.algorithm.group_only})
+        self._prefix = param_groups.prefix_of(params, self._settings)
         self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked[name])}
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
         super().__init__(params, checked)
         self._order = order.places(ordered, self.param_groups)
+        if not partial:
+            self._settings.check_exclusions(
+                [name for group in self.param_groups for name in group.get("param_names", ())]
+            )
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
         """A fresh optimizer with the same options for this rank's part of the parameters.
@@ -93,7 +104,7 @@ class KernelOptimizer(Optimizer):
         arguments["process_group"] = process_group if used else None
         part = type(self).__new__(type(self))
         mine = [self._as_given(group, drivers) for group, drivers in zip(groups, self._drivers, strict=True)]
-        KernelOptimizer.__init__(part, mine, arguments, {})
+        KernelOptimizer.__init__(part, mine, arguments, {}, partial=True)
         return part
 
     def _as_given(self, group: dict[str, Any], drivers: Drivers) -> dict[str, Any]:
@@ -120,7 +131,9 @@ class KernelOptimizer(Optimizer):
                 here.
         """
         defaults = {**self.defaults, **self._default_schedules}
-        group, tensors = param_groups.joining(param_group, self.param_groups, defaults, self.algorithm, self._settings)
+        group, tensors = param_groups.joining(
+            param_group, self.param_groups, defaults, self.algorithm, self._settings, self._prefix
+        )
         drivers: Drivers = {}
         take_over(group, drivers)
         if self._settings.backend != "auto":
@@ -406,7 +419,7 @@ class KernelOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Names are in the groups by now; a module here would be copied with the optimizer.
-        own = {name: self.__dict__[name] for name in ("_drivers", "_default_schedules", "_order")}
+        own = {name: self.__dict__[name] for name in ("_drivers", "_default_schedules", "_order", "_prefix")}
         return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -436,8 +449,9 @@ class KernelOptimizer(Optimizer):
         mine = self.__dict__  # nothing yet while unpickling
         defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - may not be there yet
         current = mine.get("param_groups", state["param_groups"])
+        prefix = param_groups.loaded_prefix(state["param_groups"], current)
         groups = [
-            param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"))
+            param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"), prefix)
             for i, group in enumerate(state["param_groups"])
         ]
         states = loaded_states(groups, state["state"], self.algorithm)

@@ -161,7 +161,9 @@ class Came(KernelOptimizer):
             them. *Whole optimizer.* Default: False.
         maximize: Step uphill. Default: False.
         exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
-            bool: no weight decay there. *Whole optimizer.* Default: None.
+            bool: no weight decay there. Names are those of the model without wrappers: `0.bias`, where
+            DistributedDataParallel says `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.*
+            Default: None.
         state_dtype: Of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a row, each
             with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and columns are never
             below float32. Default: None.
@@ -181,8 +183,9 @@ class Came(KernelOptimizer):
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
-        ValueError: A value out of range, lr together with relative_step or neither of them, no parameters, a parameter
-            given twice, flattened or not floating-point, or a backend that cannot serve a parameter.
+        ValueError: A value out of range, lr together with relative_step or neither of them, exclusions that match no
+            name, no parameters, a parameter given twice, flattened or not floating-point, or a backend that cannot
+            serve a parameter.
 
     Example:
         >>> import torch

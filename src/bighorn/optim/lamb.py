@@ -155,7 +155,9 @@ class Lamb(KernelOptimizer):
         cautious: Keep only the elements of r that point against their gradient, scaled up in turn. Default: False.
         maximize: Step uphill. Default: False.
         exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
-            bool: no weight decay there. *Whole optimizer.* Default: None.
+            bool: no weight decay there. Names are those of the model without wrappers: `0.bias`, where
+            DistributedDataParallel says `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.*
+            Default: None.
         exclude_from_layer_adaptation: Likewise: no trust ratio there. *Whole optimizer.* Default: None.
         state_dtype: Of both moments: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks of 256 in
             a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With bfloat16
@@ -176,8 +178,8 @@ class Lamb(KernelOptimizer):
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
-        ValueError: A value out of range, no parameters, a parameter given twice, flattened or not floating-point, or a
-            backend that cannot serve a parameter.
+        ValueError: A value out of range, exclusions that match no name, no parameters, a parameter given twice,
+            flattened or not floating-point, or a backend that cannot serve a parameter.
 
     Example:
         >>> import torch

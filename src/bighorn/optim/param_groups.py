@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from bighorn.arguments import about, integer
-from bighorn.names import named
+from bighorn.names import common_prefix, named, names_of, unwrapped
 from bighorn.optim import checks, foreign
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.parts import label_of
@@ -31,8 +32,42 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
 
 
+def in_lists(params: Iterable[Any]) -> list[Any]:
+    """Parameters or groups as they are given, so that they can be iterated over more than once."""
+    return [
+        {**item, "params": list(item["params"])}
+        if isinstance(item, dict) and isinstance(item.get("params"), Iterator)
+        else item
+        for item in params
+    ]
+
+
+def prefix_of(params: list[Any], settings: Settings) -> str | None:
+    """What wrappers put in front of the names of all parameters, "" if nothing; None if parameters have no names."""
+    names = [] if settings.names is None else list(names_of(settings.names).values())
+    named_already = False
+    for item in params:
+        group = item if isinstance(item, dict) else {"params": [item]}
+        named_already |= "param_names" in group
+        pairs = group.get("params")
+        if isinstance(pairs, (list, tuple)):
+            names += [pair[0] for pair in pairs if isinstance(pair, tuple) and pair and isinstance(pair[0], str)]
+    return common_prefix(names) if names or named_already else None
+
+
+def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
+    """What wrappers put in front of the names in a checkpoint, and not in front of the current ones."""
+    loaded, own = ([name for group in of for name in group.get("param_names") or ()] for of in (groups, current))
+    return common_prefix(filter(lambda name: isinstance(name, str), loaded)).removeprefix(common_prefix(own))
+
+
 def joining(
-    given: Group, others: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings
+    given: Group,
+    others: list[Group],
+    defaults: Group,
+    algorithm: Algorithm[Any],
+    settings: Settings,
+    prefix: str | None,
 ) -> tuple[Group, list[Tensor]]:
     """A group that is to be added, checked and with every option, and its tensors. Schedules are still what they are.
 
@@ -42,6 +77,7 @@ def joining(
         defaults: What holds where it does not say.
         algorithm: Which options there are.
         settings: What holds for all groups.
+        prefix: From `prefix_of` all parameters.
 
     Raises:
         TypeError: An unknown key, or a value of a wrong type.
@@ -76,8 +112,11 @@ def joining(
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
     names = [name for name, _ in group["params"]] if any(pairs) else group.get("param_names")
-    if any(pairs) or "param_names" in group:
-        _check_names(names, len(tensors))
+    if names is None and not tensors and prefix is not None:
+        names = []  # torch wants all groups to have names, or none
+    if names is not None:
+        group["params"], group["param_names"] = tensors, _checked_names(names, len(tensors), prefix or "")
+        names = group["param_names"]
     lr = group.get("lr", defaults["lr"])
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
         group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
@@ -88,8 +127,8 @@ def joining(
     return complete, tensors
 
 
-def _check_names(names: object, count: int) -> None:
-    """Raise unless these are names, one for each parameter, and each another.
+def _checked_names(names: object, count: int, prefix: str) -> list[str]:
+    """Names without those of wrappers. Raises unless they are one for each parameter, and each another.
 
     What is said of a parameter, and its random bits, go by its name. Groups may be of several models with equal names.
     """
@@ -97,15 +136,19 @@ def _check_names(names: object, count: int) -> None:
         raise TypeError(f"param_names must be names in a list, not {names!r}")
     if len(names) != count:
         raise ValueError(f"param_names has {len(names)} names for {count} parameters")
+    names = [unwrapped(name, prefix) for name in names]
     name, times = Counter(names).most_common(1)[0] if names else ("", 0)
     if times > 1:
         raise ValueError(
             f"params has {times} parameters called {name!r}: give the names of each model a prefix of its own, or each "
             "model a group"
         )
+    return names
 
 
-def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None) -> Group:
+def loaded(
+    index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None, prefix: str
+) -> Group:
     """A group of a checkpoint, checked; what it does not say is as in `current`.
 
     Raises:
@@ -121,7 +164,7 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
                 "one; or somebody noted this in its groups, so remove it there"
             )
         if "param_names" in group:
-            _check_names(group["param_names"], len(group["params"]))
+            group["param_names"] = _checked_names(group["param_names"], len(group["params"]), prefix)
         group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
         if COUNT in group:
             group[COUNT] = integer(COUNT, group[COUNT])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from bighorn.optim import checks
 
 Options = Mapping[str, Any]
@@ -41,10 +43,16 @@ def _exclusions_fall_back(_: Iterable[Any], given: Options) -> Options:
     return {name: given.get(name) or given.get("exclude_from_weight_decay")}
 
 
+def is_norm(name: str, param: Tensor) -> bool:
+    """Whether MindSpore would take a parameter for a norm's. A function, since a model need not have any."""
+    del param
+    return "beta" in name or "gamma" in name
+
+
 def _no_decay_for_norms(params: Iterable[Any], given: Options) -> Options:
     """Parameters in no groups are told apart by their names; groups say themselves what they want."""
     name = "exclude_from_weight_decay"
-    return {} if name in given or any(isinstance(param, dict) for param in params) else {name: ["beta", "gamma"]}
+    return {} if name in given or any(isinstance(param, dict) for param in params) else {name: is_norm}
 
 
 _APEX = {"weight_decay": 0.01, "max_grad_norm": 1.0}

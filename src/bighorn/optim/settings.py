@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bighorn import sharding
 from bighorn.kernels import BACKENDS
-from bighorn.names import Exclusion, Names, check_exclusion, names_of
+from bighorn.names import Exclusion, Names, check_exclusion, check_matches, common_prefix, names_of, unwrapped
 from bighorn.optim import checks
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
@@ -71,6 +71,16 @@ class Settings:
         for name in EXCLUSIONS:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} needs names: pass model.named_parameters() as params, or names=model")
+
+    def check_exclusions(self, names: Sequence[str]) -> None:
+        """Refuse exclusions that match none of the parameters' names; a rank of a group may well have none of them."""
+        if self.process_group is not None or not names:
+            return
+        others = [] if self.names is None else list(names_of(self.names).values())
+        prefix = common_prefix(others)
+        known = list(dict.fromkeys([*names, *(unwrapped(name, prefix) for name in others)]))
+        for option in EXCLUSIONS:
+            check_matches(option, getattr(self, option), known)
 
     def refuse_to_add_up_twice(self, param: Tensor) -> None:
         """Raise where the process group's ranks are those whose shards are summed over without it."""

@@ -114,8 +114,11 @@ def test_a_gradient_without_memory_of_its_own_is_refused() -> None:
 
     def inside(grad: Tensor) -> Tensor:
         weight.grad = grad
-        with pytest.raises(RuntimeError, match="data pointer of Tensor that doesn't have storage"):
-            optimizer.step()
+        for backend, message in (("cpu", "without memory"), ("auto", "cannot be stepped")):
+            other = Lamb([weight], lr=0.1, backend=backend)
+            for refusing in (optimizer, other) if backend == "cpu" else (other,):
+                with pytest.raises(ValueError, match=rf"^param_groups\[0\]\.params\[0\].*{message}"):
+                    refusing.step()
         weight.grad = None
         return grad
 

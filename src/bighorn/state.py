@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bighorn import sharding
 from bighorn.kernels import codec, rounding
+from bighorn.kernels.addresses import is_freed
 from bighorn.kernels.rounding import Rounding
 
 MOMENT_DTYPES = {
@@ -196,6 +197,15 @@ def local_view(param: Tensor) -> Tensor:
     return real_view(sharding.local(param))
 
 
+def refuse_freed(tensor: Tensor, what: str) -> None:
+    """Raise a ValueError for a tensor whose memory was freed."""
+    if is_freed(tensor):
+        raise ValueError(
+            f"{what} has no memory: its storage was freed, as untyped_storage().resize_(0) does. Give it its memory "
+            "back before the step"
+        )
+
+
 def overlaps(tensor: Tensor) -> bool:
     """Whether elements may share memory, as those of an expanded tensor do, so that writing one writes others."""
     reach = 0
@@ -245,7 +255,8 @@ def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any],
         out["step"] = _count(out.get("step", 0), dense, what)
     for name, like in likes.items():
         if fresh or (name in BESIDE and name not in out):
-            out[name] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=dense.device).zero_()
+            # Of the parameter's own kind: state of a wrapper subclass holds as many tensors.
+            out[name] = dense.new_empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)
     missing = [name for name in ("step", *spec) if name not in out]
@@ -279,6 +290,7 @@ def _local(
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
+        refuse_freed(sharding.local(value), f"state {name!r} of {what}")
         value = real_view(value)
         if name not in spec:
             parts[name] = sharding.local(value)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bighorn.kernels import cpu, foreach, reference, triton
+from bighorn.kernels.addresses import has_memory
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.triton import device
@@ -69,13 +70,17 @@ class Backend:
 
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
     came: Callable[[list[Bucket[CameOptions]]], Kernel]
+    needs_memory: bool = True
+    """It reads and writes plain memory, which tensors that hold other tensors do not have (`addresses.has_memory`)."""
 
 
 BACKENDS = {
     "cpu": Backend(cpu.why_not, cpu.why_not_shard, cpu.Lamb, cpu.Came),
     "triton": Backend(triton.why_not, triton.why_not_shard, triton.Lamb, triton.Came),
     "foreach": Backend(foreach.why_not, foreach.why_not_shard, foreach.Lamb, foreach.Came),
-    "reference": Backend(reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came),
+    "reference": Backend(
+        reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came, needs_memory=False
+    ),
 }
 """By name, in the order in which `auto` prefers them."""
 
@@ -106,7 +111,11 @@ def status() -> dict[str, Status]:
 
 
 def pick(
-    backend: str, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None = None
+    backend: str,
+    param: Tensor,
+    options: LambOptions | CameOptions,
+    shard: Shard | None = None,
+    *beside: Tensor,
 ) -> tuple[str, str]:
     """The name of the backend that serves such a tensor, and why.
 
@@ -115,18 +124,20 @@ def pick(
         param: The tensor as the backend would see it.
         options: Its bucket's options.
         shard: Where it lies in the tensor that is stepped. Default: None, which means all of it.
+        *beside: Its gradient and its state, as far as they are known.
 
     Raises:
         ValueError: The backend that is asked for cannot serve it.
     """
+    solid = all(map(has_memory, (param, *beside)))
     if backend != "auto":
-        reason = _why_not(BACKENDS[backend], param, options, shard)
+        reason = _why_not(BACKENDS[backend], param, options, shard, solid)
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
     refusals: list[str] = []
     for name, candidate in BACKENDS.items():
-        reason = _why_not(candidate, param, options, shard)
+        reason = _why_not(candidate, param, options, shard, solid)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         if name == "triton" and reason == device.broken(param.device):
@@ -145,8 +156,12 @@ def _warn_of(failure: str) -> None:
     )
 
 
-def _why_not(backend: Backend, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None) -> str | None:
+def _why_not(
+    backend: Backend, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None, solid: bool
+) -> str | None:
     if getattr(backend, options.algorithm) is None:
         return f"it has no kernels for {options.algorithm}"
+    if backend.needs_memory and not solid:
+        return "its tensors are wrappers without memory of their own"
     reason = backend.why_not(param, options)
     return reason if reason or shard is None else backend.why_not_shard(shard, options)

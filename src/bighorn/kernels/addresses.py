@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import warnings
 from array import array
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from bighorn.kernels.cpu.library import LIBRARY, address
 
@@ -49,12 +51,45 @@ def load() -> ctypes.PyDLL | None:
     library, a_list, count = ctypes.PyDLL(LIBRARY._name), ctypes.py_object, ctypes.c_int64
     library.bighorn_addresses.argtypes = [ctypes.POINTER(Objects), a_list, count, ctypes.c_void_p]
     library.bighorn_addresses.restype = None
+    library.bighorn_without_address.argtypes = [ctypes.POINTER(Objects), a_list, count]
+    library.bighorn_without_address.restype = count
     library.bighorn_unmoved.argtypes = [ctypes.POINTER(Objects), ctypes.POINTER(Known), a_list, count, a_list, count]
     return library
 
 
 OBJECTS = objects()
 FAST = load()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are at its address.
+
+    A wrapper subclass (torchao's float8 weights, torch's TwoTensor) holds other tensors, and a storage can be freed
+    with `resize_(0)`: both have the address 0. One of functorch's has none.
+    """
+    return tensor.numel() == 0 or tensor.device.type == "meta" or bool(_address(tensor))
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was freed, so that torch's own kernels would read address 0."""
+    return type(tensor) in (Tensor, Parameter) and not has_memory(tensor) and _address(tensor) == 0
+
+
+def _address(tensor: Tensor) -> int | None:
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and gives 0
+        return tensor.data_ptr()
+    return None
+
+
+def without_address(tensors: list[Tensor]) -> int:
+    """How many tensors have the address 0: those without elements, and those for which `has_memory` is False.
+
+    It is called at every step, for tensors alike those that a plan was made of.
+    """
+    if FAST is None:
+        return _one_by_one(tensors).count(0)
+    return int(FAST.bighorn_without_address(OBJECTS, tensors, len(tensors)))
 
 
 def check_memory(tensors: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import Whereabouts
+from bighorn.kernels.addresses import Whereabouts, without_address
 
 State = dict[str, Any]
 Guard = Callable[[Sequence[Tensor]], bool]
@@ -31,18 +31,24 @@ class Fingerprint:
     params: Guard
     grads: Guard
     """Gradients may move, but not change their dtype or strides."""
+    without_address: int
+    """Nor may their memory be freed."""
     whereabouts: Whereabouts
     """Of parameters and state."""
 
     @classmethod
     def of(cls, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> Fingerprint:
         """Of tensors as they are now. That `params` are the same objects is the caller's to check."""
-        return cls(facts, alike(params), alike(grads), Whereabouts(params, states))
+        return cls(facts, alike(params), alike(grads), without_address(grads), Whereabouts(params, states))
 
     def holds(self, facts: list[object], params: list[Tensor], grads: list[Tensor], states: list[State]) -> bool:
         """Whether all is as it was."""
         return (
-            self.facts == facts and self.params(params) and self.grads(grads) and self.whereabouts.hold(params, states)
+            self.facts == facts
+            and self.params(params)
+            and self.grads(grads)
+            and self.without_address == without_address(grads)
+            and self.whereabouts.hold(params, states)
         )
 
 

@@ -6,19 +6,21 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bighorn import kernels, sharding
+from bighorn.arguments import about
 from bighorn.kernels import Bucket, Kernel, ShardKernel
+from bighorn.kernels.addresses import has_memory
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Variant
 from bighorn.optim.parts import Part, row_shard
 from bighorn.sharding import Cut, Ranks
-from bighorn.state import REAL_DTYPES, local_view, overlaps, real_view
+from bighorn.state import REAL_DTYPES, local_view, overlaps, real_view, refuse_freed
 
 State = dict[str, Any]
 
@@ -201,14 +203,19 @@ def build(
     for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         _check_grad(part, grad)
         view, grad = local_view(part.param), sharding.local(grad)
+        refuse_freed(view, part.label)
+        refuse_freed(grad, f"the gradient of {part.label}")
         if overlaps(view):
             raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
         dense = view if is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
         state, kept = complete(part, dense)
         states.append(state)
         mine = {entry: sharding.local(state[entry]) for entry in kept}
-        name, _ = kernels.pick(backend, dense, options[part.variant], row_shard(part.param, part.stacked))
-        key = (part.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, part.cut, *kept)
+        shard, beside = row_shard(part.param, part.stacked), [grad, *mine.values()]
+        with about(part.label):
+            name, _ = kernels.pick(backend, dense, options[part.variant], shard, *beside)
+        wrapper = None if all(map(has_memory, (dense, *beside))) else index  # its kind of tensor has its own bucket
+        key = (part.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, part.cut, wrapper, *kept)
         if key not in slots:
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
             backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
@@ -229,6 +236,11 @@ def build(
     starts = dict(zip(map(id, slots.values()), itertools.accumulate(sizes, initial=0), strict=False))
     plan = Plan(list(slots.values()), [], {}, tuple(labels), [starts[id(slot)] + row for slot, row in rows])
     plan.feed(list(map(sharding.local, grads)), options)
+    for slot in slots.values():
+        if not all(
+            map(has_memory, itertools.chain(slot.bucket.params, slot.bucket.grads, *slot.bucket.state.values()))
+        ):
+            _try_on_copies(slot, parts[slot.indices[0]].label)
     cuts = [cut for _, _, cut in backends if cut is not None]
     for (name, device, cut), buckets in backends.items():
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
@@ -238,6 +250,38 @@ def build(
             ranks = Ranks.of([other for other in cuts if other.mesh == cut.mesh])
             plan.meshes.setdefault(ranks, []).append(Launch(kernel, device, cut))
     return plan, states
+
+
+def _try_on_copies(slot: Slot, label: str) -> None:
+    """Step copies of a wrapper subclass's tensors, since what these can do is not known before; nothing else changes.
+
+    Raises:
+        ValueError: They cannot be stepped.
+    """
+    bucket = slot.bucket
+
+    def copies(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.clone() for tensor in tensors]
+
+    try:
+        counts = copies(bucket.counts)
+        trial = replace(
+            bucket,
+            params=copies(bucket.params),
+            state={name: copies(tensors) for name, tensors in bucket.state.items()},
+            steps=counts * len(bucket.params),
+            counts=counts,
+            norms=bucket.norms.clone(),
+            grads=copies(bucket.grads),
+        )
+        for _ in getattr(kernels.BACKENDS["reference"], bucket.options.algorithm)([trial]).rounds():
+            pass
+    except Exception as error:
+        kinds = {type(tensor).__name__ for tensor in (*bucket.params, *bucket.grads)}
+        raise ValueError(
+            f"{label} cannot be stepped: it or its gradient is a {' or a '.join(sorted(kinds))}, and a step of copies "
+            f"failed: {error}"
+        ) from error
 
 
 def _check_grad(part: Part, grad: Tensor) -> None:
@@ -268,7 +312,7 @@ def _check_disjoint(feeds: list[tuple[Part, Feed]]) -> None:
     spans = sorted(
         (feed.view.data_ptr(), feed.view.data_ptr() + feed.view.nbytes, part.label)
         for part, feed in feeds
-        if feed.view.device.type != "meta" and feed.view.numel() and is_dense(feed.view, 0)
+        if feed.view.device.type != "meta" and feed.view.numel() and has_memory(feed.view) and is_dense(feed.view, 0)
     )
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end and first == second:

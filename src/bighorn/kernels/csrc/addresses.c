@@ -13,6 +13,12 @@ EXPORT void bighorn_addresses(const Objects *objects, void *tensors, int64_t cou
     for (int64_t i = 0; i < count; i++) addresses[i] = objects->address(objects->item(tensors, i));
 }
 
+EXPORT int64_t bighorn_without_address(const Objects *objects, void *tensors, int64_t count) {
+    int64_t without = 0;
+    for (int64_t i = 0; i < count; i++) without += !objects->address(objects->item(tensors, i));
+    return without;
+}
+
 /* Tensors that there were, and where they lay. */
 typedef struct {
     void *const *tensors, *const *addresses;

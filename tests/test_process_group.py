@@ -110,13 +110,11 @@ ZERO = """
 
     own = {Lamb: dict(betas=(0.8, 0.9)), Came: dict(betas=(0.8, 0.9, 0.99), eps=(1e-2, 1e-16), bias_correction=True)}
     clip = dict(max_grad_norm=0.5)
-    # Without the group each rank knows the norm of its own parameters alone, so only one rank may clip.
-    alone_or_never = clip if world == 1 else dict(max_grad_norm=1e6)
-
     def cases(kind):
         grouped = functools.partial(kind, process_group=dist.group.WORLD, **clip)
         yield kind, large, kind, {}, {}
-        yield kind, large, kind, alone_or_never, alone_or_never
+        if world == 1:  # two ranks would clip by the norm of their own parameters, and are refused
+            yield kind, large, kind, clip, clip
         yield kind, large, grouped, {}, clip
         yield kind, small, grouped, {}, clip
 
@@ -156,6 +154,36 @@ def test_a_zero_redundancy_optimizer_is_one_optimizer(world: int, tmp_path: Path
     fewer parameters than ranks.
     """
     run_ranks(ZERO, world, str(tmp_path / "store"), str(world))
+
+
+REFUSED = """
+    import functools, sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from bighorn import Came, Lamb, shard_update
+
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    for kind in (Lamb, Came):
+        for option in (dict(max_grad_norm=0.5), dict(skip_nonfinite=True)):
+            for group in ({}, dict(process_group=dist.group.WORLD)):
+                try:
+                    ZeroRedundancyOptimizer(net.parameters(), kind, lr=0.1, **option, **group)
+                except ValueError as error:
+                    assert str(error).startswith(next(iter(option))) and "shard_update" in str(error), error
+                else:
+                    raise AssertionError("it was not refused")
+            shard_update(kind(net.named_parameters(), lr=0.1, **option))
+            ZeroRedundancyOptimizer(net.parameters(), kind, lr=0.1, max_grad_norm=None, skip_nonfinite=False)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_zero_redundancy_optimizer_that_would_clip_by_rank(tmp_path: Path) -> None:
+    """Each rank used to clip its own parameters, and to skip its own part of a step; its process_group takes ours."""
+    run_ranks(REFUSED, 2, str(tmp_path / "store"))
 
 
 @pytest.fixture

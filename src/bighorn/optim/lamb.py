@@ -169,8 +169,9 @@ class Lamb(KernelOptimizer):
             Default: "nearest".
         rounding_seed: Of the random bits of "stochastic" and of "int8", which depend on nothing else but the step, the
             parameter's name (or its place in `param_groups`) and the element. Default: 0.
-        process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own
-            (ZeroRedundancyOptimizer). *Whole optimizer.* Default: None.
+        process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own. Under
+            ZeroRedundancyOptimizer, which does not hand it on, use `bighorn.shard_update`. *Whole optimizer.* Default:
+            None.
         names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
             optimizer.* Default: None.
         backend: "auto", or one to be used without falling back: "cpu" (the C library), "triton" (GPUs), "foreach" (any

@@ -90,6 +90,7 @@ def joining(
         raise ValueError("order_params belongs among the groups that the constructor is given")
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
+    settings.refuse_zero(given)
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
     checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")

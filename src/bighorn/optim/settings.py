@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from bighorn import sharding
@@ -55,6 +56,18 @@ class Settings:
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group without these very options, which ZeroRedundancyOptimizer writes into every one."""
         return {name: value for name, value in group.items() if name not in vars(self) or value != vars(self)[name]}
+
+    def refuse_zero(self, group: dict[str, Any]) -> None:
+        """Raise under ZeroRedundancyOptimizer, where each rank would clip, or skip, by its own gradients alone."""
+        if self.process_group is not None or not dist.is_available() or not dist.is_initialized():
+            return
+        for name in ("max_grad_norm", "skip_nonfinite"):
+            if group.get(name) and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"{name}={group[name]!r} is in a parameter group, as ZeroRedundancyOptimizer writes it, and "
+                    "would look at the gradients of one rank alone, since its process_group is not handed on. Use "
+                    f"bighorn.shard_update(optimizer) with an optimizer that has {name}, which looks at all of them"
+                )
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
         """Raise where one of these options was written into a group, where it would change nothing."""

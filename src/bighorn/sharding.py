@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,6 +103,31 @@ class Ranks(NamedTuple):
         flag = torch.tensor(float(here), device=self.mesh.device_type)
         dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
         return bool(flag)
+
+    def check_same(self, lines: list[str]) -> None:
+        """Compare lines of text: one collective, of two numbers, if all ranks have the same.
+
+        Raises:
+            ValueError: They have not; every rank raises, and names the first difference.
+        """
+        digest = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=6).digest(), "big")
+        ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self._group())
+        most, least = ends.tolist()
+        if most == -least:
+            return
+        group = self._group()
+        everyone: list[list[str]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, lines, group)
+        for entries in itertools.zip_longest(*everyone, fillvalue="nothing more"):
+            other = next((rank for rank, entry in enumerate(entries) if entry != entries[0]), None)
+            if other is not None:
+                first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
+                raise ValueError(
+                    "the ranks of a mesh would add up sums of different tensors, or step them with different options. "
+                    f"The first difference: rank {first} has {entries[0]}, rank {second} has {entries[other]}. Make "
+                    "the optimizer in the same way on every rank"
+                )
 
     def _counts(self, cut: Cut) -> bool:
         here = self.mesh.get_coordinate() or ()

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from bighorn import sharding
 from bighorn.arguments import about
 from bighorn.optim import checks, explain, foreign, hooks, order, param_groups
+from bighorn.optim.agreement import check_agreement
 from bighorn.optim.ahead import Ahead
 from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
@@ -59,6 +61,8 @@ class KernelOptimizer(Optimizer):
     _plans: PlanCache
     _prefix: str | None = None
     """What wrappers put in front of every parameter's name, which groups hold without it; None without names."""
+    _agreed: bool = False
+    """Other ranks have the same parameters and options: asked at the first step, and after groups were added."""
     _ahead: Ahead | None = None
     """The step that `step_ahead` has begun and `step` has not ended."""
     _last: tuple[Plan, ...] = ()
@@ -139,6 +143,7 @@ class KernelOptimizer(Optimizer):
         if self._settings.backend != "auto":
             check_backend(group, tensors, self.algorithm, self._settings.backend)
         super().add_param_group(group)
+        self._agreed = False
         self._drivers.append(drivers)
         if self._order:
             self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
@@ -283,6 +288,10 @@ class KernelOptimizer(Optimizer):
         drive = Drive(self.param_groups, self._drivers)
         try:
             self._refresh_options()
+            if not self._agreed:
+                if sharding.any_distributed(self.in_order()):
+                    check_agreement(self._parts(), self.param_groups, self.algorithm.options, self._settings)
+                self._agreed = True
         except BaseException:
             drive.undo()
             raise

@@ -1,0 +1,51 @@
+"""Whether all ranks that add up sums over shards step the same parameters, in the same order, with the same options.
+
+Sums of several tensors are sent in one message, so ranks that order them in different ways would add up sums of
+different tensors, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from bighorn.optim.algorithm import Group
+from bighorn.optim.parts import Part
+from bighorn.optim.settings import Settings
+from bighorn.sharding import Ranks
+from bighorn.state import whole_view
+
+
+def check_agreement(parts: Iterable[Part], groups: list[Group], options: Iterable[str], settings: Settings) -> None:
+    """Compare what the ranks of each mesh are about to step: one collective for each mesh, if they agree.
+
+    Args:
+        parts: Every parameter, in the order in which a step visits them.
+        groups: Their groups.
+        options: The names of the groups' options.
+        settings: Options of the whole optimizer, of which some ask for sums of their own.
+
+    Raises:
+        ValueError: They differ; every rank raises, and names the first difference.
+    """
+    on_meshes: dict[object, list[Part]] = {}
+    for part in parts:
+        if part.cut is not None:
+            on_meshes.setdefault(part.cut.mesh, []).append(part)
+    meshes = [(Ranks.of([part.cut for part in mine if part.cut is not None]), mine) for mine in on_meshes.values()]
+    names = list(options)
+    whole = [f"{name}={getattr(settings, name)!r}" for name in ("max_grad_norm", "skip_nonfinite")]
+    for ranks, mine in sorted(meshes, key=lambda pair: (pair[0].mesh.mesh.flatten().tolist(), pair[0].along)):
+        ranks.check_same([*whole, *_described(mine, groups, names)])
+
+
+def _described(parts: list[Part], groups: list[Group], options: list[str]) -> Iterator[str]:
+    """A line for each option of a group, ahead of the group's first parameter, and for each parameter."""
+    seen = set()
+    for part in parts:
+        index, what = part.variant.group, f"param_groups[{part.variant.group}]"
+        if index not in seen:
+            seen.add(index)
+            yield from (f"{what}: {name}={groups[index][name]!r}" for name in options)
+        flags = [name for name, value in part.variant._asdict().items() if value is True]
+        shape = tuple(whole_view(part.param).shape)
+        yield f"{what}: {part.label} of shape {shape} as {part.layout} ({', '.join(flags)})"

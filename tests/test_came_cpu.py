@@ -303,8 +303,9 @@ EDGE_SIZES = (1, 2, 3, 9, 31, 32, 63, 64, 65, 127, 129, 192, 200, 257, 1000, 102
 
 @pytest.mark.parametrize("matrices", [1, 3, 50, 100_000])
 def test_temporaries_are_small(matrices: int) -> None:
+    """Besides what each of the eight threads computes in, which does not depend on the tensor."""
     for height, width in itertools.product(EDGE_SIZES, EDGE_SIZES):
-        allowed = max(1 << 20, 0.02 * 4 * matrices * height * width)
+        allowed = 8 * (161 << 10) + max(1 << 20, 0.02 * 4 * matrices * height * width)
         assert workspace((matrices, height, width), threads=8) <= allowed, (matrices, height, width)
 
 

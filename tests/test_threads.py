@@ -180,6 +180,65 @@ def test_four_python_threads_at_once() -> None:
     run(code, BIGHORN_NUM_THREADS="3")
 
 
+def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
+    """Not that its steps would mean much; but CAME's workspace was made for another number of threads than used it."""
+    code = """
+        import os, threading, torch
+        from bighorn import Came, Lamb
+
+        def work(optimizer, numbers):
+            for step in range(60):
+                os.environ["BIGHORN_NUM_THREADS"] = str(numbers[step % 2])
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    assert "two threads" in str(error), error
+
+        params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(60)]
+        params.append(torch.nn.Parameter(torch.randn(1200, 1000)))
+        for p in params:
+            p.grad = torch.randn_like(p)
+        for kind in (Came, Lamb, Came):
+            optimizer = kind(params, lr=0.01, backend="cpu")
+            os.environ["BIGHORN_NUM_THREADS"] = "1"
+            optimizer.step()
+            threads = [threading.Thread(target=work, args=(optimizer, numbers)) for numbers in ((1, 8), (3, 16))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        print("done")
+    """
+    assert run_afresh(code).split() == ["done"]
+
+
+@pytest.mark.parametrize("size", [1 << 16, 1 << 17])
+def test_threads_with_small_stacks(size: int) -> None:
+    """CAME alone took 140 KB of one."""
+    code = f"""
+        import itertools, threading, torch
+        from bighorn import Came, Lamb
+
+        def work():
+            shapes = ((64, 64), (5000, 40), (300, 9000), (20,), (64, 3, 3, 3), (70, 8, 3, 3))
+            dtypes = (torch.float32, torch.bfloat16)
+            for kind, bits, dtype, shape in itertools.product((Came, Lamb), (None, "int8"), dtypes, shapes):
+                p = torch.nn.Parameter(torch.ones(shape).to(dtype))
+                optimizer = kind([p], lr=0.1, state_dtype=bits, backend="cpu")
+                for _ in range(2):
+                    p.grad = torch.ones_like(p)
+                    optimizer.step()
+            print("done")
+
+        torch.set_num_threads(1)
+        threading.stack_size({size})
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """
+    assert run_afresh(code).split() == ["done"]
+
+
 def test_denormals_are_flushed_in_workers_as_in_the_caller() -> None:
     code = """
         import stepping, torch

@@ -70,14 +70,13 @@ class Came(Stepper[CameOptions]):
         """Where the rows lie in whole tensors."""
         return Shards(self.buckets)
 
-    def prepare(self) -> None:
-        """Whatever can fail, as `reference.Came.prepare`: a workspace for all threads."""
-        super().prepare()
-        if self.how.threads > self.threads:
+    def reserve(self, threads: int) -> None:
+        """A workspace for so many threads."""
+        if threads > self.threads:
             shards = self.shards.table if any(bucket.shards for bucket in self.buckets) else None
-            size = loaded().bighorn_came_workspace(self.rows, shards, self.gradients, len(self.rows), self.how.threads)
+            size = loaded().bighorn_came_workspace(self.rows, shards, self.gradients, len(self.rows), threads)
             self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
-            self.threads = self.how.threads
+            self.threads = threads
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """One CAME step of all buckets, not counted."""
@@ -101,20 +100,21 @@ class Came(Stepper[CameOptions]):
 
     def _run(self, grads: array[int], grad_scale: float, shards: ctypes.Array[Whole] | None, index: int) -> None:
         beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
-        loaded().bighorn_came_step(
-            self.how,
-            (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
-            self.rows,
-            shards,
-            self.gradients,
-            address(grads),
-            address(beta2s),
-            address(self.order),
-            len(grads),
-            grad_scale,
-            index,
-            self.workspace.data_ptr(),
-        )
+        with self.lock:
+            loaded().bighorn_came_step(
+                self.how,
+                (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+                self.rows,
+                shards,
+                self.gradients,
+                address(grads),
+                address(beta2s),
+                address(self.order),
+                len(grads),
+                grad_scale,
+                index,
+                self.workspace.data_ptr(),
+            )
 
 
 def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> Row:

@@ -91,21 +91,22 @@ class Lamb(Stepper[LambOptions]):
 
     def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:
         buffer = scratch()
-        loaded().bighorn_lamb_step(
-            self.how,
-            (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
-            self.rows,
-            self.gradients,
-            address(grads),
-            address(self.order),
-            len(grads),
-            grad_scale,
-            self.partial.data_ptr(),
-            buffer.data_ptr(),
-            buffer.numel(),
-            phase,
-            None if sums is None else sums.data_ptr(),
-        )
+        with self.lock:
+            loaded().bighorn_lamb_step(
+                self.how,
+                (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+                self.rows,
+                self.gradients,
+                address(grads),
+                address(self.order),
+                len(grads),
+                grad_scale,
+                self.partial.data_ptr(),
+                buffer.data_ptr(),
+                buffer.numel(),
+                phase,
+                None if sums is None else sums.data_ptr(),
+            )
 
 
 def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from array import array
 from typing import Generic
 
@@ -24,6 +25,8 @@ class Stepper(Generic[Options]):
             for bucket in buckets
             for x, grad in zip(bucket.params, bucket.grads, strict=True)
         ]
+        self.lock = threading.Lock()
+        """Held in a call of the library, which computes in memory of the stepper's: two threads may step at once."""
         check_memory([grad for _, grad, _ in rows])
         self.buckets: list[Bucket[Options]] = buckets
         self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the tables hold only their addresses
@@ -39,12 +42,19 @@ class Stepper(Generic[Options]):
 
     def prepare(self) -> None:
         """Whatever can fail, as `reference.Lamb.prepare`; and how this step is to run, which the environment says."""
-        self.how = run()
+        how = run()
+        with self.lock:
+            self.reserve(how.threads)
+            self.how = how
+
+    def reserve(self, threads: int) -> None:
+        """Memory for so many threads, where an algorithm needs any."""
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        grads = self._grads()
-        total = loaded().bighorn_square_sum(self.how, self.gradients, address(grads), len(grads), self.sums.data_ptr())
+        grads, sums = self._grads(), self.sums.data_ptr()
+        with self.lock:
+            total = loaded().bighorn_square_sum(self.how, self.gradients, address(grads), len(grads), sums)
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -63,4 +73,7 @@ class Stepper(Generic[Options]):
         raise NotImplementedError
 
     def _grads(self) -> array[int]:
-        return addresses(list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets])))
+        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
+        if len(grads) != len(self.layouts):
+            raise RuntimeError("two threads step one optimizer at once, and one of them has let go of the gradients")
+        return addresses(grads)

@@ -77,7 +77,8 @@ static Needs needs_of(const CameRow *rows, const CameShard *shards, const Gradie
 EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
                                       int64_t count, int threads) {
     Needs needs = needs_of(rows, shards, gradients, count);
-    return needs.shared + (threads > 1 ? threads * needs.own : 0);
+    const int64_t scratch = sizeof(Scratch) / sizeof(double);
+    return threads * scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
 }
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
@@ -109,7 +110,7 @@ typedef struct {
     double size;         /* of the whole tensor */
     Barrier *barrier;
     int thread, team;
-    Columns columns; /* not cleared, which would take longer than a small tensor's step */
+    Columns *columns;
 } Work;
 
 /* The average of lines of `count` elements, of which `here` are in this shard. */
@@ -127,7 +128,7 @@ static Average average_of(const CameRow *row, const CameShard *h, float *rows, f
     };
 }
 
-static void begin_work(Work *w, Step *s, int64_t index, double *workspace, int thread, int team) {
+static void begin_work(Work *w, Step *s, int64_t index, Scratch *scratch, double *workspace, int thread, int team) {
     const CameRow *row = &s->rows[index];
     const CameShard *shard = shard_of(s->shards, index);
     const CameOptions *o = &s->options[row->options];
@@ -154,6 +155,7 @@ static void begin_work(Work *w, Step *s, int64_t index, double *workspace, int t
         .residual = average_of(row, shard, row->res_row, row->res_col, o->beta3, o->eps2, means),
         .known = {{.values = across ? NULL : row->sq_row}, {.values = down ? NULL : row->sq_col}, NULL},
         .ratio = {{.values = across ? ratios : NULL, .scale = 1}, {.values = down ? ratios : NULL, .scale = 1}, NULL},
+        .scratch = scratch,
         .tile_sums = workspace,
         .means = means,
         .row_sums = (float *)(workspace + p.row_sums),
@@ -167,7 +169,8 @@ static void begin_work(Work *w, Step *s, int64_t index, double *workspace, int t
     w->barrier = &s->barrier;
     w->thread = thread;
     w->team = team;
-    w->columns.matrix = -1;
+    w->columns = &scratch->columns;
+    w->columns->matrix = -1;
 }
 
 static void wait(const Work *w) { wait_for_all(w->barrier, w->team); }
@@ -206,7 +209,7 @@ static double param_square_sum(Work *w) {
 
 static double update_square_sum(Work *w) {
     for (int64_t tile = w->last; tile-- > w->first;)
-        w->job.tile_sums[tile] = w->loops->update_square_sum(&w->job, tile, &w->columns);
+        w->job.tile_sums[tile] = w->loops->update_square_sum(&w->job, tile, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
@@ -222,7 +225,7 @@ static double second_moment(Work *w) {
     }
     for (int64_t tile = w->first; tile < w->last; tile++) {
         job->tile_sums[tile] = loops->squares(job, tile);
-        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(job, tile, &w->columns);
+        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(job, tile, w->columns);
     }
     finish(w, &job->square);
     if (!split && !g->whole && !g->read_once) {
@@ -231,7 +234,7 @@ static double second_moment(Work *w) {
     }
     if (split && !is_split_both_ways(job->shard) && !g->read_once) {
         wait(w);
-        for (int64_t tile = w->last; tile-- > w->first;) loops->ratios(job, tile, &w->columns);
+        for (int64_t tile = w->last; tile-- > w->first;) loops->ratios(job, tile, w->columns);
         finish(w, &job->ratio);
     }
     return total(w, g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles);
@@ -277,16 +280,16 @@ static void momentum(Work *w, SquareSums sums) {
         loops->momentum_apart(job, clip, share(blocks, w->thread, w->team), share(blocks, w->thread + 1, w->team));
         wait(w);
     }
-    for (int64_t tile = w->last; tile-- > w->first;) loops->momentum(job, tile, clip, apart, &w->columns);
+    for (int64_t tile = w->last; tile-- > w->first;) loops->momentum(job, tile, clip, apart, w->columns);
     finish(w, &job->residual);
     wait(w);
-    w->columns.matrix = -1;
+    w->columns->matrix = -1;
 }
 
 /* The sum of the confidence, before it is corrected. */
 static double confidence(Work *w) {
     for (int64_t tile = w->first; tile < w->last; tile++)
-        w->job.tile_sums[tile] = w->loops->confidence(&w->job, tile, &w->columns);
+        w->job.tile_sums[tile] = w->loops->confidence(&w->job, tile, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
@@ -295,7 +298,7 @@ static double apply(Work *w, double param_sum) {
     const double lr = learning_rate(w, param_sum);
     const float step = (float)(lr * correction(w)), decay = (float)(1 - lr * w->options->weight_decay);
     for (int64_t tile = w->first; tile < w->last; tile++)
-        w->job.tile_sums[tile] = w->loops->apply(&w->job, tile, step, decay, &w->columns);
+        w->job.tile_sums[tile] = w->loops->apply(&w->job, tile, step, decay, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
@@ -355,9 +358,9 @@ static void step_shard(Work *w, int round) {
 }
 
 /* All of a tensor by one thread, or a thread's share of it. */
-static void step_row(Step *s, int64_t index, double *workspace, int thread, int team) {
+static void step_row(Step *s, int64_t index, Scratch *scratch, double *workspace, int thread, int team) {
     Work w;
-    begin_work(&w, s, index, workspace, thread, team);
+    begin_work(&w, s, index, scratch, workspace, thread, team);
     if (w.size == 0) {
         float *norms = s->rows[index].norms;
         if (thread == 0) norms[0] = 0, norms[1] = norms[2] = 1;
@@ -372,14 +375,16 @@ static void step_row(Step *s, int64_t index, double *workspace, int thread, int 
 
 static void step_body(int thread, int team, void *data) {
     Step *s = data;
+    Scratch *scratch = (Scratch *)s->workspace + thread;
+    double *shared = (double *)((Scratch *)s->workspace + team);
     int64_t large = 0;
     for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > LARGE; large++)
-        step_row(s, s->order[large], s->workspace, thread, team);
-    double *own = s->workspace + (team > 1 ? s->needs.shared + thread * s->needs.own : 0);
+        step_row(s, s->order[large], scratch, shared, thread, team);
+    double *own = shared + (team > 1 ? s->needs.shared + thread * s->needs.own : 0);
     for (;;) {
         int64_t position = large + atomic_fetch_add(&s->next, 1);
         if (position >= s->rows_count) return;
-        step_row(s, s->order[position], own, 0, 1);
+        step_row(s, s->order[position], scratch, own, 0, 1);
     }
 }
 

@@ -44,6 +44,7 @@ enum {
     NARROW = 32, /* columns: shorter rows go together */
     WIDE = 8192, /* columns: longer rows are cut into strips of a piece */
     COLUMNS = 256, /* added up at once */
+    TOGETHER = 4,  /* rows of a wide matrix */
 };
 
 /* A tensor is cut into tiles, by its shape alone: several whole matrices, or one matrix's block of rows, perhaps in a
@@ -68,6 +69,36 @@ typedef struct {
     const double *means; /* of each matrix's row averages, where not all of them are here; else NULL */
 } Average;
 
+/* What a strip's tiles share, kept from one tile to the next. */
+typedef struct {
+    int64_t matrix, strip;           /* -1: nothing yet */
+    double row_mean;                 /* of the whole matrix */
+    double sum;                      /* of the factors */
+    _Alignas(64) float factor[WIDE]; /* 1 / sqrt(col) */
+} Columns;
+
+/* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
+typedef struct {
+    double rows[PIECE], columns[PIECE];
+    _Alignas(64) float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
+    int64_t row; /* of the first of `lines` that wait in `rows` */
+    int lines;
+} Sums;
+
+/* What spans of a gradient that are read together need each. */
+typedef struct {
+    float values[PIECE];
+    Mean last;
+} Buffer;
+
+/* What a thread computes in. It is part of the workspace, since a thread of Python's may have a stack of 64 KB. */
+typedef struct {
+    Columns columns;
+    Sums sums;
+    Buffer gradients[TOGETHER];
+    float weights[TOGETHER][PIECE], momenta[TOGETHER][PIECE];
+} Scratch;
+
 /* One tensor's step. */
 typedef struct {
     const CameRow *row;
@@ -80,20 +111,13 @@ typedef struct {
     uint32_t draw;                       /* what random bits start from */
     Average square, residual;
     Average known, ratio; /* of a shard: `square` without the lines that other shards have parts of, and q / known */
+    Scratch *scratch;
     double *tile_sums;
     double *means;   /* of a shard that is split: what `Average` has there */
     float *row_sums; /* per strip and row; not used where one strip is the whole matrix */
     float *col_sums; /* per block and column; not used where one block is the whole matrix */
     float *ratio_sums; /* the same of q / row, where the gradient is read once */
 } Job;
-
-/* What a strip's tiles share, kept from one tile to the next. */
-typedef struct {
-    int64_t matrix, strip;           /* -1: nothing yet */
-    double row_mean;                 /* of the whole matrix */
-    double sum;                      /* of the factors */
-    _Alignas(64) float factor[WIDE]; /* 1 / sqrt(col) */
-} Columns;
 
 /* Roots of the ratios q / row and q / col come multiplied with this: they can be small where the other average is, and
  * are sqrt(columns / (1 - beta)) at most. */

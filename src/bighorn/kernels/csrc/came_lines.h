@@ -32,14 +32,6 @@ static double row_mean(const Job *job, const Average *average, int64_t matrix) {
     return sum / (double)height;
 }
 
-/* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
-typedef struct {
-    double rows[PIECE], columns[PIECE];
-    _Alignas(64) float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
-    int64_t row; /* of the first of `lines` that wait in `rows` */
-    int lines;
-} Sums;
-
 static void begin(const Job *job, const Tile *t, Sums *s) {
     const Grid *g = &job->grid;
     s->row = s->lines = 0;

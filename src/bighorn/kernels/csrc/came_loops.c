@@ -9,12 +9,6 @@ enum { IN_CACHE = 1 << 16 }; /* elements that stay in the second-level cache */
 
 /* ---- elements in float32, where they lie or in a buffer -------------------------------------------------- */
 
-/* What spans that are read together need each. */
-typedef struct {
-    float values[PIECE];
-    Mean last;
-} Buffer;
-
 /* Nothing is known yet. The values stay as they are: clearing them would take longer than a small tensor's step. */
 static void start_buffers(Buffer *buffers, int count) {
     for (int k = 0; k < count; k++) buffers[k].last.first = -1;
@@ -144,25 +138,25 @@ static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *
 static double squares(const Job *job, int64_t index) {
     const Grid *g = &job->grid;
     const Tile t = tile_at(g, index);
-    Buffer buffers[TOGETHER];
-    Sums sums;
+    Buffer *buffers = job->scratch->gradients;
+    Sums *sums = &job->scratch->sums;
     start_buffers(buffers, TOGETHER);
-    begin(job, &t, &sums);
+    begin(job, &t, sums);
     if (is_narrow(g)) {
-        add_squares(job, &t, buffers, &t, &sums);
-        return end(job, &job->square, &t, &sums);
+        add_squares(job, &t, buffers, &t, sums);
+        return end(job, &job->square, &t, sums);
     }
     const int64_t most = IN_CACHE / t.columns / TOGETHER * TOGETHER;
     Tile part = t;
     for (int64_t row = 0; row < t.rows; row += part.rows) {
         part.row = t.row + row;
         part.rows = t.rows - row < most ? t.rows - row : most;
-        add_squares(job, &part, buffers, &t, &sums);
-        sums.lines = (int)part.rows;
-        put_rows(job, &job->square, &t, &sums);
-        if (g->read_once) add_ratios(job, &part, buffers, &sums);
+        add_squares(job, &part, buffers, &t, sums);
+        sums->lines = (int)part.rows;
+        put_rows(job, &job->square, &t, sums);
+        if (g->read_once) add_ratios(job, &part, buffers, sums);
     }
-    return end(job, &job->square, &t, &sums);
+    return end(job, &job->square, &t, sums);
 }
 
 static double update_square_sum(const Job *job, int64_t index, Columns *columns) {
@@ -192,20 +186,20 @@ static void ratios(const Job *job, int64_t index, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
     Buffer buffer;
     Factors f;
-    Sums sums;
+    Sums *sums = &job->scratch->sums;
     start_buffers(&buffer, 1);
     set_columns(job, &job->known, &t, columns);
-    begin(job, &t, &sums);
+    begin(job, &t, sums);
     for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *g = grad_at(job, s.start, s.n, &buffer);
         float roots[PIECE], row_sum;
         const void *const spans[] = {roots};
         set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
-        square_loop(1, FLOAT32, s.n, spans, 1, sums.elements + s.column, &row_sum);
-        put_span(job, &job->ratio, &t, &s, &row_sum, &sums);
+        square_loop(1, FLOAT32, s.n, spans, 1, sums->elements + s.column, &row_sum);
+        put_span(job, &job->ratio, &t, &s, &row_sum, sums);
     }
-    end(job, &job->ratio, &t, &sums);
+    end(job, &job->ratio, &t, sums);
 }
 
 /* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
@@ -266,16 +260,16 @@ static float rounded_momentum_loop(const Job *job, int64_t start, int n, const f
 static void momentum(const Job *job, int64_t index, float clip, int apart, Columns *columns) {
     const Tile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
-    Buffer buffers[TOGETHER];
-    Sums sums;
+    Buffer *buffers = job->scratch->gradients;
+    Sums *sums = &job->scratch->sums;
     Factors f;
     start_buffers(buffers, TOGETHER);
     set_columns(job, &job->square, &t, columns);
-    begin(job, &t, &sums);
+    begin(job, &t, sums);
     for (Span s = {0}; next_span(&job->grid, &t, &s);) {
         const void *g[TOGETHER];
         void *m[TOGETHER];
-        float row_sums[TOGETHER], *elements = sums.elements + s.column;
+        float row_sums[TOGETHER], *elements = sums->elements + s.column;
         set_factors(job, &job->square, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -292,9 +286,9 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
         if (is_ready(row->state_type))
             FOR_TYPES(momentum_loop, s.count, grad_type(job), row->state_type, job, s.n, g, f.r, f.c, m, elements,
                       row_sums);
-        put_span(job, &job->residual, &t, &s, row_sums, &sums);
+        put_span(job, &job->residual, &t, &s, row_sums, sums);
     }
-    end(job, &job->residual, &t, &sums);
+    end(job, &job->residual, &t, sums);
 }
 
 /* Where rows of dim 0 hold many matrices, int8 blocks cross their rows. */
@@ -363,7 +357,7 @@ static double apply(const Job *job, int64_t index, float step, float decay, Colu
     const CameRow *row = job->row;
     const Weights *w = &row->weights;
     const int x_ready = is_ready(w->type) && w->way == NEAREST, m_ready = is_ready(row->state_type);
-    float x_buffers[TOGETHER][PIECE], m_buffers[TOGETHER][PIECE];
+    float(*x_buffers)[PIECE] = job->scratch->weights, (*m_buffers)[PIECE] = job->scratch->momenta;
     Factors f;
     double total = 0;
     set_columns(job, &job->residual, &t, columns);

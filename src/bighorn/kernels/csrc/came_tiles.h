@@ -4,8 +4,6 @@
 
 #include "came.h"
 
-enum { TOGETHER = 4 }; /* rows of a wide matrix */
-
 typedef struct {
     int64_t matrix, matrices, block, strip;
     int64_t row, rows, column, columns; /* of the first matrix */

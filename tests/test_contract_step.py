@@ -266,3 +266,50 @@ def test_torchs_default_dtype_changes_nothing(case: Case, backend: str) -> None:
     for name, column in figures(other.telemetry()).items():
         assert ours[name].dtype is torch.float32
         assert ours[name].equal(column), name
+
+
+OVERFLOWING: dict[str, Any] = {"float32": {}, "int8": {"state_dtype": "int8"}, "clip": {"max_grad_norm": 2.0**64}}
+
+
+@pytest.mark.parametrize("options", OVERFLOWING.values(), ids=OVERFLOWING)
+def test_squares_beyond_float32_are_skipped(options: dict[str, Any], kind: Kind, backend: str) -> None:
+    """One element of 3e19 made all 524,288 weights of a matrix NaN, even with skip_nonfinite."""
+    weight = Parameter(torch.ones(64, 128))
+    optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
+    one = torch.zeros(64, 128)
+    one[3, 5] = 3e19
+    for count, gradient in enumerate((one, torch.full((64, 128), 6e17)), 1):
+        weight.grad = gradient
+        optimizer.step()
+        assert weight.equal(torch.ones(64, 128))
+        assert int(optimizer.telemetry().skipped) == count
+    weight.grad = torch.ones(64, 128)
+    optimizer.step()
+    assert int(optimizer.telemetry().skipped) == 2
+    assert not weight.equal(torch.ones(64, 128))
+
+
+@pytest.mark.parametrize("norm", [0.99 * 2.0**63, 2.0**40])
+@pytest.mark.parametrize("spread", [False, True])
+def test_squares_up_to_the_limit_are_stepped(norm: float, spread: bool, kind: Kind, backend: str) -> None:
+    for options in (OVERFLOWING["float32"], OVERFLOWING["int8"]):
+        weight = Parameter(torch.ones(64, 128))
+        optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
+        for _ in range(3):
+            weight.grad = torch.full((64, 128), norm / 8192**0.5) if spread else torch.ones(64, 128)
+            if not spread:
+                weight.grad[3, 5] = norm
+            optimizer.step()
+        assert int(optimizer.telemetry().skipped) == 0
+        assert weight.isfinite().all()
+        assert not weight.equal(torch.ones(64, 128))
+
+
+def test_a_clip_brings_squares_back_into_float32(kind: Kind, backend: str) -> None:
+    weight = Parameter(torch.ones(64, 128))
+    optimizer = kind([weight], lr=0.1, skip_nonfinite=True, max_grad_norm=1.0, backend=backend)
+    weight.grad = torch.full((64, 128), 3e19)
+    optimizer.step()
+    assert int(optimizer.telemetry().skipped) == 0
+    assert weight.isfinite().all()
+    assert not weight.equal(torch.ones(64, 128))

@@ -157,8 +157,9 @@ class Came(KernelOptimizer):
         bias_correction: Correct the averages of the instability for their start at 0. The published rule does not, and
             takes a first step of about 11 times lr. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite; `telemetry()` counts
-            them. *Whole optimizer.* Default: False.
+        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^63,
+            whose squares leave float32; `telemetry()` counts them. Without it such a step can leave a whole parameter
+            NaN, where AdamW's loses one element. *Whole optimizer.* Default: False.
         maximize: Step uphill. Default: False.
         exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
             bool: no weight decay there. Names are those of the model without wrappers: `0.bias`, where

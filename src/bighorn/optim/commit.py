@@ -11,6 +11,9 @@ from bighorn.optim.algorithm import Group
 from bighorn.optim.plan import Plan
 from bighorn.optim.settings import Settings
 
+LARGEST_NORM = 2.0**63
+"""Up to this 2-norm of all gradients no square of one, and no sum of squares, leaves float32, in which moments are."""
+
 
 def scale_and_commit(
     settings: Settings, grad_scale: Tensor | None, found_inf: Tensor | None, square_sum: Callable[[], Tensor]
@@ -27,11 +30,15 @@ def scale_and_commit(
     commit = None if found_inf is None else (found_inf == 0).reshape(())
     if settings.max_grad_norm is not None or settings.skip_nonfinite:
         norm = square_sum().sqrt() * scale
-        if settings.skip_nonfinite:
-            commit = norm.isfinite() if commit is None else commit & norm.isfinite()
+        largest = LARGEST_NORM
         if settings.max_grad_norm is not None:
             clip = settings.max_grad_norm / norm
             scale = scale * torch.where(norm > settings.max_grad_norm, clip, torch.ones_like(clip))
+            if settings.max_grad_norm <= LARGEST_NORM:
+                largest = torch.finfo(norm.dtype).max  # what is beyond is clipped
+        if settings.skip_nonfinite:
+            fits = norm <= largest
+            commit = fits if commit is None else commit & fits
     return scale, commit
 
 

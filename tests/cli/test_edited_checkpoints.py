@@ -37,7 +37,7 @@ def edited(whole: dict[str, Any], keys: Keys) -> Iterator[tuple[str, dict[str, A
         inner[keys[-1]] = wrong
         if wrong is MISSING:
             del inner[keys[-1]]
-        yield f"{keys} = {wrong!r:.20}", checkpoint
+        yield f"{keys} = {'missing' if wrong is MISSING else repr(wrong)[:20]}", checkpoint
 
 
 def resume() -> tuple[int, str]:

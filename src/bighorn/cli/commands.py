@@ -58,3 +58,6 @@ def _version() -> str:
 @click.version_option(_version(), prog_name="bighorn")
 def bighorn() -> None:
     """LAMB and CAME for PyTorch: train with them, and see what they are worth on your own machine."""
+    from bighorn.cli.environment import check_variables
+
+    check_variables()

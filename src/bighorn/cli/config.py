@@ -14,7 +14,7 @@ from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES, read_options
 from bighorn.cli.options import option
 from bighorn.cli.schedule import DECAYS, warmup_steps
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, positive
+from bighorn.cli.values import MOST, at_least, positive
 from bighorn.kernels import BACKENDS
 from bighorn.schedules import scaled_lr
 from bighorn.schedules.large_batch import RULES
@@ -95,7 +95,7 @@ class RunConfig:
         at_least("--steps", self.steps, 1)
         at_least("--threads", self.threads, 1, MOST_THREADS)
         at_least("--seed", self.seed, 0, MOST_SEED)
-        at_least("--weight-decay", self.weight_decay, 0)
+        at_least("--weight-decay", self.weight_decay, 0, MOST)
         positive("--lr", self.lr)
         positive("--epochs", self.epochs)
         positive("--max-grad-norm", self.max_grad_norm)
@@ -151,7 +151,9 @@ class RunConfig:
         assert self.batch_size is not None
         if self.lr_scaling == "none":
             return self.lr
-        return scaled_lr(self.lr, BASE_BATCH, self.batch_size, self.lr_scaling)
+        scaled = scaled_lr(self.lr, BASE_BATCH, self.batch_size, self.lr_scaling)
+        positive(f"--lr {self.lr:g} with --lr-scaling {self.lr_scaling}", scaled)
+        return scaled
 
 
 @dataclass(frozen=True)

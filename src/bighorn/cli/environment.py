@@ -12,6 +12,7 @@ import torch
 
 import bighorn
 from bighorn import kernels
+from bighorn.cli.errors import InputError
 from bighorn.kernels.cpu import library
 
 
@@ -42,6 +43,15 @@ def environment() -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "cpu backend": kernels.status()["cpu"].detail,
     }
+
+
+def check_variables() -> None:
+    """Refuse values of ``BIGHORN_NUM_THREADS`` and ``BIGHORN_ISA`` that the first step would refuse."""
+    try:
+        library.threads()
+        library.isa()
+    except ValueError as error:
+        raise InputError(f"{error}. Correct the variable, or unset it.") from error
 
 
 def package_version(name: str) -> str:

@@ -51,6 +51,7 @@ class SearchConfig:
         positive("--lr-min", self.lr_min)
         positive("--lr-max", self.lr_max)
         at_least("--steps", self.steps, 2 * SETTLING)
+        positive("--lr-max / --lr-min", self.lr_max / self.lr_min)
         if self.lr_max <= self.lr_min:
             raise InputError(f"--lr-max {self.lr_max:g} must be above --lr-min {self.lr_min:g}.")
 

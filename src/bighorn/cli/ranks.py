@@ -46,10 +46,16 @@ class Ranks:
         Raises:
             ProcessLostError: In the place of the error with which gloo ends a collective that a process has left.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if _world_size() == 1:
             yield cls()
             return
-        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo")
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"the processes cannot meet: {' '.join(str(error).split())}. Check RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT in the environment, which torchrun sets, or start one process without them."
+            ) from error
         ranks = cls(dist.get_rank(), dist.get_world_size())
         try:
             with _without_frames():
@@ -178,6 +184,20 @@ def end_process_group() -> None:
         gc.collect()
         dist.destroy_process_group()
         del group
+
+
+def _world_size() -> int:
+    """How many processes torchrun has started, or 1."""
+    if "WORLD_SIZE" not in os.environ:
+        return 1
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name, "1" if os.environ["WORLD_SIZE"] == "1" else "")
+        if not text.isdecimal() or int(text) < 1:
+            raise InputError(
+                f"{name}={text!r} in the environment must be a number of processes, at least 1. Start several with "
+                "torchrun, or unset WORLD_SIZE."
+            )
+    return int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager

@@ -230,7 +230,7 @@ def results(run: Run) -> dict[str, Any]:
         "test_accuracy": tests[-1][2] if tests else None,
         "best_test_accuracy": max(test[2] for test in tests) if tests else None,
         "train_seconds": run.history.seconds,
-        "samples_per_second": run.step * run.batch_size / run.history.seconds if run.step else None,
+        "samples_per_second": run.step * run.batch_size / run.history.seconds if run.history.seconds else None,
         "skipped_steps": len(run.history.skipped),
         "optimizer_state_bytes": state_bytes(run.optimizer),
     }

@@ -266,7 +266,7 @@ def _check_progress(state: dict[str, Any], total: int) -> None:
     step, history = state["step"], vars(History(**state["history"]))
     if not matches(step, int) or not 0 <= step <= total:
         raise ValueError(f"it is after step {step!r:.20} of {total}")
-    if not matches(state["generators"], list[dict]):
+    if not isinstance(state["generators"], list) or not all(isinstance(one, dict) for one in state["generators"]):
         raise ValueError("its state of generators is damaged")
     hints = typing.get_type_hints(History)
     wrong = [name for name in hints if not matches(history[name], hints[name])]

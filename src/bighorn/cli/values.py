@@ -44,10 +44,14 @@ def at_least(flag: str, value: float | None, least: float, most: float = math.in
         )
 
 
+MOST = 3.4e38
+"""Of a float32, in which the kernels compute."""
+
+
 def positive(flag: str, value: float | None) -> None:
-    """Refuse a number that is not above 0 or not finite; None is an option that was not given."""
-    if value is not None and not 0 < value < math.inf:
-        raise InputError(f"{flag} is {value}, but must be a number above 0.")
+    """Refuse a number that is not above 0, or that no float32 can hold; None is an option that was not given."""
+    if value is not None and not 0 < value <= MOST:
+        raise InputError(f"{flag} is {value}, but must be a number above 0 and at most {MOST:g}.")
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

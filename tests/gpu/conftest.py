@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gpu.steps import STATUS
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    """Each test makes its tensors on the GPU."""
+    torch.set_default_device(STATUS.device)
+    yield
+    torch.set_default_device(None)

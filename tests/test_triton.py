@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
-from bighorn.kernels.triton import device, lamb, stepper, tables
+from bighorn.kernels.triton import device, lamb, stepper, tables, trial
 from bighorn.kernels.triton.lamb import LambPart
 from cases import set_gradients
 from interpreter import compiled, interpreted, only_the_first_and_the_last
@@ -239,19 +240,57 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "32 bits" in str(lamb.why_not(long, replace(OPTIONS, blocks=True)))
     monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
     assert "older" in str(lamb.why_not(GPU, OPTIONS))
-    assert kernels.pick("auto", GPU, OPTIONS) == (
-        "foreach",
-        "not cpu: it lies on meta; not triton: Triton 2.0.0 is older than 3.3",
-    )
+    kernels._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
+        picked = kernels.pick("auto", GPU, OPTIONS)
+    assert picked == ("foreach", "not cpu: it lies on meta; not triton: Triton 2.0.0 is older than 3.3")
+    assert kernels.pick("auto", GPU, OPTIONS) == picked  # without another warning
     with pytest.raises(ValueError, match=r'backend="triton" cannot serve .* older than 3\.3'):
         kernels.pick("triton", GPU, OPTIONS)
+
+
+def _no_c_compiler(_: torch.device) -> float:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("lamb_step", "failure"),
+    [
+        (_no_c_compiler, r"failed \(RuntimeError: Please specify via CC environment variable\.\)"),
+        (lambda _: 1.0, r"gave 1\.0 in place of 0\.9"),
+        (lambda _: math.nan, r"gave nan in place of 0\.9"),
+    ],
+    ids=["raises", "wrong", "nan"],
+)
+def test_kernels_that_fail_a_trial_are_not_chosen(
+    lamb_step: Callable[[torch.device], float], failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "missing", lambda _: None)
+    monkeypatch.setattr(device, "capturing", lambda _: False)
+    monkeypatch.setattr(trial, "lamb_step", lamb_step)
+    device.trial_failure.cache_clear()
+    kernels._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match=f"a trial step on meta with Triton .* {failure}"):
+        name, why = kernels.pick("auto", GPU, OPTIONS)
+    assert name == "foreach"
+    assert re.search(f"not triton: a trial step .* {failure}", why)
+    with pytest.raises(ValueError, match=f'backend="triton" cannot serve .* {failure}'):
+        kernels.pick("triton", GPU, OPTIONS)
+    device.trial_failure.cache_clear()
+
+
+@interpreted
+def test_the_trial_passes_where_kernels_work() -> None:
+    assert device.trial_failure.__wrapped__(CPU.device) is None
 
 
 @compiled
 def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    why = device.broken.__wrapped__
+    why = device.missing.__wrapped__
     assert why(torch.device("cpu")) is None
     assert re.search("Triton does not work on cuda", str(why(torch.device("cuda")))) or torch.cuda.is_available()
     monkeypatch.setattr(triton, "__version__", "3.2.0")

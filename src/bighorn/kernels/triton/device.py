@@ -102,7 +102,7 @@ def trial_failure(device: torch.device) -> str | None:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"a trial step on {device} with Triton {_version()} failed ({type(error).__name__}: {lines[-1]})"
-    if abs(found - 0.9) > 1e-5:
+    if not abs(found - 0.9) < 1e-5:
         return f"a trial step on {device} with Triton {_version()} gave {found} in place of 0.9"
     return None
 

@@ -82,6 +82,9 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "int8-last-two": (((3, 30, 50), (2, 3, 17, 20)), {"factor": "last_two", "average": INT8}),
     "int8-unfactored": (((2, 1100), (300, 1)), {"factor": None, "average": INT8}),
     "bfloat16": (((40, 264), (5, 7)), {"dtype": BF16, "average": BF16}),
+    "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows of many partial sums
+    "narrow": (((2100, 20), (2100, 32)), {}),  # tiles of few columns
+    "narrow-int8": (((2100, 31), (40, 5)), {"average": INT8}),
 }
 
 

@@ -61,5 +61,7 @@ NUMBER = tl.constexpr(3)
 AREA = tl.constexpr(tiles.AREA)
 FEW = tl.constexpr(1024)  # elements in registers where they are moved one by one and take an address each
 LINES = tl.constexpr(tiles.LINES)
+FEW_LINES = tl.constexpr(tiles.FEW_LINES)
+MANY = tl.constexpr(tiles.MANY)
 PACK = tl.constexpr(tiles.PACK)
 PARTS = tl.constexpr(16)  # partial sums of each line that are in registers

@@ -223,7 +223,7 @@ def came_update_squares(
     index, row, option = entries(rows, tiles, hyper, tile)
     start, shape, matrix, line, column = corner(row, tile, WIDE)
     root_here = roots + tl.load(row + FIRST_MATRIX) + matrix
-    root = row_root(row, matrix, line_sums, root_here, SPLIT)
+    root = row_root(row, matrix, line_sums, root_here, SPLIT, WIDE)
     if (SPLIT is None) & (line == 0) & (column == 0):
         tl.store(root_here, root)
 
@@ -351,7 +351,7 @@ def came_apply(
     start, shape, matrix, line, column = corner(row, tile, WIDE)
 
     m = tl.load(row + EXP_AVG)
-    root = row_root(row, matrix, line_sums, roots + tl.load(row + FIRST_MATRIX) + matrix, SPLIT)
+    root = row_root(row, matrix, line_sums, roots + tl.load(row + FIRST_MATRIX) + matrix, SPLIT, WIDE)
     row_averages = averages(row, RES_ROW, matrix * tl.load(row + HEIGHT) + line)
     c = column_factors(averages(row, RES_COL, matrix * tl.load(row + WIDTH) + column), shape, WIDE)
     c *= number(numbers + index * NUMBER + RES_FACTOR)

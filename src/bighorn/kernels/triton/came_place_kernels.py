@@ -6,11 +6,13 @@ import triton.language as tl
 from bighorn.kernels.triton.came_columns import (
     AREA,
     COL_PARTS,
+    FEW_LINES,
     FIRST_LINE,
     FIRST_PIECE,
     FIRST_TILE,
     HEIGHT,
     LINES,
+    MANY,
     MATRICES,
     PARTS,
     ROW_PARTS,
@@ -70,34 +72,54 @@ def lines_of(row, piece, WIDE: tl.constexpr):
     """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
     height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
     local = piece - tl.load(row + FIRST_PIECE)
-    of_rows = matrices * tl.cdiv(height, LINES)
+    of_rows = matrices * row_pieces(height, width, WIDE)
     is_row = local < of_rows
     local = tl.where(is_row, local, local - of_rows)
     lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
-    matrix, first = local // tl.cdiv(lines, LINES), local % tl.cdiv(lines, LINES) * LINES
-    line = first + tl.arange(0, LINES)
-    mask = line < lines
-    line += matrix * lines
     parts = tl.cdiv(length, tl.where(is_row, WIDE, AREA // WIDE))
+    each, lanes = lines_at_once(parts), tl.arange(0, LINES)
+    matrix, first = local // tl.cdiv(lines, each), local % tl.cdiv(lines, each) * each
+    line = first + lanes % each
+    exists = line < lines
+    mask = exists & (lanes < each)
+    line += matrix * lines
     return (
         is_row,
         line,
         mask,
         length,
-        (tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS)), parts, matrices * lines, line, mask),
+        (tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS)), parts, matrices * lines, line, exists),
     )
+
+
+@triton.jit
+def lines_at_once(parts):
+    """How many lines of so many partial sums a program adds up: with many, its lanes share the sums of few lines."""
+    return tl.where(parts > MANY, FEW_LINES, LINES)
+
+
+@triton.jit
+def row_pieces(height, width, WIDE: tl.constexpr):
+    """How many pieces a matrix's rows are."""
+    return tl.cdiv(height, lines_at_once(tl.cdiv(width, WIDE)))
 
 
 @triton.jit
 def line_totals(where, partials):
     """The sums of lines, of their partial ones."""
-    start, parts, lines, line, mask = where
+    start, parts, lines, line, exists = where
+    each, lanes = lines_at_once(parts), tl.arange(0, LINES)
+    shared = tl.where(parts > MANY, LINES // FEW_LINES, 1)  # lanes that share a line
     total = tl.zeros((PARTS, LINES), tl.float64)
-    for i in range(0, parts, PARTS):
-        part = i + tl.arange(0, PARTS).to(tl.int64)
-        offsets = start + (part * lines)[:, None] + line[None, :]
-        total += tl.load(partials + offsets, mask=(part < parts)[:, None] & mask[None, :], other=0.0).to(tl.float64)
-    return tl.sum(total, 0)
+    for i in range(0, parts, shared * PARTS):
+        part = i + (tl.arange(0, PARTS) * shared)[:, None].to(tl.int64) + (lanes // each)[None, :]
+        offsets = start + part * lines + line[None, :]
+        total += tl.load(partials + offsets, mask=(part < parts) & exists[None, :], other=0.0).to(tl.float64)
+    totals = tl.sum(total, 0)
+    if each == FEW_LINES:
+        by_line = tl.sum(tl.reshape(totals, (LINES // FEW_LINES, FEW_LINES)), 0)
+        totals = tl.reshape(tl.broadcast_to(by_line[None, :], (LINES // FEW_LINES, FEW_LINES)), (LINES,))
+    return totals
 
 
 @triton.jit

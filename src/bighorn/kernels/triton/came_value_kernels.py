@@ -13,13 +13,14 @@ from bighorn.kernels.triton.came_columns import (
     FIRST_PIECE,
     FIRST_SUM,
     HEIGHT,
-    LINES,
     NUMEL,
     SCALE_EPS,
     STOP_SUM,
     SUM,
+    WIDTH,
     X_SQUARES,
 )
+from bighorn.kernels.triton.came_place_kernels import row_pieces
 from bighorn.kernels.triton.codec_kernels import CODES, decoded
 from bighorn.kernels.triton.common_kernels import INNER, LR, at, count, partial_total, read
 
@@ -73,19 +74,19 @@ def rate(row, option, sums):
 
 
 @triton.jit
-def row_root(row, matrix, line_sums, root, SPLIT: tl.constexpr):
+def row_root(row, matrix, line_sums, root, SPLIT: tl.constexpr, WIDE: tl.constexpr):
     """The root of the mean of the averages of a matrix's rows, which shards find where it is kept."""
     if SPLIT is None:
-        return tl.sqrt(row_mean(row, matrix, line_sums)).to(tl.float32)
+        return tl.sqrt(row_mean(row, matrix, line_sums, WIDE)).to(tl.float32)
     else:
         return tl.load(root)
 
 
 @triton.jit
-def row_mean(row, matrix, line_sums):
+def row_mean(row, matrix, line_sums, WIDE: tl.constexpr):
     """The mean of the averages of a matrix's rows."""
     height = tl.load(row + HEIGHT)
-    pieces = tl.cdiv(height, LINES)
+    pieces = row_pieces(height, tl.load(row + WIDTH), WIDE)
     first = tl.load(row + FIRST_PIECE) + matrix * pieces
     return partial_total(line_sums, first, first + pieces, 1) / height
 

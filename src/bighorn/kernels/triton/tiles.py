@@ -14,6 +14,8 @@ AREA = 1 << 16  # elements of a tile
 WIDE = 256  # columns of a tile
 NARROW = 32  # columns of a tile of tall matrices that have no more: others would use few of its lanes
 LINES = 256  # rows or columns that a program averages
+FEW_LINES = 8  # where each has many partial sums
+MANY = 64
 PACK = 4  # blocks of 8 bits that a program encodes
 
 
@@ -50,7 +52,9 @@ class Cut:
     @property
     def pieces(self) -> int:
         """Pieces of all matrices' rows and columns."""
-        return self.count * (ceil(self.height, LINES) + ceil(self.width, LINES))
+        row_parts, col_parts = ceil(self.width, self.wide), ceil(self.height, self.tall)
+        of_rows = ceil(self.height, FEW_LINES if row_parts > MANY else LINES)
+        return self.count * (of_rows + ceil(self.width, FEW_LINES if col_parts > MANY else LINES))
 
     @property
     def lines(self) -> int:

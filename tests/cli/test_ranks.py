@@ -50,7 +50,8 @@ def end(monkeypatch: pytest.MonkeyPatch) -> End:
         seen.alive.extend(model() is not None for model in seen.models)
         destroy()
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     monkeypatch.setattr(dist, "destroy_process_group", destroyed)
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "init_process_group", lambda backend: join(backend, **alone))

@@ -175,9 +175,11 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
         )
         return cuda.compare(baseline, optimizer, 0)
 
-    known = bench.Instrument(lambda: None, lambda: facts, compare, lambda _: 1_500_000, 0, cuda.copy_speed)
+    known = bench.Instrument(lambda: facts, compare, lambda _: 1_500_000, 0, cuda.copy_speed)
     monkeypatch.setitem(bench.INSTRUMENTS, "cuda", known)
     monkeypatch.setattr(torch, "device", lambda _: CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H900")
     monkeypatch.setitem(SHAPES, "small", lambda: [(16, 8), (8,), (1, 3, 2)])
     return device
 
@@ -203,6 +205,7 @@ def bench_json(invoke: Invoke, *arguments: object) -> tuple[dict[str, Any], str]
 def test_the_table_of_a_gpu(invoke: Invoke) -> None:
     content, output = bench_json(invoke, "--optimizers", "lamb")
     assert content["device"] == {"device": "H900"}
+    assert content["environment"]["device"] == "H900"
     [result] = content["results"]
     adamw, lamb = result["optimizers"]
     assert (adamw["ratio"]["median"], lamb["ratio"]["median"]) == pytest.approx((1.0, 1.5))

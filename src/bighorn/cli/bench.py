@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import cuda, files, traffic
+from bighorn.cli import cuda, devices, files, traffic
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
@@ -39,8 +39,6 @@ MOST_FOR_ERROR = 500_000_000
 class Instrument:
     """How steps on a device are measured."""
 
-    check: Callable[[], None]
-    """Refuses a machine without such a device."""
     facts: Callable[[], dict[str, Any]]
     """What is known of the device, in JSON's terms."""
     compare: Callable[[Optimizer, Optimizer, float], dict[str, Any]]
@@ -53,8 +51,8 @@ class Instrument:
 
 
 INSTRUMENTS = {
-    "cpu": Instrument(lambda: None, dict, compare, temporaries, seconds=3.0),
-    "cuda": Instrument(cuda.check, cuda.facts, cuda.compare, cuda.temporaries, seconds=1.5, copy_speed=cuda.copy_speed),
+    "cpu": Instrument(dict, compare, temporaries, seconds=3.0),
+    "cuda": Instrument(cuda.facts, cuda.compare, cuda.temporaries, seconds=1.5, copy_speed=cuda.copy_speed),
 }
 
 
@@ -124,13 +122,13 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     layout, instrument = config.layout, INSTRUMENTS[config.device]
     sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
     builds, absent = _load(config)
-    instrument.check()
+    devices.check(config.device)
     files.check_outputs({"--report": report, "--json": json_file})
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
     content: dict[str, Any] = {
-        **provenance(command_line(ctx)),
+        **provenance(command_line(ctx), config.device),
         "packages": {PEERS[name].package: package_version(PEERS[name].package) for name in builds},
         "absent": absent,
         "config": asdict(config),

@@ -21,6 +21,8 @@ from bighorn.cli.values import matches
 
 FORMAT = "bighorn checkpoint 2"
 FIELDS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
+ELSEWHERE = ("data", "device", "threads")
+"""Options of a run that may be others when it is resumed, as on another machine."""
 REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."
 
 
@@ -29,7 +31,7 @@ def save(run: Run, path: Path) -> None:
     about = {
         "format": FORMAT,
         "config": asdict(run.config),
-        "environment": environment(),
+        "environment": environment(run.config.device),
         "data": run.dataset.fingerprint(),
         "processes": run.ranks.size,
     }
@@ -94,7 +96,8 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         text = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise InputError(f"the checkpoint does not fit the model: {text}. {REMEDY}") from error
-    then, now = checkpoint["environment"], environment()
+    then, now = checkpoint["environment"], environment(run.config.device)
+    then = {"device": "cpu"} | then  # of a checkpoint from before the option
     then, now = then | {"processes": checkpoint["processes"]}, now | {"processes": run.ranks.size}
     return [f"{name}: {then.get(name)} then, {now[name]} now" for name in now if str(then.get(name)) != str(now[name])]
 
@@ -103,18 +106,18 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     """The configuration of a checkpoint; ``given`` are the options on the command line beside ``--resume``.
 
     Raises:
-        InputError: If an option contradicts the checkpoint; only the place of the data and the threads may differ.
+        InputError: If an option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ.
     """
     saved: dict[str, Any] = asdict(_config(checkpoint["config"]))  # with the defaults of options that came later
     for name, value in given.items():
-        if name not in {"data", "threads"} and saved[name] != value:
+        if name not in ELSEWHERE and saved[name] != value:
             flag = "--" + name.replace("_", "-")
             has = f"no {flag}" if saved[name] is None else f"{flag} {saved[name]}"
             raise InputError(
                 f"{flag} {value} contradicts the checkpoint, whose run has {has}. "
                 f"Leave {flag} out to resume, or leave --resume out to start anew."
             )
-    return RunConfig(**(saved | {name: given[name] for name in ("data", "threads") if name in given}))
+    return RunConfig(**(saved | {name: given[name] for name in ELSEWHERE if name in given}))
 
 
 def _config(saved: dict[str, Any]) -> RunConfig:

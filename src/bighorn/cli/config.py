@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from bighorn import FixedScale, WindowScale
+from bighorn.cli import devices
+from bighorn.cli.devices import DEVICES
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES, read_options
 from bighorn.cli.options import option
@@ -86,6 +88,7 @@ class RunConfig:
         shown="none",
     )
     backend: str | None = option(None, "Kernels of lamb and came.", shown="auto", choices=("auto", *BACKENDS))
+    device: str = option("cpu", "Device of model, batches and optimizer; cuda needs a single process.", choices=DEVICES)
     threads: int | None = option(
         None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
     )
@@ -117,7 +120,12 @@ class RunConfig:
                 )
 
     def resolved(self) -> "RunConfig":
-        """The same run with every None filled in that the task or the optimizer decides."""
+        """The same run with every None filled in that the task, the optimizer or this machine decides.
+
+        Raises:
+            InputError: This machine does not have the device.
+        """
+        devices.check(self.device)
         task, recipe = TASKS[self.task], OPTIMIZERS[self.optimizer]
         return dataclasses.replace(
             self,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn.cli.errors import InputError
 from bighorn.cli.measure import LEAST_ROUNDS, beside
 
 WARM_UP = 10
@@ -33,16 +32,6 @@ HOST_STEPS = 20
 COPIES = 20
 STEPS_IN_A_ROW = 50
 LEAST_REPEATS, MOST_REPEATS = 3, 7
-
-
-def check() -> None:
-    """Refuse a machine without a CUDA device."""
-    if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        raise InputError(
-            f"--device cuda: torch sees no CUDA device here (torch {torch.__version__} {built}). Run it on a machine "
-            "with one, or leave --device out."
-        )
 
 
 def facts() -> dict[str, Any]:

@@ -53,7 +53,7 @@ def findings() -> dict[str, Any]:
     built = {"C library": library.LIBRARY_DETAIL} if library.LIBRARY else {}
     return {
         "backends": backends,
-        "environment": {name: value for name, value in environment().items() if name != "cpu backend"},
+        "environment": {name: value for name, value in environment().items() if name not in {"cpu backend", "device"}},
         "machine": machine() | built,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }

@@ -12,11 +12,12 @@ import torch
 
 import bighorn
 from bighorn import kernels
+from bighorn.cli.devices import device_name
 from bighorn.cli.errors import InputError
 from bighorn.kernels.cpu import library
 
 
-def provenance(command: str) -> dict[str, Any]:
+def provenance(command: str, device: str = "cpu") -> dict[str, Any]:
     """What it takes to judge figures: the command, when and from which sources it ran, on what.
 
     To be asked for before the runs: these are a load, and what is committed meanwhile is not what ran.
@@ -25,13 +26,13 @@ def provenance(command: str) -> dict[str, Any]:
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **commit(),
-        "environment": environment(),
+        "environment": environment(device),
         "machine": machine(),
     }
 
 
-def environment() -> dict[str, str | int]:
-    """Describe this process, in words and numbers."""
+def environment(device: str = "cpu") -> dict[str, str | int]:
+    """Describe this process and the device that it computes on, in words and numbers."""
     return {
         "bighorn": package_version("bighorn"),
         "torch": str(torch.__version__),
@@ -39,6 +40,7 @@ def environment() -> dict[str, str | int]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
+        "device": device_name(device),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "cpu backend": kernels.status()["cpu"].detail,

@@ -25,7 +25,7 @@ from bighorn.schedules import Exponential
 
 SHARED = (
     *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
-    *("state_dtype", "optimizer_option", "backend", "threads"),
+    *("state_dtype", "optimizer_option", "backend", "device", "threads"),
 )
 """The options of a run that a search has too."""
 
@@ -103,7 +103,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     dataset = TASKS[config.task].load(config.data)
     run = Run(config, dataset)
-    about = provenance(command_line(ctx))
+    about = provenance(command_line(ctx), config.device)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{config.task}: {dataset.description}; {config.optimizer}, batch {config.batch_size}")
     curve, ended = sweep(run, search, console)

@@ -46,6 +46,7 @@ def render(
     sections: Sequence[Section],
     commands: Sequence[str],
     settings: Mapping[str, object],
+    device: str = "cpu",
 ) -> str:
     """Lay out a report.
 
@@ -56,6 +57,7 @@ def render(
         sections: The body.
         commands: The commands that made it, in order.
         settings: Every option's value, defaults included.
+        device: The device of the runs. Default: "cpu".
     """
     loader = jinja2.PackageLoader("bighorn.cli", ".")
     template = jinja2.Environment(
@@ -72,7 +74,7 @@ def render(
             for name, value in settings.items()
             if value is not None and value != ()
         },
-        environment=environment(),
+        environment=environment(device),
     )
 
 
@@ -130,7 +132,9 @@ def run_report(run: Run) -> str:
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
     settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, Lamb | Came) else {})
-    return render(f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings)
+    return render(
+        f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings, config.device
+    )
 
 
 def _heat_map(run: Run, gauge: Gauge) -> Section:
@@ -258,6 +262,7 @@ def lr_report(
         ],
         [command],
         settings,
+        config.device,
     )
 
 
@@ -295,6 +300,7 @@ def bench_report(
         sections,
         [content["command"]],
         config | content["machine"],
+        config["device"],
     )
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from bighorn.cli import checkpoint, files, folder
 from bighorn.cli.config import Division, RunConfig
+from bighorn.cli.devices import device_name
 from bighorn.cli.display import Display, quantity
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
@@ -48,7 +49,8 @@ def train(
     """Train a model with LAMB, CAME or, for comparison, with one of torch's optimizers.
 
     Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
-    resumed run is bitwise the one that was never interrupted. Several processes share each batch:
+    resumed run is bitwise the one that was never interrupted, on a GPU as far as torch's kernels are deterministic.
+    Several processes share each batch:
 
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
@@ -130,6 +132,11 @@ def _prepare(
     options = given(ctx, RunConfig)
     config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
     division = Division(**given(ctx, Division))
+    if config.device == "cuda" and ranks.size > 1:
+        raise InputError(
+            f"--device cuda with {ranks.size} processes is not supported: no machine with several GPUs has run this. "
+            "Start one process, without torchrun, or use --device cpu."
+        )
     if outputs["--plot-schedule"] is not None:
         _check_plot(outputs["--plot-schedule"], {name: path for name, path in outputs.items() if name in RESULTS})
     if ranks.first:
@@ -206,6 +213,8 @@ def _introduce(run: Run, console: Console) -> None:
     scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
     scale = "" if config.loss_scale == "none" else f", loss scale {config.loss_scale}"
     console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}{scale}")
+    if config.device != "cpu":
+        console.print(f"on {device_name(config.device)}")
     state = "" if config.state_dtype is None else f", state in {config.state_dtype}"
     options = "".join(f", {text}" for text in config.optimizer_option)
     console.print(
@@ -245,6 +254,8 @@ def _summary(run: Run) -> Table:
         )
         table.add_row("Test loss", f"{figures['test_loss']:.4f}")
     table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")
+    if run.config.device != "cpu":
+        table.add_row("Device", device_name(run.config.device))
     table.add_row("Training time", f"{figures['train_seconds']:.1f} s")
     if run.history.scale:
         table.add_row("Loss scale", f"{run.history.scale[-1]:g}; {figures['skipped_steps']} steps skipped")
@@ -262,7 +273,7 @@ def as_json(run: Run) -> dict[str, Any]:
     }
     return {
         "config": asdict(run.config),
-        "environment": environment(),
+        "environment": environment(run.config.device),
         "data": {"description": run.dataset.description, "sha256": run.dataset.fingerprint()},
         "peak_lr": run.peak_lr,
         "result": results(run),

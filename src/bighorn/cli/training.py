@@ -27,8 +27,15 @@ HEAT_COLUMNS = 400
 """Gauges are kept for about this many steps of a run."""
 
 
+MOST_UNREAD = 50
+"""Steps on a GPU whose losses the host reads at once: each read waits until the device has done all steps before."""
+
+
 class DivergedError(ArithmeticError):
-    """The loss is not finite, or no gradient has been for long. The model is as it was before the step."""
+    """The loss is not finite, or no gradient has been for long.
+
+    On the CPU, the model is as it was before the step. On a GPU, up to :data:`MOST_UNREAD` more steps were made.
+    """
 
 
 @dataclass
@@ -92,7 +99,7 @@ class Run:
         division.check(config.batch_size, ranks.size)
         torch.set_num_threads(config.threads)
         self.config, self.dataset, self.ranks, self.evaluations = config, dataset, ranks, evaluations
-        self.division, self.batch_size = division, config.batch_size
+        self.division, self.batch_size, self.device = division, config.batch_size, torch.device(config.device)
         self.total = config.total_steps(len(dataset))
         self.warmup = warmup_steps(config.warmup, self.total)
         self.peak_lr = config.peak_lr()
@@ -100,7 +107,7 @@ class Run:
             raise InputError(f"--warmup {config.warmup} is longer than the run of {self.total} steps: take less.")
         self.schedule = learning_rate(config.schedule, self.total, self.warmup, self.peak_lr)
         randomness.seed(config.seed)
-        self.model = TASKS[config.task].model(dataset).to(PRECISIONS.get(config.precision, torch.float32))
+        self.model = TASKS[config.task].model(dataset).to(self.device, PRECISIONS.get(config.precision, torch.float32))
         self._forward = place(self.model, division.parallel, ranks)
         self._updater = Updater(self.model, self._forward, config, self.peak_lr, division, ranks)
         self._shares = division.shares(ranks.size)
@@ -109,9 +116,24 @@ class Run:
         self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         self.step = 0
         self._seed_generators()
-        self.history = History()
+        self._history = History()
+        self._unread: list[Tensor] = []  # mean loss and accuracy of the last steps, not yet in the history
+        self._most_unread = 1 if self.device.type == "cpu" else MOST_UNREAD
         self.gauge: Tensor | None = None
-        """The first gauge of each layer in the last step; None for optimizers without."""
+        """The first gauge of each layer in the last step that it was read after; None for optimizers without."""
+
+    @property
+    def history(self) -> History:
+        """What happened so far.
+
+        Raises:
+            DivergedError: The loss of a step on a GPU, which was not read before, is not finite.
+        """
+        if self._unread:
+            started = time.perf_counter()
+            self._read_losses()
+            self._history.seconds += time.perf_counter() - started
+        return self._history
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -148,49 +170,81 @@ class Run:
         """Make one step.
 
         Raises:
-            DivergedError: If the loss is not finite, or gradients are not, whatever the loss scale.
+            DivergedError: If the loss is not finite, or gradients are not, whatever the loss scale. On a GPU, that
+                may be the loss of an earlier step.
         """
         started = time.perf_counter()
-        lr, history, updater = self.schedule(self.step), self.history, self._updater
+        lr, history, updater = self.schedule(self.step), self._history, self._updater
         updater.set_lr(lr)
         if updater.scaler.is_enabled():
             history.scale.append(updater.scaler.get_scale())
         indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))
         parts = indices[self._share].chunk(self.division.accumulate)
         self.model.train()
-        means = torch.zeros(2)
+        means = torch.zeros(2, device=self.device)
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
             with updater.part(last):
                 loss, accuracy = self._score(self._forward, self.dataset.inputs[part], self.dataset.targets[part])
                 means += torch.stack((loss.detach(), accuracy)) / len(parts)
                 if last:
-                    mean_loss, mean_accuracy = self.ranks.mean(means).tolist()
-                    if not math.isfinite(mean_loss):
-                        raise DivergedError(f"the loss became {mean_loss} in step {self.step + 1}")
+                    self._unread.append(self.ranks.mean(means))
+                    if len(self._unread) >= self._most_unread:
+                        self._read_losses()
                 updater.backward(loss / len(parts))
         try:
             stepped = updater.step()
         except FloatingPointError as error:
-            raise DivergedError(f"step {self.step + 1}: {error}") from error
+            self._read_losses()
+            raise self._diverged(self.step, f"step {self.step + 1}: {error}") from error
         self.step += 1
-        history.loss.append(mean_loss)
-        history.accuracy.append(mean_accuracy)
         history.lr.append(lr)
         if not stepped:
             history.skipped.append(self.step)
-        elif self.gauges:
+        elif self.gauges and (self._heat_map_due or self.evaluation_due):
             self._record_gauges()
+        if self.evaluation_due:
+            self._read_losses()
         history.seconds += time.perf_counter() - started
 
+    def _read_losses(self) -> None:
+        """Add the losses of the steps since the last call to the history; this waits for the device."""
+        if not self._unread:
+            return
+        read = torch.stack(self._unread).tolist()
+        self._unread.clear()
+        for loss, accuracy in read:
+            steps = len(self._history.loss)
+            if not math.isfinite(loss):
+                raise self._diverged(steps, f"the loss became {loss} in step {steps + 1}")
+            self._history.loss.append(loss)
+            self._history.accuracy.append(accuracy)
+
+    def _diverged(self, steps: int, reason: str) -> DivergedError:
+        """The error that ends the run, with the history cut to the steps before."""
+        self.step, history = steps, self._history
+        kept = sum(step <= steps for step in history.gauge_steps)
+        history.skipped = [step for step in history.skipped if step <= steps]
+        for values in (history.loss, history.accuracy, history.lr, history.scale):
+            del values[steps:]
+        del history.gauge_steps[kept:]
+        for rows in history.gauges.values():
+            del rows[kept:]
+        return DivergedError(reason)
+
+    @property
+    def _heat_map_due(self) -> bool:
+        """Whether the step just made is a column of the heat maps."""
+        return (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0
+
     def _record_gauges(self) -> None:
-        history = self.history
+        history = self._history
         telemetry = self._updater.telemetry(tuple(gauge.name for gauge in self.gauges))
         rows = {name: {key: of[key] for key in of if key in self._matrices} for name, of in telemetry.items()}
         first = rows[self.gauges[0].name]
         self.gauge = torch.tensor(list(first.values()))
         history.layers = list(first)
-        if (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0:
+        if self._heat_map_due:
             history.gauge_steps.append(self.step)
             for name, row in rows.items():
                 history.gauges.setdefault(name, []).append(list(row.values()))
@@ -200,7 +254,7 @@ class Run:
         """Loss and accuracy on the whole test data, kept in the history."""
         self.model.eval()
         inputs, targets = self.dataset.test_inputs[self._share], self.dataset.test_targets[self._share]
-        totals, count = torch.zeros(2, dtype=torch.float64), len(self.dataset.test_inputs)
+        totals, count = torch.zeros(2, dtype=torch.float64, device=self.device), len(self.dataset.test_inputs)
         # As many batches in every process, since a sharded model goes forward in all of them together.
         for start in range(0, math.ceil(count / self._shares), TEST_BATCH):
             batch = slice(start, start + TEST_BATCH)
@@ -216,7 +270,8 @@ class Run:
         return loss, accuracy
 
     def _score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss and accuracy."""
+        """Mean loss and accuracy, of samples on the CPU."""
+        inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in (inputs, targets))
         with self._updater.autocast():
             logits = model(inputs)
         logits, targets = logits.flatten(0, -2).float(), targets.flatten().long()
@@ -232,11 +287,14 @@ class Run:
             "step": self.step,
             "scaler": self._updater.scaler.state_dict(),
             "history": vars(self.history),
-            "generators": self.ranks.gather(randomness.state())[: self._shares],
+            "generators": self.ranks.gather(randomness.state(self.device))[: self._shares],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; with another number of shares, dropout draws anew."""
+        """Continue from what :meth:`state_dict` returned.
+
+        With another number of shares, or on another type of device, dropout draws anew.
+        """
         self.model.load_state_dict(state["model"])
         self._updater.load_state_dict(state["optimizer"])
         self.load_progress(state)
@@ -250,9 +308,10 @@ class Run:
         _check_progress(state, self.total)
         self._updater.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
-        self.history = History(**state["history"])
-        if len(state["generators"]) == self._shares:
-            randomness.restore(state["generators"][self.ranks.rank % self._shares])
+        self._history = History(**state["history"])
+        generators = state["generators"]
+        if len(generators) == self._shares and randomness.fits(generators[0], self.device):
+            randomness.restore(generators[self.ranks.rank % self._shares], self.device)
         else:
             self._seed_generators()
 

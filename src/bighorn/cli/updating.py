@@ -62,7 +62,7 @@ class Updater:
         whole: Any = ranks.together(build)
         self.whole, self._model, self._ranks = whole, model, ranks
         self._sharded = whole if sharded else None  # a ZeroRedundancyOptimizer
-        self._fp16 = config.precision == "fp16"
+        self._fp16, self._device = config.precision == "fp16", config.device
         # Bighorn's optimizers clip by themselves.
         self._clip = None if OPTIMIZERS[config.optimizer].state_dtypes else config.max_grad_norm
         if self._clip is not None and division.parallel == "tp" and ranks.size > 1:
@@ -85,7 +85,7 @@ class Updater:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In which the model computes, and nothing goes backward."""
-        return torch.autocast("cpu", torch.float16, enabled=self._fp16)
+        return torch.autocast(self._device, torch.float16) if self._fp16 else nullcontext()
 
     def part(self, last: bool) -> AbstractContextManager[Any]:
         """In which a part of a batch goes forward and backward: gradients are sent with the last one."""

@@ -1,0 +1,147 @@
+"""`bighorn train --device`. A machine without a GPU has "meta" as one: it refuses tensors of the CPU, and reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bighorn.cli import devices, randomness, train, training
+from bighorn.cli.config import Division, RunConfig
+from bighorn.cli.errors import InputError
+from bighorn.cli.ranks import ALONE, Ranks
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import DivergedError, Run
+from cli.helpers import Invoke
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("command", ["train", "lr-find"])
+def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
+    output = invoke(command, "--device", "cuda", "--report", "out/run.html", code=1).output
+    assert "--device cuda: torch sees no CUDA device here" in output
+    assert "or --device cpu" in output
+    assert not Path("out").exists()
+
+
+def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    command = train.train.make_context("train", ["--device", "cuda"])
+    outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))
+    with pytest.raises(InputError, match="--device cuda with 2 processes is not supported: no machine with several"):
+        train._prepare(command, None, outputs, None, Ranks(0, 2))
+    train._prepare(command, None, outputs, None, ALONE)
+
+
+@needs_no_gpu
+def test_a_run_of_a_gpu_resumes_on_the_cpu_and_says_so(invoke: Invoke) -> None:
+    invoke("train", "--steps", 4, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    checkpoint["config"]["device"], checkpoint["environment"]["device"] = "cuda", "H900"
+    for generators in checkpoint["run"]["generators"]:
+        generators["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    torch.save(checkpoint, "run.pt")
+    assert "no CUDA device here" in invoke("train", "--resume", "run.pt", code=1).output
+    output = invoke("train", "--resume", "run.pt", "--device", "cpu", "--json", "run.json").output
+    assert "device: H900 then, cpu now" in output
+    found = json.loads(Path("run.json").read_text())
+    assert (found["config"]["device"], found["environment"]["device"]) == ("cpu", "cpu")
+
+
+def test_a_checkpoint_from_before_the_option_is_of_the_cpu(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    del checkpoint["config"]["device"], checkpoint["environment"]["device"]
+    torch.save(checkpoint, "run.pt")
+    assert "Warning" not in invoke("train", "--resume", "run.pt").output
+
+
+def test_the_generator_of_a_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, restored = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, _: restored.append(value))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    on_gpu, on_cpu = randomness.state(cuda), randomness.state(cpu)
+    assert [randomness.fits(saved, device) for saved in (on_gpu, on_cpu) for device in (cuda, cpu)] == [
+        *(True, False),
+        *(False, True),
+    ]
+    randomness.restore(on_cpu, cpu)
+    assert not restored
+    randomness.restore(on_gpu, cuda)
+    assert restored[0] is state
+
+
+def run_on(device: str, data: Path | None = None, task: str = "digits", **options: Any) -> Run:
+    config = RunConfig(task=task, data=None if data is None else str(data), device=device, **options).resolved()
+    return Run(config, TASKS[config.task].load(config.data), division=Division(accumulate=2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("task", list(TASKS))
+def test_everything_of_a_step_is_on_the_device(
+    text_file: Path, idx_folder: Path, task: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step reads from the device: a read of a meta tensor is an error."""
+    data = {"digits": None, "text": text_file}.get(task, idx_folder)
+    run = run_on("meta", data, task, precision=precision, optimizer="sgd", steps=200, batch_size=16)
+    seen: list[torch.device] = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.extend(tensor.device for tensor in inputs)
+
+    run.model.register_forward_pre_hook(note)
+    for _ in range(3):
+        run.train_step()
+    assert {parameter.device.type for parameter in run.model.parameters()} == {"meta"}
+    assert {value.device.type for state in run.optimizer.state.values() for value in state.values()} == {"meta"}
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: np.full(tensor.shape, 0.5).tolist())
+    assert run.evaluate() == (0.5, 0.5)
+    assert len(seen) > 6
+    assert {device.type for device in seen} == {"meta"}
+
+
+def test_losses_that_are_read_together_are_the_same() -> None:
+    exact = run_on("cpu", optimizer="adamw", steps=30, threads=1)
+    for _ in range(30):
+        exact.train_step()
+    run = run_on("cpu", optimizer="adamw", steps=30, threads=1)
+    run._most_unread = 2
+    known = []
+    for _ in range(30):
+        run.train_step()
+        known.append(len(run._history.loss))
+    assert known[:7] == [0, 2, 3, 3, 5, 6, 6]  # 10 evaluations, one every three steps
+    assert run.history.loss == exact.history.loss
+    assert run.history.accuracy == exact.history.accuracy
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    run = run_on("cpu", optimizer=optimizer, steps=200)
+    run._most_unread = training.MOST_UNREAD
+    score, calls = run._score, iter(range(1000))
+
+    def diverging(*arguments: Any) -> tuple[Tensor, Tensor]:
+        loss, accuracy = score(*arguments)
+        return loss * (float("nan") if next(calls) >= 2 * 3 else 1.0), accuracy  # two parts a step
+
+    monkeypatch.setattr(run, "_score", diverging)
+    for _ in range(6):
+        run.train_step()
+    with pytest.raises(DivergedError, match="the loss became nan in step 4"):
+        assert run.history
+    history = run.history
+    assert run.step == len(history.loss) == len(history.lr) == 3
+    assert history.gauge_steps == ([1, 2, 3] if optimizer == "lamb" else [])
+    assert all(len(rows) == 3 for rows in history.gauges.values())
+
+
+def test_the_name_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H900")
+    assert (devices.device_name("cpu"), devices.device_name("cuda")) == ("cpu", "H900")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -144,8 +145,15 @@ def set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | 
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None
         if gradient is not None and gradient.dtype != parameter.dtype:
-            parameter.grad_dtype = gradient.dtype
+            allow_gradients_of(parameter, gradient.dtype)
         parameter.grad = gradient
+
+
+def allow_gradients_of(parameter: Parameter, dtype: torch.dtype | None) -> None:
+    """Let a parameter have gradients of another dtype, None for any; older versions of torch refuse to assign them."""
+    if not hasattr(parameter, "grad_dtype"):
+        pytest.skip(f"torch {torch.__version__} refuses gradients of another dtype than their parameter's")
+    parameter.grad_dtype = dtype
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from cases import Kind
+from cases import Kind, allow_gradients_of
 from refusals import refused, stepped
 
 
@@ -59,7 +59,7 @@ def test_a_gradient_on_another_device(kind: Kind, backend: str) -> None:
 def test_a_gradient_of_another_kind_than_its_parameter(kind: Kind, backend: str, dtype: torch.dtype) -> None:
     parameters, optimizer = stepped(kind, backend)
     parameters[1].grad = None
-    parameters[1].grad_dtype = None
+    allow_gradients_of(parameters[1], None)
     parameters[1].grad = torch.ones(5).to(dtype)
     with refused(parameters, optimizer, (ValueError, RuntimeError, TypeError), str(dtype)):
         optimizer.step()

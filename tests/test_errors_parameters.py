@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb
 from bighorn.cli.ranks import end_process_group
-from cases import Kind, Optimizer
+from cases import Kind, Optimizer, allow_gradients_of
 from refusals import Errors, refused, stepped, weights
 
 
@@ -85,7 +85,7 @@ def test_what_is_no_late_parameter(params: list[Any], message: str, kind: Kind) 
 def test_a_parameter_whose_dtype_became_one_that_cannot_be_optimized(kind: Kind, backend: str) -> None:
     parameters, optimizer = stepped(kind, backend)
     parameters[0].grad = None
-    parameters[0].grad_dtype = torch.float32
+    allow_gradients_of(parameters[0], torch.float32)
     parameters[0].data = parameters[0].data.to(torch.float8_e4m3fn)
     parameters[0].grad = torch.ones(4, 3)
     with pytest.raises(ValueError, match="float8_e4m3fn"):

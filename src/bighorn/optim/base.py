@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -70,6 +71,9 @@ class KernelOptimizer(Optimizer):
     _skipped: Tensor | None = None
     """How many steps wrote nothing; None if none could have been skipped."""
 
+    # torch.compile would lose attributes that are set before torch's constructor (2.13). Unlike torch.compiler.disable
+    # this imports the compiler when it is called first, as torch's own add_param_group does.
+    @_disable_dynamo
     def __init__(
         self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any], *, partial: bool = False
     ) -> None:

@@ -57,9 +57,7 @@ def weight_decay(name: str, value: object) -> float | StepFunction:
     schedule = _scheduled(name, value)
     if schedule is not None:
         return schedule
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()
-    return _number_or_schedule(name, value)
+    return _number_or_schedule(name, _read(value))
 
 
 def _scheduled(name: str, value: object) -> StepFunction | None:
@@ -83,6 +81,11 @@ def _are(value: object, count: int) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == count
 
 
+def _read(value: object) -> object:
+    """The number in a real tensor of one element, as torch's OneCycleLR and CyclicLR write into betas; or the value."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() else value
+
+
 def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
     """So many numbers in [0, 1)."""
     each = number(0, 1, exclusive=True)
@@ -91,7 +94,7 @@ def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
     def check(name: str, value: object) -> tuple[object, ...]:
         if not _are(value, count):
             raise TypeError(f"{name} must be {count} numbers ({names}), not {value!r}")
-        return tuple(each(f"{name}[{i}]", beta) for i, beta in enumerate(value))
+        return tuple(each(f"{name}[{i}]", _read(beta)) for i, beta in enumerate(value))
 
     return check
 
@@ -99,6 +102,8 @@ def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
 def came_betas(name: str, value: object) -> tuple[object, ...]:
     """Three numbers in [0, 1), the first above 0."""
     if _are(value, 3):
+        value = [_read(beta) for beta in value]
+    if _are(value, 3) and not any(isinstance(beta, Tensor) for beta in value):
         if value[2] == 1:
             raise ValueError(
                 f"{name}[2]={value[2]!r} is out of range: the averages of the instability, by which CAME divides, "

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb
 from bighorn.kernels import codec, rounding
+from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, SIGNED, UNSIGNED, Form
 from bighorn.kernels.rounding import LOW, Rounding
 from bighorn.state import Kept
@@ -348,3 +349,37 @@ def test_the_same_bits_for_a_name_wherever_its_parameter_stands(kind: Kind) -> N
     assert results[0]["b"].equal(results[1]["b"])
     assert results[0]["b"].equal(results[2]["b"])
     assert not results[0]["a"].equal(results[0]["b"])
+
+
+@pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"])
+def test_random_bits_beyond_the_last_count(kind: Kind, backend: str) -> None:
+    """From step 2^24 on float32 does not hold the next integer: every step drew the same bits, and 83% never moved."""
+    weight = Parameter(torch.ones(4096).bfloat16())
+    optimizer = kind([weight], lr=1e-3, weight_rounding="stochastic", backend=backend)
+    moved, counts = torch.zeros(4096, dtype=torch.bool), []
+    for step in range(40):
+        weight.grad = torch.ones(4096).bfloat16()
+        if step == 1:
+            optimizer.state[weight]["step"].fill_(2.0**24 - 2)
+        before = weight.detach().clone()
+        optimizer.step()
+        if step >= 1:
+            counts.append(float(optimizer.state[weight]["step"]))
+            moved |= weight != before
+    assert counts[:5] == [2.0**24 - 1, 2.0**24, 2.0**24 + 2, 2.0**24 + 4, 2.0**24 + 6]
+    assert sorted(set(counts)) == counts
+    assert moved.float().mean() > 0.9
+
+
+def test_counts_grow_by_one_up_to_the_last() -> None:
+    for start in (0.0, 2.0**22, 2.0**23 - 2, 2.0**23 + 1, 11184808.0, 2.0**24 - 5):
+        count = torch.tensor(start)
+        for i in range(1, 6):
+            count_step([count], None)
+            assert count == start + i
+    for start in (2.0**24, 2.0**24 + 6, 2.0**25 - 2, 2.0**25, 2.0**30):
+        count = torch.tensor(start)
+        count_step([count], torch.tensor(False))
+        assert count == start
+        count_step([count], torch.tensor(True))
+        assert count == torch.nextafter(torch.tensor(start), torch.tensor(torch.inf))

@@ -34,7 +34,7 @@ MIN_8BIT_SIZE = 4096
 """Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
 
 STEP_BYTES = 4
-"""A parameter's count of steps is a float32, as in torch."""
+"""A parameter's count of steps is a float32, as in torch. Above 2^24 it goes on in the steps that float32 has there."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,22 @@ def write(out: Tensor, value: Tensor, commit: Tensor | None) -> None:
     out.copy_(value if commit is None else torch.where(commit, value.to(out.dtype), out))
 
 
+PAST_COUNTING = 1.5 * 2.0**-24
+"""A float32 above 2^24 that grows by this part of itself becomes the next float32."""
+
+
+def count_step(counts: list[Tensor], commit: Tensor | None) -> None:
+    """Count a step: by 1 up to 2^24, from where on float32 does not hold every integer, to the next float32.
+
+    A count that stands still would draw the same random bits at every step, so that some weights never move.
+    """
+    growth = torch._foreach_mul(counts, PAST_COUNTING)
+    torch._foreach_clamp_min_(growth, 1.0)
+    if commit is not None:
+        torch._foreach_mul_(growth, commit.to(torch.float32))
+    torch._foreach_add_(counts, growth)
+
+
 def square_sum(x: Tensor) -> Tensor:
     """The sum of squares of all elements, 0-dim, in float64: squares neither overflow nor vanish."""
     return x.to(wide(x)).square().sum()

@@ -148,7 +148,7 @@ class Bucket(Generic[Options]):
             CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either `exp_avg_sq_row`, `exp_avg_sq_col`,
             `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: what `rounding.kept_for` names.
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
-        counts: `steps` without repetition; kernels advance each by 1.
+        counts: `steps` without repetition; kernels advance each (`arithmetic.count_step`).
         norms: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
             CAME: RMS of u before it is clipped, what clipping multiplied it with, mean confidence.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.

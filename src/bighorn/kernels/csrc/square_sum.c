@@ -41,5 +41,8 @@ EXPORT double bighorn_square_sum(const Run *run, const Gradient *gradients, void
 
 /* Counts a step for each parameter. Apart from the step, since the slices of a stacked one share a count. */
 EXPORT void bighorn_advance(float *const *steps, int64_t count) {
-    for (int64_t i = 0; i < count; i++) *steps[i] += 1;
+    for (int64_t i = 0; i < count; i++) {
+        const float growth = *steps[i] * 0x1.8p-24f; /* above 2^24 to the next float32: kernels/arithmetic.py */
+        *steps[i] += growth < 1 ? 1 : growth;
+    }
 }

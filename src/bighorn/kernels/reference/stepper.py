@@ -9,7 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, square_sums, wide, write
+from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, Options, Shard
 from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.rounding import Rounding, dither, places, random_bits, rounded, stream, unrounded
@@ -99,8 +99,7 @@ class Stepper(Generic[Options]):
 
     def _count(self, commit: Tensor | None) -> None:
         for bucket in self.buckets:
-            for step in bucket.counts:
-                step += 1 if commit is None else commit
+            count_step(bucket.counts, commit)
 
 
 class Row:

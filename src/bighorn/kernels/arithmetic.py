@@ -20,10 +20,12 @@ def count_step(counts: list[Tensor], commit: Tensor | None) -> None:
 
     A count that stands still would draw the same random bits at every step, so that some weights never move.
     """
+    if not counts:
+        return
     growth = torch._foreach_mul(counts, PAST_COUNTING)
     torch._foreach_clamp_min_(growth, 1.0)
-    if commit is not None:
-        torch._foreach_mul_(growth, commit.to(torch.float32))
+    if commit is not None:  # as a list, since the host would wait for a tensor alone on CUDA (torch 2.11)
+        torch._foreach_mul_(growth, [commit.to(growth[0].dtype)] * len(growth))
     torch._foreach_add_(counts, growth)
 
 
@@ -46,9 +48,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def wide(x: Tensor) -> torch.dtype:
     """The dtype for norms and for powers of beta: float64, but on Apple's GPUs, which have none."""
     return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-def count_step(counts: list[Tensor], commit: Tensor | None) -> None:
-    """Add 1 to the steps taken, or what `commit` is: for a list of these numbers a CUDA host need not wait (2.11)."""
-    if counts:
-        torch._foreach_add_(counts, 1.0 if commit is None else [commit.to(counts[0].dtype)] * len(counts))

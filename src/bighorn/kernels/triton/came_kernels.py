@@ -89,7 +89,6 @@ from bighorn.kernels.triton.codec_kernels import (
     write_moment,
 )
 from bighorn.kernels.triton.common_kernels import (
-    COUNTS,
     DECAY,
     EXP_AVG,
     HYPER,
@@ -99,11 +98,11 @@ from bighorn.kernels.triton.common_kernels import (
     OPTION,
     ROW,
     SIZE,
-    STEP,
     UNMASKED,
     at,
     block,
     count,
+    count_step,
     entries,
     extent,
     folded,
@@ -645,5 +644,4 @@ def came_figures(rows, commit, sums, numbers, FACTORED: tl.constexpr, SPLIT: tl.
         confidence *= tl.load(numbers + index * NUMBER + RES_FACTOR)
     norms = at(tl.load(row + NORMS), 0, tl.float32)
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
-    step = at(tl.load(row + STEP), 0, tl.float32)
-    tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)
+    count_step(row)

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bighorn.kernels import arithmetic
+
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -12,6 +14,7 @@ TYPES = {
     torch.int8: tl.int8,  # codes
     torch.uint8: tl.uint8,
 }
+PAST_COUNTING = tl.constexpr(arithmetic.PAST_COUNTING)
 LANES = tl.constexpr(256)  # threads of a program; a block is a multiple of it
 SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a time: 128k rows have 501, one matrix 4
 
@@ -84,7 +87,15 @@ def entries(rows, owners, hyper, program):
 @triton.jit
 def count(row):
     """The number of this step, from 1, until the step is counted."""
-    return (tl.load(at(tl.load(row + STEP), 0, tl.float32)) + 1).to(tl.float64)
+    return tl.load(at(tl.load(row + STEP), 0, tl.float32)).to(tl.float64) + 1
+
+
+@triton.jit
+def count_step(row):
+    """Count this step, as `count_step` of `kernels/arithmetic.py`."""
+    step = at(tl.load(row + STEP), 0, tl.float32)
+    taken = tl.load(step)
+    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(row + COUNTS) != 0)
 
 
 @triton.jit

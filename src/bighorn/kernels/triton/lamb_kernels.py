@@ -11,7 +11,6 @@ import triton.language as tl
 
 from bighorn.kernels.triton.codec_kernels import CODES, blocks_at, moment_at, read_moment, write_moment
 from bighorn.kernels.triton.common_kernels import (
-    COUNTS,
     DECAY,
     EXP_AVG,
     FIRST,
@@ -24,11 +23,11 @@ from bighorn.kernels.triton.common_kernels import (
     OWN,
     ROW,
     SIZE,
-    STEP,
     STOP,
     UNMASKED,
     at,
     count,
+    count_step,
     entries,
     extent,
     folded,
@@ -77,7 +76,8 @@ FEWER = tl.constexpr(4)
 M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
 ROOT_EPS = tl.constexpr(1)
 STRIDE = tl.constexpr(2)  # what u is multiplied with: lr, its correction, and in the end the trust ratio
-FACTOR = tl.constexpr(3)
+STEP_NUMBER = tl.constexpr(3)  # from 1
+FACTOR = tl.constexpr(4)
 
 
 @triton.jit
@@ -87,10 +87,12 @@ def lamb_factors(rows, hyper, commit, factors):
         return
     index = tl.program_id(0).to(tl.int64)
     row, factor = rows + index * ROW, factors + index * FACTOR
-    m_factor, root_eps, stride = corrections(count(row), hyper + tl.load(row + HYPER) * OPTION)
+    t = count(row)
+    m_factor, root_eps, stride = corrections(t, hyper + tl.load(row + HYPER) * OPTION)
     tl.store(factor + M_FACTOR, m_factor)
     tl.store(factor + ROOT_EPS, root_eps)
     tl.store(factor + STRIDE, stride)
+    tl.store(factor + STEP_NUMBER, t)
 
 
 @triton.jit
@@ -124,7 +126,8 @@ def lamb_moments(
         number(factor + ROOT_EPS),
         number(factor + STRIDE),
     )
-    draws = stream(row, count(row), ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
+    t = tl.load(factor + STEP_NUMBER)
+    draws = stream(row, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
     places = first, start, tl.load(row + INNER), draws
     VECTOR: tl.constexpr = UNMASKED if M_FORM == "" else 4
     if g % 16 == 0:
@@ -222,8 +225,7 @@ def lamb_norms(rows, hyper, commit, sums, factors, PER_CHUNK: tl.constexpr):
     tl.store(norms, weight_norm.to(tl.float32))
     tl.store(norms + 1, update_norm.to(tl.float32))
     tl.store(norms + 2, q.to(tl.float32))
-    step = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
-    tl.store(step, tl.load(step) + 1, mask=tl.load(row + COUNTS) != 0)
+    count_step(row)
 
 
 @triton.jit
@@ -256,7 +258,7 @@ def lamb_apply(
         moment_at(v, tl.load(row + EXP_AVG_SQ_SCALE), start, V, V_FORM),
     )
     factor = factors + index * FACTOR
-    t = count(row) - 1  # lamb_norms has counted the step
+    t = tl.load(factor + STEP_NUMBER)
     places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic", CUT)
     VECTOR: tl.constexpr = UNMASKED if M_FORM == "" else 4
     apply(pointers, factor, option, places, 0, whole, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)

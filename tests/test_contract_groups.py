@@ -148,3 +148,22 @@ def test_nothing_but_an_empty_parameter(
     rows = shape[0] if "stacked" in group else 1
     *_, last = figures(optimizer.telemetry()).values()
     assert last.tolist() == [1.0] * rows
+
+
+def test_came_takes_learning_rates_from_its_groups() -> None:
+    """It used to ask for one although every group had one."""
+    net = model()
+    optimizer = Came([{"params": [p], "lr": 0.1} for p in net.parameters()])
+    whole = model()
+    other = Came(whole.parameters(), lr=0.1)
+    for each, stepping in ((net, optimizer), (whole, other)):
+        backward(each)
+        stepping.step()
+    assert_bitwise(list(net.parameters()), list(whole.parameters()))
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"^lr is missing"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    groups[0]["lr"] = 0.1
+    with pytest.raises(ValueError, match=r"^lr is missing"):
+        Came(groups)

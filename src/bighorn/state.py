@@ -290,7 +290,8 @@ def _local(
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        refuse_freed(sharding.local(value), f"state {name!r} of {what}")
+        if name in spec or name == "step" or str(name).endswith("_scale"):
+            _refuse_without_values(value, param, f"state {name!r} of {what}")
         value = real_view(value)
         if name not in spec:
             parts[name] = sharding.local(value)
@@ -300,6 +301,19 @@ def _local(
         except ValueError as error:
             raise ValueError(f"state {name!r} of {what} {error}; or drop optimizer.state of this parameter") from None
     return parts
+
+
+def _refuse_without_values(value: Tensor, param: Tensor, what: str) -> None:
+    """Raise a ValueError for a state tensor that is not dense, or holds no values where its parameter does."""
+    kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    if kind == "strided" and value.is_meta and not param.is_meta:
+        kind = "on the meta device"
+    if kind != "strided":
+        raise ValueError(
+            f"{what} is a tensor that is {kind}, expected a dense one with values: it is damaged. Load another "
+            "checkpoint, or drop optimizer.state of this parameter"
+        )
+    refuse_freed(sharding.local(value), what)
 
 
 def _placed(name: str, value: object, like: Tensor, device: torch.device, what: str) -> Tensor:

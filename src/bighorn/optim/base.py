@@ -88,9 +88,10 @@ class KernelOptimizer(Optimizer):
         params = param_groups.in_lists(params)
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
-        checked = self.algorithm.checked({**arguments, **self.algorithm.group_only})
+        given = {name: value for name, value in arguments.items() if name != "lr" or value is not None}
+        checked = self.algorithm.checked({**given, **self.algorithm.group_only})
         self._prefix = param_groups.prefix_of(params, self._settings)
-        self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked[name])}
+        self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked.get(name))}
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
         super().__init__(params, checked)
         self._order = order.places(ordered, self.param_groups)
@@ -308,7 +309,7 @@ class KernelOptimizer(Optimizer):
                 "with add_param_group(), and make a new optimizer to do without some"
             )
         for index, (group, drivers) in enumerate(zip(self.param_groups, self._drivers, strict=True)):
-            values = [group.setdefault(name, self.defaults[name]) for name in SCHEDULED]
+            values = [group.setdefault(name, self.defaults.get(name)) for name in SCHEDULED]
             if not all(isinstance(value, (float, int, Tensor)) for value in values):
                 with about(f"param_groups[{index}]"):
                     group.update(self.algorithm.checked({name: group[name] for name in SCHEDULED}))

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn.kernels import CameOptions
 from bighorn.kernels.bucket import Factor
 from bighorn.kernels.rounding import WAYS, Rounding
-from bighorn.names import Exclusion, Names
+from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import checks
 from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.base import KernelOptimizer
@@ -139,7 +139,7 @@ class Came(KernelOptimizer):
             gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
         lr: Learning rate, at least 0: a number; a tensor of one element, read anew at each step; an iterable, whose
             entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
-            `bighorn.schedules`. Needed unless relative_step. Default: None.
+            `bighorn.schedules`. Needed unless every group has one, or relative_step. Default: None.
         betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1): the
             instability is measured against the momentum, which at 0 is u itself, so that steps would be divided by
             nothing but eps. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
@@ -232,7 +232,8 @@ class Came(KernelOptimizer):
         backend: str = "auto",
         **unknown: Any,
     ) -> None:
-        lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init))
+        params = listed(params)
+        lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init), params)
         super().__init__(params, locals(), unknown)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -259,11 +260,12 @@ class Came(KernelOptimizer):
         return CameTelemetry(*self._figures())
 
 
-def _lr(lr: Any, relative_step: bool, warmup_init: bool) -> Any:
+def _lr(lr: Any, relative_step: bool, warmup_init: bool, params: list[Any]) -> Any:
     if warmup_init and not relative_step:
         raise ValueError("warmup_init=True warms up the learning rate of relative_step: set relative_step=True too")
     if relative_step and lr is not None:
         raise ValueError(f"relative_step=True computes the learning rate itself: leave lr={lr!r} out")
-    if lr is None and not relative_step:
+    in_groups = all(isinstance(group, dict) and group.keys() & {"lr", "order_params"} for group in params)
+    if lr is None and not relative_step and not in_groups:
         raise ValueError("lr is missing: give a learning rate, or set relative_step=True")
     return RelativeStep(warmup_init) if relative_step else lr

@@ -118,7 +118,9 @@ def joining(
     if names is not None:
         group["params"], group["param_names"] = tensors, _checked_names(names, len(tensors), prefix or "")
         names = group["param_names"]
-    lr = group.get("lr", defaults["lr"])
+    if "lr" not in defaults | group:
+        raise ValueError("lr is missing: give the group a learning rate, since the constructor was given none")
+    lr = group.get("lr", defaults.get("lr"))
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
         group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
     count = max((other[COUNT] for other in others), default=0)

@@ -315,7 +315,8 @@ EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
     "large-weights": (1e20, 1.0, {}),
     "small-weights": (1e-24, 1.0, {}),
     "large-gradients-clipped": (1.0, 1e20, {"max_grad_norm": 1.0}),
-    "large-gradients-finite": (1.0, 1e19, {"skip_nonfinite": True}),
+    "large-gradients": (1.0, 1e19, {}),
+    "large-gradients-finite": (1.0, 1e12, {"skip_nonfinite": True}),  # above a norm of 2^53 they are skipped
     "small-gradients-clipped": (1.0, 1e-23, {"max_grad_norm": 1e-24, "weight_decay": 0.0}),
 }
 

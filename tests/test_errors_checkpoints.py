@@ -85,6 +85,22 @@ def test_a_checkpoint_with_a_foreign_value(key: str, value: Any, kind: Kind) -> 
         optimizer.load_state_dict(state)
 
 
+UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "meta": lambda tensor: tensor.to("meta"),
+    "sparse": lambda tensor: tensor.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_a_checkpoint_with_a_tensor_that_cannot_be_read(how: str, key: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1][key] = UNREADABLE[how](state["state"][1][key])
+    with refused(parameters, optimizer, ValueError, f"'{key}' of .*(meta|sparse).*damaged"):
+        optimizer.load_state_dict(state)
+
+
 PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "no-step": (["step"], {}, "'step'"),
     "no-exp_avg": (["exp_avg"], {}, "'exp_avg'"),
@@ -205,7 +221,14 @@ def test_a_state_that_is_no_dict(damage: Any, kind: Kind) -> None:
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["a", "b"], "2 names for 3 parameters"), (["a", "b", "a"], "2 parameters called 'a'"), ("abc", "in a list")],
+    [
+        (["a", "b"], "2 names for 3 parameters"),
+        (["a", "b", "a"], "2 parameters called 'a'"),
+        ("abc", "in a list"),
+        (3, "in a list"),
+        (torch.ones(3), "in a list"),
+    ],
+    ids=str,
 )
 def test_names_that_do_not_fit(names: object, message: str, kind: Kind) -> None:
     parameters, optimizer = stepped(kind)

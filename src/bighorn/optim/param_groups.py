@@ -57,8 +57,10 @@ def prefix_of(params: list[Any], settings: Settings) -> str | None:
 
 def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
     """What wrappers put in front of the names in a checkpoint, and not in front of the current ones."""
-    loaded, own = ([name for group in of for name in group.get("param_names") or ()] for of in (groups, current))
-    return common_prefix(filter(lambda name: isinstance(name, str), loaded)).removeprefix(common_prefix(own))
+    lists = [names for group in groups if isinstance(names := group.get("param_names"), (list, tuple))]
+    loaded = [name for names in lists for name in names if isinstance(name, str)]
+    own = [name for group in current for name in group.get("param_names", ())]
+    return common_prefix(loaded).removeprefix(common_prefix(own))
 
 
 def joining(

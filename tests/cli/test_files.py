@@ -92,6 +92,13 @@ def test_output_that_goes_to_a_file_is_not_replaced_through_another_name(tmp_pat
     assert (tmp_path / "log").read_text() == "before\ncontent\nafter\n"
 
 
+def test_a_name_that_is_no_text_can_be_written_and_printed(invoke: Invoke) -> None:
+    """As on a terminal of another encoding than the name has; the report holds the command line."""
+    name = os.fsdecode(b"\xff.html")
+    assert "Report: \\udcff.html" in invoke("train", "--steps", 1, "--report", name).output
+    assert "--report \\udcff.html" in Path(name).read_text().replace("&#39;", "").replace("'", "")
+
+
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))

@@ -1,6 +1,8 @@
 """The command group: one line per command, imported only when it is called for."""
 
+import io
 import signal
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -60,4 +62,7 @@ def bighorn() -> None:
     """LAMB and CAME for PyTorch: train with them, and see what they are worth on your own machine."""
     from bighorn.cli.environment import check_variables
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name need not be text in the terminal's encoding
     check_variables()

@@ -130,8 +130,8 @@ def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` atomically by ``text``."""
-    write(path, lambda file: file.write(text.encode()))
+    """Replace ``path`` atomically by ``text``; bytes of file names that are no UTF-8 are written as escapes."""
+    write(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -274,6 +274,24 @@ def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> Non
     assert (parameter[:4].float() - written).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"], indirect=True)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kind: Kind) -> None:
+    """Bits below those of 0 would be NaN."""
+    torch.manual_seed(6)
+    parameter = Parameter(torch.randn(8, 40).bfloat16())
+    optimizer = kind([parameter], lr=1e-4, weight_rounding="kahan", backend=backend)
+    parameter.grad = torch.randn(8, 40).bfloat16()
+    optimizer.step()
+    kept = {"compensation": optimizer.state[parameter]["compensation"]}
+    assert (kept["compensation"] < 0).any()
+    with torch.no_grad():
+        parameter.fill_(zero)
+    assert (rounding.unrounded(parameter.detach(), kept).abs() <= 2.0**-134).all()
+    optimizer.step()
+    assert parameter.isfinite().all()
+
+
 # ---- other precisions from now on -------------------------------------------------------------------------------
 
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -51,7 +51,7 @@ class Driver:
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Tensors of the CPU count as that GPU's."""
-    from bighorn.kernels.triton import came_kernels, common_kernels, lamb_kernels
+    from bighorn.kernels.triton import came_kernels, came_unfactored_kernels, common_kernels, lamb_kernels
     from triton_api import use_driver
 
     pretended = Driver()
@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     device._platform.cache_clear()
     yield pretended
     device._platform.cache_clear()
-    for module in (came_kernels, common_kernels, lamb_kernels):
+    for module in (came_kernels, came_unfactored_kernels, common_kernels, lamb_kernels):
         for thing in vars(module).values():
             if hasattr(thing, "device_caches"):
                 thing.device_caches.clear()

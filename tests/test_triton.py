@@ -26,22 +26,7 @@ from together import LIMIT
 
 pytest.importorskip("triton")
 
-OPTIONS = LambOptions(
-    lr=0.1,
-    betas=(0.9, 0.999),
-    eps=1e-6,
-    weight_decay=0.1,
-    bias_correction=True,
-    grad_averaging=True,
-    decay_mode="ratio",
-    adapt=True,
-    weight_norm_bounds=None,
-    trust_ratio_bounds=None,
-    second_moment="adam",
-    cautious=False,
-    maximize=False,
-    centre=False,
-)
+OPTIONS = replace(trial.OPTIONS, eps=1e-6, weight_decay=0.1)
 
 
 # ---- interpreted ------------------------------------------------------------------------------------------------
@@ -127,6 +112,37 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
     weights = [rounding.unrounded(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
     return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}
+
+
+@interpreted
+def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
+    """Float32 does not hold every integer there; the weights are those of the reference, which draws the same bits."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}
+    ours, exact = (bucket(3000, **options) for _ in "12")
+    for each in (ours, exact):
+        each.steps[0].fill_(2**24)
+    moved = []
+    for _ in range(2):
+        before = ours.params[0].clone()
+        stepped(ours)
+        kernels.BACKENDS["reference"].lamb([exact]).step()
+        assert (ours.params[0] != exact.params[0]).double().mean() < 0.01
+        moved.append(ours.params[0] != before)
+    assert ours.steps == exact.steps == [torch.tensor(2.0**24 + 4)]
+    assert not moved[0].equal(moved[1])
+
+
+@interpreted
+def test_weights_that_a_program_has_set_to_0_stay_finite() -> None:
+    """Under kahan they keep a compensation, which may be below 0."""
+    ours, exact = (bucket(3000, dtype=torch.bfloat16, weight_rounding="kahan") for _ in "12")
+    for each in (ours, exact):
+        each.params[0].zero_()
+        each.state["compensation"][0].fill_(-5)
+    stepped(ours)
+    kernels.BACKENDS["reference"].lamb([exact]).step()
+    assert ours.params[0].isfinite().all()
+    torch.testing.assert_close(ours.params[0], exact.params[0])
 
 
 @interpreted

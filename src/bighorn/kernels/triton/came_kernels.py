@@ -25,7 +25,6 @@ from bighorn.kernels.triton.came_columns import (
     FEW,
     FIRST_MATRIX,
     FIRST_PACK,
-    FIRST_TILE,
     HEIGHT,
     LEADS_COLS,
     LEADS_ROWS,
@@ -39,7 +38,6 @@ from bighorn.kernels.triton.came_columns import (
     SCALE_EPS,
     SQ_COL,
     SQ_ROW,
-    STOP_TILE,
     SUM,
     U_SQUARES,
     WHOLE_HEIGHT,
@@ -93,24 +91,17 @@ from bighorn.kernels.triton.common_kernels import (
     EXP_AVG,
     HYPER,
     INNER,
-    LANES,
     NORMS,
     OPTION,
     ROW,
     SIZE,
-    UNMASKED,
     at,
-    block,
     count,
     count_step,
     entries,
-    extent,
-    folded,
     gradient_scale,
     number,
-    partial_total,
     read,
-    vectorised,
     write,
 )
 from bighorn.kernels.triton.weight_kernels import (
@@ -395,201 +386,6 @@ def apply(
         write_weight(pointers[0], offsets, mask, x - lr * update(m, r, c), draw, ROUNDING, VECTOR)  # CAME-x
         total += tl.where(i + tl.arange(0, ROWS) < shape[0], r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
-
-
-# ---- factored, of shards ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def came_tile_totals(rows, commit, sums, totals):
-    """One program per tensor: its sums of u^2 and x^2 over the tiles that are here, which are added up over ranks."""
-    if not tl.load(commit):
-        return
-    index = tl.program_id(0).to(tl.int64)
-    row, total = rows + index * ROW, totals + 2 * index
-    first, stop = tl.load(row + FIRST_TILE), tl.load(row + STOP_TILE)
-    tl.store(total, partial_total(sums + U_SQUARES, first, stop, SUM))
-    tl.store(total + 1, partial_total(sums + X_SQUARES, first, stop, SUM))
-
-
-@triton.jit
-def came_known_squares(
-    rows, grads, tiles, hyper, grad_scale, commit, partials,
-    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
-):  # fmt: skip
-    """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
-    if not tl.load(commit):
-        return
-    tile = tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, tile)
-    _, _, matrix, line, column = corner(row, tile, WIDE)
-    start, shape, row_parts, col_parts = place(row, tile, partials, WIDE)
-    if SPLIT == "rows":
-        known, parts = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line), col_parts
-    else:
-        known, parts = averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), row_parts
-    g, scale = tl.load(grads + index), gradient_scale(grad_scale, option)
-    if aligned(g, shape, VECTOR):
-        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, PATCH)
-    else:
-        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * FEW)
-
-
-@triton.jit
-def known_squares(
-    g, shape, scale, known, parts,
-    SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
-):  # fmt: skip
-    """Those of a tile."""
-    ROWS: tl.constexpr = PATCH // WIDE
-    total = tl.zeros((ROWS, WIDE), tl.float32)
-    for i in range(0, shape[0], ROWS):
-        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
-        value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
-        if SPLIT == "rows":
-            value *= row_factors(known, i, shape, 1.0, ROWS)[:, None]
-        else:
-            value *= column_factors(known, shape, WIDE)[None, :]
-        total += value * value
-        if SPLIT == "columns":
-            store_lines(parts, i, shape[0], tl.sum(value * value, 1), ROWS)
-    if SPLIT == "rows":
-        store_columns(parts, shape[1], tl.sum(total, 0), WIDE)
-
-
-@triton.jit
-def came_line_sums(rows, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr, WIDE: tl.constexpr):
-    """Adds up partial sums of the lines whose averages are split."""
-    if not tl.load(commit):
-        return
-    piece = tl.program_id(0)
-    _, row, _ = entries(rows, pieces, hyper, piece)
-    is_row, line, mask, _, parts = lines_of(row, piece, WIDE)
-    mask = mask & is_split(is_row, SPLIT)
-    tl.store(line_at(lines, row, is_row, line), line_totals(parts, partials), mask=mask)
-
-
-@triton.jit
-def came_settle(
-    rows, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """Stores averages that have been added up over all ranks."""
-    if not tl.load(commit):
-        return
-    piece = tl.program_id(0)
-    _, row, _ = entries(rows, pieces, hyper, piece)
-    is_row, line, mask, _, _ = lines_of(row, piece, WIDE)
-    if RESIDUAL:
-        average = averages(row, tl.where(is_row, RES_ROW, RES_COL), line)
-    else:
-        average = averages(row, tl.where(is_row, SQ_ROW, SQ_COL), line)
-    mask = mask & is_split(is_row, SPLIT)
-    tl.store(average, tl.load(line_at(lines, row, is_row, line), mask=mask).to(tl.float32), mask=mask)
-
-
-# ---- unfactored ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def came_second_moment(
-    rows, grads, tiles, hyper, grad_scale, commit, sums,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The unfactored second moment, the sum of u^2 over each chunk, and that of x^2 where the size of x counts."""
-    if not tl.load(commit):
-        return
-    chunk = tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, chunk)
-    start, size = extent(row, chunk, CHUNK)
-    g, v = tl.load(grads + index), tl.load(row + EXP_AVG_SQ)
-    rest = second_rest(row, option)
-    numbers = gradient_scale(grad_scale, option), (1 - rest).to(tl.float32), rest.to(tl.float32), number(option + EPS1)
-    whole = vectorised(v, size, BLOCK)
-    pointers = at(g, start, G), at(v, start, tl.float32)
-    if g % 16 == 0:
-        total = second_moment(pointers, numbers, 0, whole, UNMASKED, UNMASKED, BLOCK)
-    else:
-        total = second_moment(pointers, numbers, 0, whole, UNMASKED, 1, BLOCK)
-    total += second_moment(pointers, numbers, whole, size, 1, 1, BLOCK)
-    tl.store(sums + chunk * SUM + U_SQUARES, tl.sum(total, 0))
-    if tl.load(option + SCALE_EPS) >= 0:
-        weight, squares = weight_at(row, start, X, ROUNDING), tl.zeros((LANES,), tl.float64)
-        for i in range(0, size, BLOCK):
-            offsets, mask = block(i, size, BLOCK)
-            value = read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
-            squares += folded(value * value)
-        tl.store(sums + chunk * SUM + X_SQUARES, tl.sum(squares, 0))
-
-
-@triton.jit
-def second_moment(
-    pointers, numbers, first, stop, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Elements `first` to `stop` of a chunk; returns the sums of u^2, one for each lane."""
-    scale, beta2, rest, eps = numbers
-    total = tl.zeros((LANES,), tl.float64)
-    for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, BLOCK)
-        g = read(pointers[0], offsets, mask, G_VECTOR).to(tl.float32) * scale
-        v = beta2 * read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)
-        u = unfactored(g, write(pointers[1], offsets, mask, v, VECTOR))
-        total += folded(u.to(tl.float64) * u.to(tl.float64))
-    return total
-
-
-@triton.jit
-def came_move(
-    rows, grads, tiles, hyper, grad_scale, commit, numbers,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
-    if not tl.load(commit):
-        return
-    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, chunk)
-    start, size = extent(row, chunk, CHUNK)
-    g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
-    lr = tl.load(numbers + index * NUMBER + RATE)
-    factors = (
-        gradient_scale(grad_scale, option),
-        number(numbers + index * NUMBER + CLIP),
-        number(option + BETA1),
-        number(option + BETA1_REST),
-        lr.to(tl.float32),
-        (lr * tl.load(option + DECAY)).to(tl.float32),
-    )
-    whole = vectorised(weight_addresses(row) | m | v, size, BLOCK)
-    pointers = weight_at(row, start, X, ROUNDING), at(g, start, G), at(m, start, S), at(v, start, tl.float32)
-    scales, draws = scales_of(row, start), stream(row, count(row), ROUNDING == "stochastic", CUT)
-    if g % 16 == 0:
-        move(pointers, scales, factors, draws, 0, whole, UNMASKED, UNMASKED, S, ROUNDING, BLOCK)
-    else:
-        move(pointers, scales, factors, draws, 0, whole, UNMASKED, 1, S, ROUNDING, BLOCK)
-    move(pointers, scales, factors, draws, whole, size, 1, 1, S, ROUNDING, BLOCK)
-
-
-@triton.jit
-def move(
-    pointers, scales, factors, draws, first, stop,
-    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Elements `first` to `stop` of a chunk."""
-    scale, clip, beta1, beta1_rest, lr, decay = factors
-    for i in range(first, stop, BLOCK):
-        offsets, mask = block(i, stop, BLOCK)
-        x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        if tl.int8 == S:
-            element = scales[2] + offsets
-            place = element // scales[1] * tl.cdiv(scales[1], CODES) + element % scales[1] // CODES
-            m = decoded(read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + place, mask=mask), "linear")
-        else:
-            g = read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
-            u = unfactored(g, read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip
-            m = beta1 * read(pointers[2], offsets, mask, VECTOR).to(tl.float32) + beta1_rest * u  # CAME-m
-            m = write(pointers[2], offsets, mask, m, VECTOR)
-        x -= decay * x
-        write_weight(pointers[0], offsets, mask, x - lr * m, (draws, scales[2], offsets), ROUNDING, VECTOR)  # CAME-x
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------

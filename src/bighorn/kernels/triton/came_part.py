@@ -16,9 +16,9 @@ class CamePart(Part[CameOptions]):
     """Rows that are all factored, or none is."""
 
     def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
-        from bighorn.kernels.triton import came_columns, came_kernels
+        from bighorn.kernels.triton import came_columns, came_kernels, came_unfactored_kernels
 
-        self.columns, self.kernels = came_columns, came_kernels
+        self.columns, self.kernels, self.unfactored_kernels = came_columns, came_kernels, came_unfactored_kernels
         super().__init__(buckets, places, streams)
         cuts, device = self.cuts(), self.device
         self.factored = factored = self.constants["FACTORED"]
@@ -145,11 +145,11 @@ class CamePart(Part[CameOptions]):
 
     def second_moment(self) -> None:
         """It and the size of u, of unfactored tensors."""
-        self.run_tiles(self.kernels.came_second_moment, self.sums)
+        self.run_tiles(self.unfactored_kernels.came_second_moment, self.sums)
 
     def move(self) -> None:
         """The average and x, of unfactored tensors."""
-        self.run_tiles(self.kernels.came_move, self.numbers)
+        self.run_tiles(self.unfactored_kernels.came_move, self.numbers)
 
     def figures(self) -> None:
         """The mean confidence, and the count of steps."""

@@ -74,7 +74,10 @@ class ShardPart(CamePart):
     """Shards of tensors whose matrices are all cut up in the same way."""
 
     def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
+        from bighorn.kernels.triton import came_shard_kernels
+
         super().__init__(buckets, places, streams)
+        self.shard_kernels = came_shard_kernels
         (index, i), tiles, device = places[0], len(self.tiles), self.device
         self.factor = buckets[index].options.factor
         self.split = split_of(self.shard(index, i), self.factor)
@@ -125,8 +128,8 @@ class ShardPart(CamePart):
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
         """The sums of u^2 and x^2 over each tensor; the averages of squares become whole."""
         if self.split in ("rows", "columns"):
-            self.run_tiles(self.kernels.came_known_squares, self.partials)
-            self.run_pieces(self.kernels.came_line_sums, self.partials, self.inner)
+            self.run_tiles(self.shard_kernels.came_known_squares, self.partials)
+            self.run_pieces(self.shard_kernels.came_line_sums, self.partials, self.inner)
             inner = self.split_lines.spread(self.inner)
             inner, lines, mean, x_sums = yield from self.one_whole(inner, self.sums_of_tiles()[1], residual=False)
             return self.over_matrices(mean * segment_sums(inner / lines, self.split_lines.in_all)), x_sums
@@ -177,7 +180,7 @@ class ShardPart(CamePart):
         for lines, values in zip(which, whole, strict=True):
             lines.take(self.lines, values)
         self.roots.copy_(mean[self.matrices].sqrt())
-        self.run_pieces(self.kernels.came_settle, self.lines, RESIDUAL=residual)
+        self.run_pieces(self.shard_kernels.came_settle, self.lines, RESIDUAL=residual)
 
     @property
     def split_lines(self) -> Lines:
@@ -204,10 +207,9 @@ class ShardPart(CamePart):
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """The sums of u^2 and x^2 over what is here of each tensor."""
         _, _, commit, compile_only = self.given
-        totals = torch.zeros(2 * len(self.places), dtype=torch.float64, device=self.device)
-        tables = self.rows, commit, self.sums, totals
-        self.launch(self.kernels.came_tile_totals, len(self.places), tables, compile_only)
-        return totals[::2], totals[1::2]
+        first, stop, stride = self.columns.FIRST_TILE, self.columns.STOP_TILE, self.columns.SUM
+        totals = self.shard_totals(commit, first.value, stop.value, stride.value, compile_only)
+        return totals[self.columns.U_SQUARES.value :: 2], totals[self.columns.X_SQUARES.value :: 2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,22 @@ def square_sums(rows, grads, owners, squares, G: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
+def shard_totals(
+    rows, commit, sums, totals, FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
+    """One program per tensor that is a shard: the totals of the first two columns of its `sums`, `[tensors, 2]`.
+
+    FIRST_SUM and STOP_SUM are the columns of `rows` that say where its sums begin and end.
+    """
+    if not tl.load(commit):
+        return
+    index = tl.program_id(0).to(tl.int64)
+    first, stop = tl.load(rows + index * ROW + FIRST_SUM), tl.load(rows + index * ROW + STOP_SUM)
+    tl.store(totals + 2 * index, partial_total(sums, first, stop, STRIDE))
+    tl.store(totals + 2 * index + 1, partial_total(sums + 1, first, stop, STRIDE))
+
+
+@triton.jit
 def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of squares over elements `first` to `stop` of a chunk, one for each lane."""
     total = tl.zeros((LANES,), tl.float64)

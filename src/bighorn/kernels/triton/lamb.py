@@ -98,10 +98,7 @@ class LambPart(Part[LambOptions]):
 
     def totals(self, commit: Tensor, *, compile_only: bool = False) -> Tensor:
         """These sums for each row, flat: of x, of u, and so on."""
-        totals = torch.zeros(2 * len(self.places), dtype=torch.float64, device=self.device)
-        tables = self.rows, commit, self.sums, totals
-        self.launch(self.kernels.lamb_totals, len(self.places), tables, compile_only)
-        return totals
+        return self.shard_totals(commit, self.common.FIRST.value, self.common.STOP.value, 2, compile_only)
 
     def apply(self, hyper: Tensor, commit: Tensor, totals: Tensor | None = None, *, compile_only: bool = False) -> None:
         """Each tensor's decision, from its sums over all ranks where it is a shard, then x."""

@@ -192,18 +192,6 @@ def moments(
 
 
 @triton.jit
-def lamb_totals(rows, commit, sums, totals):
-    """One program per tensor that is a shard: its sums over its chunks, which are added up over ranks."""
-    if not tl.load(commit):
-        return
-    index = tl.program_id(0).to(tl.int64)
-    row, total = rows + index * ROW, totals + 2 * index
-    first, stop = tl.load(row + FIRST), tl.load(row + STOP)
-    tl.store(total, partial_total(sums, first, stop, 2))
-    tl.store(total + 1, partial_total(sums + 1, first, stop, 2))
-
-
-@triton.jit
 def lamb_norms(rows, hyper, commit, sums, factors, PER_CHUNK: tl.constexpr):
     """One program per tensor: its norms, its trust ratio, and its step count; `sums` have a row per chunk or tensor."""
     if not tl.load(commit):

@@ -54,6 +54,9 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
 class Part(Generic[Options]):
     """Rows that the same compiled kernels serve. An algorithm adds its columns, its tables and its launches."""
 
+    sums: Tensor
+    """What a pass sums up for the next one: rows of float64, one for each program."""
+
     def __init__(self, buckets: list[Bucket[Options]], places: list[Place], streams: list[torch.Stream]) -> None:
         from bighorn.kernels.triton import common_kernels
 
@@ -114,6 +117,14 @@ class Part(Generic[Options]):
         tables = self.rows, self.grads, self.owners, sums
         self.launch(self.common.square_sums, len(self.owners), tables, compile_only=False)
         return sums
+
+    def shard_totals(self, commit: Tensor, first: int, stop: int, stride: int, compile_only: bool) -> Tensor:
+        """The totals of the first two columns of each row's `sums`, flat; arguments as those of the kernel."""
+        totals = torch.zeros(2 * len(self.places), dtype=torch.float64, device=self.device)
+        columns = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride}
+        tables = self.rows, commit, self.sums, totals
+        self.launch(self.common.shard_totals, len(self.places), tables, compile_only, **columns)
+        return totals
 
     def launch(
         self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any

@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow oldest-torch integrations gpu check docs dist aarch64 format clean
+.PHONY: help train test slow oldest-torch attack integrations gpu check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
 	@echo "make test    set up, run everything CI runs"
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make oldest-torch   run the tests of the CPU with the oldest torch that is supported, in an environment of its own"
+	@echo "make attack  random cases, uses, damage and command lines, minutes (MINUTES=30 SEED=7)"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
 	@echo "make check   formatter, linter and type checker alone"
@@ -88,6 +89,18 @@ oldest-torch: $(OLDEST)/installed
 
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
+
+# The C library that ends the process at a wrong address or at undefined behaviour, with the package, beside the other.
+build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/bighorn/*/*/*.py)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $@ \
+	  --config-settings cmake.define.BIGHORN_SANITIZE=ON --config-settings build-dir=build/sanitized-objects .
+	test -f $@/bighorn/kernels/libbighorn.so
+	touch $@
+
+MINUTES ?= 10
+SEED ?= 1
+attack: $(STAMP) build/sanitized
+	$(BIN)/python tests/attack/run.py --minutes $(MINUTES) --seed $(SEED)
 
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \

@@ -1,0 +1,98 @@
+"""Random rows of the table of cases: options of several rows of `options.py` at once, for parameters of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from bighorn import Lamb
+from cases import KINDS, Case
+from leaves import Fill, Grad, Layout, Leaf
+from options import CAME_GROUPS, CAME_OPTIONS, DTYPES, LAMB_GROUPS, LAMB_OPTIONS
+
+NAMES = ("conv1.bias", "big.weight", "plain.weight", "norm.scale", "late.bias")
+"""The first two are always there, since an exclusion that matches no name is refused."""
+
+FILLS: Sequence[Fill] = ("normal", "big", "small", "zero")
+GRADS: Sequence[Grad] = ("normal", "tiny", "minute", "zero", "none", "late", "gap")
+LAYOUTS: Sequence[Layout] = ("plain", "transposed", "strided", "channels_last", "misaligned")
+GRAD_LAYOUTS: Sequence[Layout] = (*LAYOUTS, "expanded", "lazy")
+SIZES = (0, 1, 2, 3, 5, 7, 8, 16, 17, 31, 64, 65, 129, 257, 1025, 4097)
+MOST = 9000
+"""Elements of a tensor: above what blocks need, and what threads share."""
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    """Of 0 to 5 dims, some of them 0 or 1."""
+    shape: tuple[int, ...] = ()
+    for _ in range(draw(st.integers(0, 5))):
+        room = MOST // max(1, torch.Size(shape).numel())
+        shape += (draw(st.sampled_from([size for size in SIZES if size <= room])),)
+    return shape
+
+
+def fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+    needs = {"channels_last": len(shape) == 4, "strided": len(shape) > 0, "expanded": len(shape) > 0 and 0 not in shape}
+    return needs.get(layout, True)
+
+
+@st.composite
+def leaves(draw: st.DrawFn, name: str, groups: Sequence[Mapping[str, Any]], grad_dtype: torch.dtype) -> Leaf:
+    shape, group = draw(shapes()), draw(st.integers(0, len(groups) - 1))
+    stacked, centralised = groups[group].get("stacked"), groups[group].get("grad_centralization")
+    # The traps of `leaves.py` and `cases.py`: a slice of one element, and equal gradients that are centralised.
+    assume(not stacked or (len(shape) >= 2 and torch.Size(shape[1:]).numel() != 1))
+    layouts = [layout for layout in GRAD_LAYOUTS if fits(layout, shape) and not (centralised and layout == "expanded")]
+    if grad_dtype in (torch.bfloat16, torch.float16):
+        layouts.remove("lazy")  # torch has no complex numbers of these
+    return Leaf(
+        name,
+        shape,
+        fill=draw(st.sampled_from(FILLS)),
+        grad=draw(st.sampled_from(GRADS)),
+        layout=draw(st.sampled_from([layout for layout in LAYOUTS if fits(layout, shape)])),
+        grad_layout=draw(st.sampled_from(layouts)),
+        group=group,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Options of up to three rows, a row of groups, a row of dtypes; those that exclude each other are left out."""
+    kind = draw(st.sampled_from(KINDS))
+    rows, of_groups = (LAMB_OPTIONS, LAMB_GROUPS) if kind is Lamb else (CAME_OPTIONS, CAME_GROUPS)
+    options: dict[str, Any] = {}
+    for row in draw(st.lists(st.sampled_from(sorted(rows)), min_size=1, max_size=3)):
+        options |= rows[row]
+    dtype, grad_dtype, precision = DTYPES[draw(st.sampled_from(sorted(DTYPES)))] if draw(st.booleans()) else FLOAT32
+    options |= precision
+    groups = of_groups[draw(st.sampled_from(sorted(of_groups)))] if draw(st.booleans()) else ({},)
+    count = draw(st.integers(2, len(NAMES)))
+    found = Case(
+        f"random-{draw(st.integers(0, 2**20))}",
+        options,
+        tuple(draw(leaves(name, groups, grad_dtype)) for name in NAMES[:count]),
+        groups,
+        dtype,
+        grad_dtype,
+        kind,
+    )
+    assume(constructible(found))
+    return found
+
+
+FLOAT32: tuple[torch.dtype, torch.dtype, Mapping[str, Any]] = (torch.float32, torch.float32, {})
+
+
+def constructible(case: Case) -> bool:
+    """Whether the constructor takes these options together."""
+    try:
+        case.optimizer(case.parameters(), "reference")
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,23 @@
+"""Processes that are killed while they save: the newest checkpoint loads, and no temporary file stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attack import kills
+from attack.tries import SEED
+from together import assert_ended_well, outcomes
+
+KILLS = 40
+
+
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_a_killed_save_leaves_a_whole_checkpoint(in_folder: bool, tmp_path: Path) -> None:
+    place = tmp_path / "saved" / "run.pt"
+    (place if in_folder else place.parent).mkdir(parents=True)
+    ended = outcomes(Path(kills.__file__), [[place, SEED, KILLS]])
+    assert_ended_well(ended)
+    print(ended[0].output)
+    assert f"{KILLS} kills, 0 of them" not in ended[0].output

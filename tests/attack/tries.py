@@ -1,0 +1,30 @@
+"""How often an attack tries, and with which seed: the same numbers on every machine, whatever its speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import hypothesis
+
+SEED = int(os.environ.get("ATTACK_SEED", "0"))
+"""`make test` keeps the default; `make attack` counts up from its own."""
+
+Attack = TypeVar("Attack", bound=Callable[..., Any])
+
+
+def tries(number: int, steps: int = 10) -> Callable[[Attack], Attack]:
+    """Give a hypothesis test so many examples; a state machine takes at most so many steps in each.
+
+    Nothing is remembered between runs, and no example has a time limit. A failure is shrunk, and printed with its seed.
+    """
+    settings = hypothesis.settings(
+        max_examples=number,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    return lambda attack: hypothesis.seed(SEED)(settings(attack))

@@ -12,6 +12,7 @@ SCRIPT = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     from bighorn import Came, Lamb
+    from bighorn.cli.ranks import end_process_group
 
     rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -63,7 +64,7 @@ SCRIPT = """
                 assert "rank 1 has param_groups[1]: 1.bias" in str(error), error
             else:
                 raise AssertionError("a group that differs was not refused")
-    dist.destroy_process_group()
+    end_process_group()
 """
 
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import Lamb, groups
+from bighorn.cli.ranks import end_process_group
 from bighorn.names import common_prefix, unwrapped
 from cases import Kind
 
@@ -40,7 +41,7 @@ def group() -> Iterator[None]:
     """The group of a single process, for DistributedDataParallel."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
-    dist.destroy_process_group()
+    end_process_group()
 
 
 def compiled(net: nn.Module) -> nn.Module:

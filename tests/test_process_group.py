@@ -162,6 +162,7 @@ REFUSED = """
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from bighorn import Came, Lamb, shard_update
+    from bighorn.cli.ranks import end_process_group
 
     rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -177,7 +178,7 @@ REFUSED = """
                     raise AssertionError("it was not refused")
             shard_update(kind(net.named_parameters(), lr=0.1, **option))
             ZeroRedundancyOptimizer(net.parameters(), kind, lr=0.1, max_grad_norm=None, skip_nonfinite=False)
-    dist.destroy_process_group()
+    end_process_group()
 """
 
 

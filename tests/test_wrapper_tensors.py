@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
+from bighorn.cli.ranks import end_process_group
 from cases import Kind
 
 SHAPE = (70, 80)
@@ -189,4 +190,4 @@ def test_shards_of_float8_weights(kind: Kind) -> None:
         for p, q in zip(sharded, alone, strict=True):
             torch.testing.assert_close(plain(p.to_local()), q)  # type: ignore[attr-defined]
     finally:
-        dist.destroy_process_group()
+        end_process_group()

@@ -61,7 +61,7 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path 
 def check_writable(path: Path, option: str) -> None:
     """Make the folder of ``path``, and refuse a path that cannot be written to."""
     try:
-        status = _status(path)
+        status = _status(path) or _status(_target(path))  # "no/.." is nothing until there is a folder "no"
         _check_kind(status, f"{option} {path}")
         if _replaceable(status):
             target = _target(path)

@@ -70,19 +70,18 @@ class Backend:
 
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
     came: Callable[[list[Bucket[CameOptions]]], Kernel]
-    needs_memory: bool = True
-    """It reads and writes plain memory, which tensors that hold other tensors do not have (`addresses.has_memory`)."""
 
 
 BACKENDS = {
     "cpu": Backend(cpu.why_not, cpu.why_not_shard, cpu.Lamb, cpu.Came),
     "triton": Backend(triton.why_not, triton.why_not_shard, triton.Lamb, triton.Came),
     "foreach": Backend(foreach.why_not, foreach.why_not_shard, foreach.Lamb, foreach.Came),
-    "reference": Backend(
-        reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came, needs_memory=False
-    ),
+    "reference": Backend(reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came),
 }
 """By name, in the order in which `auto` prefers them."""
+
+SERVES_WRAPPERS = "reference"
+"""Others read and write plain memory, which tensors that hold other tensors do not have (`addresses.has_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,13 @@ def pick(
     """
     solid = all(map(has_memory, (param, *beside)))
     if backend != "auto":
-        reason = _why_not(BACKENDS[backend], param, options, shard, solid)
+        reason = _why_not(backend, param, options, shard, solid)
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
     refusals: list[str] = []
-    for name, candidate in BACKENDS.items():
-        reason = _why_not(candidate, param, options, shard, solid)
+    for name in BACKENDS:
+        reason = _why_not(name, param, options, shard, solid)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         if name == "triton" and reason == device.broken(param.device):
@@ -157,11 +156,12 @@ def _warn_of(failure: str) -> None:
 
 
 def _why_not(
-    backend: Backend, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None, solid: bool
+    name: str, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None, solid: bool
 ) -> str | None:
+    backend = BACKENDS[name]
     if getattr(backend, options.algorithm) is None:
         return f"it has no kernels for {options.algorithm}"
-    if backend.needs_memory and not solid:
+    if name != SERVES_WRAPPERS and not solid:
         return "its tensors are wrappers without memory of their own"
     reason = backend.why_not(param, options)
     return reason if reason or shard is None else backend.why_not_shard(shard, options)

@@ -163,3 +163,14 @@ def test_a_full_disk_at_the_last_file_keeps_the_last_checkpoint(
     assert "run.pt cannot be written: No space left on device. The file was not made." in output
     assert "No checkpoint is there." in output
     assert names("run") == []
+
+
+def test_a_damaged_shard_is_refused_in_one_line(invoke: Invoke) -> None:
+    """Torch's words on it have several."""
+    Path("run").mkdir()
+    invoke(*TRAIN, "--save", "run")
+    shard = next(Path("run/step-4").glob("*.distcp"))
+    shard.write_bytes(b"Q" + shard.read_bytes()[1:])
+    output = invoke("train", "--resume", "run", code=1).output
+    assert "run/step-4 is damaged" in output
+    assert output.count("\n") == 1

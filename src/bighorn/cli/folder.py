@@ -141,7 +141,7 @@ def _number(entry: Path) -> int:
 def _cause(error: BaseException) -> str:
     """The first error of a process that has failed to write or read, in words."""
     first: BaseException = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-    return str(files.system_error(first) or first)
+    return " ".join(str(files.system_error(first) or first).split())
 
 
 def restore(run: Run, place: Path, progress: dict[str, Any]) -> None:

@@ -22,9 +22,9 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "integers": lambda t: t.to(torch.int64),
     "complex": lambda t: t.to(torch.complex64),
     "bool": lambda t: t.to(torch.bool),
-    "nan": lambda t: torch.full_like(t.float(), float("nan")),
-    "negative": lambda t: -t.float() - 1,
-    "huge": lambda t: torch.full_like(t.float(), 1e38),
+    "nan": lambda t: torch.full_like(t, float("nan"), dtype=torch.float32),
+    "negative": lambda t: torch.full_like(t, -1, dtype=torch.float32),
+    "huge": lambda t: torch.full_like(t, 1e38, dtype=torch.float32),
     "meta": lambda t: t.to("meta"),
     "sparse": lambda t: t.to_sparse(),
     "list": lambda t: t.tolist(),
@@ -102,7 +102,7 @@ def edits(draw: st.DrawFn, whole: Any) -> Any:
         for key in keys[:-1]:
             inner = inner[key]
         old = inner.get(keys[-1]) if isinstance(inner, dict) else inner[keys[-1]]
-        if isinstance(old, Tensor) and draw(st.booleans()):
+        if isinstance(old, Tensor) and _plain(old) and draw(st.booleans()):
             new = TENSORS[draw(st.sampled_from(sorted(TENSORS)))](old)
         else:
             new = draw(st.sampled_from(WRONG))
@@ -111,3 +111,7 @@ def edits(draw: st.DrawFn, whole: Any) -> Any:
         elif old is not None:
             del inner[keys[-1]]
     return edited
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_complex()

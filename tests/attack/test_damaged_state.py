@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 def stepped(kind: type[Lamb | Came], options: dict[str, Any]) -> tuple[list[Parameter], Optimizer]:
     generator = torch.Generator().manual_seed(1)
     named = [(f"p{i}", Parameter(torch.randn(s, generator=generator))) for i, s in enumerate(((4, 3), (5,), (2, 2, 3)))]
-    groups = [{"params": named[:2]}, {"params": named[2:], "weight_decay": 0.5}]
+    groups: list[dict[str, Any]] = [{"params": named[:2]}, {"params": named[2:], "weight_decay": 0.5}]
     optimizer: Optimizer = kind(groups, lr=0.1, weight_decay=0.1, backend="cpu", **options)
     parameters = [p for _, p in named]
     for p in parameters:

@@ -9,14 +9,21 @@ import pytest
 from attack import soak
 from together import assert_ended_well, outcomes
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc"),
+]
 
 
 @pytest.mark.parametrize("steps", [100_000])
 def test_plain_steps_leave_nothing_behind(steps: int) -> None:
-    assert_ended_well(outcomes(Path(soak.__file__), [[steps]]))
+    ended = outcomes(Path(soak.__file__), [[steps]])
+    assert_ended_well(ended)
+    print(ended[0].output)
 
 
 @pytest.mark.parametrize("steps", [10_000])
 def test_sharded_steps_leave_nothing_behind(steps: int, tmp_path: Path) -> None:
-    assert_ended_well(outcomes(Path(soak.__file__), [[steps, rank, 2, tmp_path / "store"] for rank in range(2)]))
+    ended = outcomes(Path(soak.__file__), [[steps, rank, 2, tmp_path / "store"] for rank in range(2)])
+    assert_ended_well(ended)
+    print(ended[0].output, ended[1].output)

@@ -73,7 +73,8 @@ aarch64:
 	cmake --build build/aarch64
 
 # The oldest torch that pyproject.toml claims, in an environment of its own. PyPI's build for Linux brings 3 GB of CUDA;
-# PIP_INDEX_URL may name an index that has builds without it. What the tests compare with is newer, and stays out.
+# PIP_INDEX_URL may name an index that has builds without it. The tests stay out of FSDP2,
+# which in torch 2.7 on the CPU gives the sum of float32 and bfloat16 gradients over ranks in place of their mean.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 OLDEST := build/torch-$(OLDEST_TORCH)
 $(OLDEST)/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
@@ -85,7 +86,7 @@ $(OLDEST)/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernel
 oldest-torch: $(OLDEST)/installed
 	$(OLDEST)/bin/bighorn doctor --require cpu
 	$(OLDEST)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" -W default \
-	  --ignore tests/integrations --ignore tests/gpu
+	  --ignore tests/integrations --ignore tests/gpu --ignore tests/test_architecture.py -k "not fsdp and not hybrid"
 
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow

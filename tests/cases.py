@@ -150,7 +150,7 @@ def set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | 
 
 
 def allow_gradients_of(parameter: Parameter, dtype: torch.dtype | None) -> None:
-    """Let a parameter have gradients of another dtype, None for any; older versions of torch refuse to assign them."""
+    """Let a parameter have gradients of another dtype, None for any; torch before 2.10 refuses to assign them."""
     if not hasattr(parameter, "grad_dtype"):
         pytest.skip(f"torch {torch.__version__} refuses gradients of another dtype than their parameter's")
     parameter.grad_dtype = dtype

@@ -51,9 +51,7 @@ def checked(run: Run, place: Path) -> Run:
     restored = fresh()
     checkpoint.restore(restored, loaded)
     assert restored.step >= run.step, f"step {restored.step} of a run that was saved in step {run.step}"
-    values = {
-        2**17 * value for parameter in restored.model.parameters() for value in parameter.flatten().tolist()
-    }
+    values = {2**17 * value for parameter in restored.model.parameters() for value in parameter.flatten().tolist()}
     assert values == {float(restored.step)}, f"the weights of step {restored.step} are those of {values}"
     save_next(restored, place)
     names = sorted(path.name for path in (place if place.is_dir() else place.parent).iterdir())

@@ -58,8 +58,6 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
         eps: float = 1e-6,
         weight_decay: float | Callable[[int], Any] = 0.0,
     ) -> None:
-        if learning_rate is None:  # which `Lamb` would take from the groups
-            raise TypeError("learning_rate must be a number, a tensor, numbers in a list, or a schedule, not None")
         beta1 = _checks.floating("beta1", beta1, 0, 1, inside=True)
         beta2 = _checks.floating("beta2", beta2, 0, 1, inside=True)
         eps = _checks.floating("eps", eps, 0, inside=True)

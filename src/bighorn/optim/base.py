@@ -88,8 +88,7 @@ class KernelOptimizer(Optimizer):
         params = param_groups.in_lists(params)
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
-        given = {name: value for name, value in arguments.items() if name != "lr" or value is not None}
-        checked = self.algorithm.checked({**given, **self.algorithm.group_only})
+        checked = self.algorithm.checked({**arguments, **self.algorithm.group_only})
         self._prefix = param_groups.prefix_of(params, self._settings)
         self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked.get(name))}
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}

@@ -157,7 +157,7 @@ class Came(KernelOptimizer):
         bias_correction: Correct the averages of the instability for their start at 0. The published rule does not, and
             takes a first step of about 11 times lr. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^63,
+        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^53,
             whose squares leave float32; `telemetry()` counts them. Without it such a step can leave a whole parameter
             NaN, where AdamW's loses one element. *Whole optimizer.* Default: False.
         maximize: Step uphill. Default: False.
@@ -234,7 +234,8 @@ class Came(KernelOptimizer):
     ) -> None:
         params = listed(params)
         lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init), params)
-        super().__init__(params, locals(), unknown)
+        arguments = {name: value for name, value in locals().items() if name != "lr" or value is not None}
+        super().__init__(params, arguments, unknown)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; a learning rate is none of them with relative_step.

@@ -11,8 +11,11 @@ from bighorn.optim.algorithm import Group
 from bighorn.optim.plan import Plan
 from bighorn.optim.settings import Settings
 
-LARGEST_NORM = 2.0**63
-"""Up to this 2-norm of all gradients no square of one, and no sum of squares, leaves float32, in which moments are."""
+LARGEST_NORM = 2.0**53
+"""Up to this 2-norm of all gradients no square leaves float32, in which moments are.
+
+Nor does a sum of 2^18 squares of CAME's updates, which can be as large as the largest gradient.
+"""
 
 
 def scale_and_commit(

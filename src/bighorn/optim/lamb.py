@@ -149,7 +149,7 @@ class Lamb(KernelOptimizer):
         weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^63,
+        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^53,
             whose squares leave float32; `telemetry()` counts them. Without it such a step can leave a whole parameter
             NaN, where AdamW's loses one element. *Whole optimizer.* Default: False.
         second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected). Default: "adam".

@@ -29,6 +29,20 @@ def test_the_import_adds_bighorn_alone() -> None:
     assert packages & {"torch", "triton", "sympy", "numpy"} == set(), names
 
 
+def test_choosing_a_backend_for_the_cpu_loads_no_triton() -> None:
+    """Whichever serves a tensor there: the C library has no float64. (Any optimizer's constructor loads dynamo.)"""
+    program = """
+import sys
+import torch
+from bighorn import kernels
+from bighorn.kernels.triton.trial import OPTIONS
+names = [kernels.pick("auto", torch.ones(3, dtype=dtype), OPTIONS)[0] for dtype in (torch.float32, torch.float64)]
+print(names[1], "triton" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert ended.stdout.split() == ["foreach", "False"]
+
+
 def test_a_function_with_a_step_compiles_around_it() -> None:
     """Without a warning: dynamo looks at nothing of the step, and catches warnings that are errors."""
     param = Parameter(torch.ones(3))

@@ -114,7 +114,7 @@ def pick(
     param: Tensor,
     options: LambOptions | CameOptions,
     shard: Shard | None = None,
-    *beside: Tensor,
+    solid: bool | None = None,
 ) -> tuple[str, str]:
     """The name of the backend that serves such a tensor, and why.
 
@@ -123,12 +123,13 @@ def pick(
         param: The tensor as the backend would see it.
         options: Its bucket's options.
         shard: Where it lies in the tensor that is stepped. Default: None, which means all of it.
-        *beside: Its gradient and its state, as far as they are known.
+        solid: Whether it, its gradient and its state have memory of their own. Default: None, which asks the tensor.
 
     Raises:
         ValueError: The backend that is asked for cannot serve it.
     """
-    solid = all(map(has_memory, (param, *beside)))
+    if solid is None:
+        solid = has_memory(param)
     if backend != "auto":
         reason = _why_not(backend, param, options, shard, solid)
         if reason:
@@ -139,7 +140,7 @@ def pick(
         reason = _why_not(name, param, options, shard, solid)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
-        if name == "triton" and reason == device.broken(param.device):
+        if name == "triton" and param.device.type in device.DEVICES and reason == device.broken(param.device):
             _warn_of(reason)
         refusals.append(f"not {name}: {reason}")
     raise AssertionError("the reference serves every tensor")

@@ -76,6 +76,10 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int | None:
+    if type(tensor) in (Tensor, Parameter):
+        with suppress(RuntimeError):  # of functorch's
+            return tensor.data_ptr()
+        return None
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and gives 0
         return tensor.data_ptr()

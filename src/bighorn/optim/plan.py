@@ -200,6 +200,7 @@ def build(
     states: list[State] = []
     labels: list[str] = []
     rows: list[tuple[Slot, int]] = []
+    wrappers: list[tuple[Slot, str]] = []
     for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
         _check_grad(part, grad)
         view, grad = local_view(part.param), sharding.local(grad)
@@ -211,15 +212,17 @@ def build(
         state, kept = complete(part, dense)
         states.append(state)
         mine = {entry: sharding.local(state[entry]) for entry in kept}
-        shard, beside = row_shard(part.param, part.stacked), [grad, *mine.values()]
+        shard, solid = row_shard(part.param, part.stacked), all(map(has_memory, (dense, grad, *mine.values())))
         with about(part.label):
-            name, _ = kernels.pick(backend, dense, options[part.variant], shard, *beside)
-        wrapper = None if all(map(has_memory, (dense, *beside))) else index  # its kind of tensor has its own bucket
+            name, _ = kernels.pick(backend, dense, options[part.variant], shard, solid)
+        wrapper = None if solid else index  # its kind of tensor has its own bucket
         key = (part.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, part.cut, wrapper, *kept)
         if key not in slots:
             slots[key] = Slot(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
             backends.setdefault((name, dense.device, part.cut), []).append(slots[key].bucket)
         slot = slots[key]
+        if not solid:
+            wrappers.append((slot, part.label))
         feed = Feed(view, dense, part.stacked, sharding.shard_of(part.param))
         added = slot.add(feed, index, mine, state["step"], zlib.crc32(part.label.encode()))
         slot.direct &= not part.stacked and dense is view and not part.param.is_complex() and not grad.is_neg()
@@ -236,11 +239,8 @@ def build(
     starts = dict(zip(map(id, slots.values()), itertools.accumulate(sizes, initial=0), strict=False))
     plan = Plan(list(slots.values()), [], {}, tuple(labels), [starts[id(slot)] + row for slot, row in rows])
     plan.feed(list(map(sharding.local, grads)), options)
-    for slot in slots.values():
-        if not all(
-            map(has_memory, itertools.chain(slot.bucket.params, slot.bucket.grads, *slot.bucket.state.values()))
-        ):
-            _try_on_copies(slot, parts[slot.indices[0]].label)
+    for slot, label in wrappers:
+        _try_on_copies(slot, label)
     cuts = [cut for _, _, cut in backends if cut is not None]
     for (name, device, cut), buckets in backends.items():
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)

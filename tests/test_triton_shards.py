@@ -17,7 +17,7 @@ from bighorn import kernels
 from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Factor, Shard
 from bighorn.kernels.rounding import WAYS, Rounding
-from bighorn.kernels.triton import came, lamb
+from bighorn.kernels.triton import came, came_shards, lamb, stepper
 from interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -214,3 +214,21 @@ def test_an_average_in_8_bits_on_ranks_is_that_of_the_unsharded_step() -> None:
         assert (a != b).float().mean() < 0.01
         assert (a.int() - b.int()).abs().max() <= 1
     torch.testing.assert_close(ours["x"], whole.params, rtol=1e-3, atol=1e-3)
+
+
+@interpreted
+def test_tables_wait_for_each_stream_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a table that is freed while a second stream reads it is not given to others."""
+    recorded: set[tuple[int, str]] = set()
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda table, name: recorded.add((table.data_ptr(), name)), raising=False
+    )
+    kernel = came.Came([on_ranks(test_triton_came.bucket((8, 6)), [{0: [3]}])[0]])
+    for name in ("first", "second", "first"):
+        monkeypatch.setattr(stepper, "current_stream", lambda _, name=name: name)
+        kernel.prepare()
+    (part,) = kernel.parts
+    assert isinstance(part, came_shards.ShardPart)
+    for table in (part.rows, part.owners, part.partials, part.grads, part.by_row.here, part.by_col.places):
+        assert {(table.data_ptr(), "first"), (table.data_ptr(), "second")} <= recorded
+    assert kernel.streams == ["first", "second"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions
 from bighorn.kernels.triton.stepper import Part, Place, constants_of
-from bighorn.kernels.triton.tiles import WIDE, Cut, cut
+from bighorn.kernels.triton.tiles import Cut, cut
 
 
 class CamePart(Part[CameOptions]):
@@ -46,8 +46,6 @@ class CamePart(Part[CameOptions]):
             "FACTORED": options.factor is not None,
             "SPLIT": None,
             "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
-            "WIDE": WIDE,
-            "CODES_IN_TILES": m == torch.int8,
             # Elements of a tile in registers: a load of 16 bits for each would leave too few bytes in flight.
             "PATCH": LANES.value * (16 if max(dtype.itemsize for dtype in (x, g, m)) == 2 else 8),
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is

@@ -97,6 +97,10 @@ class ShardPart(CamePart):
             self.matrices = torch.cat(which).to(device)
             self.matrices_per_row = table(counts, torch.int64, device)
 
+    def holders(self) -> list[object]:
+        """As `Part.holders`."""
+        return [*super().holders(), *([self.by_row, self.by_col] if self.factored else [])]
+
     def rounds(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> Iterator[Tensor]:
         """One step: yields sums, which must have been added up over all ranks, in place, before it goes on."""
         self.given = hyper, scale, commit, compile_only

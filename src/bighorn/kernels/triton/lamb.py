@@ -138,7 +138,7 @@ class Lamb(Stepper[LambOptions]):
         yield sums
         with guard(self.device):
             for part, own in zip(parts, torch.split(sums, [2 * len(part.places) for part in parts]), strict=True):
-                part.apply(hyper, commit, own.contiguous())
+                part.apply(hyper, commit, own)
             self.finish(commit)
 
     @staticmethod

@@ -45,7 +45,6 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
     return {
         **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
         "ROUNDING": options.weight_rounding,
-        "CUT": False,
         "CHUNK": CHUNK,
         "G_BLOCK": LANES.value * 16 // g.itemsize,
     }
@@ -102,6 +101,10 @@ class Part(Generic[Options]):
     def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """One step."""
         raise NotImplementedError
+
+    def holders(self) -> list[object]:
+        """Whose attributes its tables are."""
+        return [self, self.addresses]
 
     def find_gradients(self) -> None:
         """Where this step's gradients lie, in the order of their parameters, goes to the device if it is news there."""
@@ -228,7 +231,7 @@ class Stepper(Generic[Options]):
         if stream is None or stream in self.streams or capturing(self.device):
             return
         self.streams.append(stream)
-        for holder in (self, self.hyper, *self.parts, *(part.addresses for part in self.parts)):
+        for holder in (self, self.hyper, *itertools.chain.from_iterable(part.holders() for part in self.parts)):
             for held in vars(holder).values():
                 if isinstance(held, Tensor):
                     held.record_stream(stream)

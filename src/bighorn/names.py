@@ -100,15 +100,16 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
         return
     used = [pattern for pattern in exclusion if any(re.search(pattern, name) for name in names)]
     idle = [pattern for pattern in exclusion if _letters(pattern) not in map(_letters, used)]
-    for pattern in idle[:1]:
-        text = (
-            f"{option}: {pattern!r} matches none of {len(names)} parameter names, the nearest of which are "
-            f"{nearest([pattern], names)}. Names are those of the model without wrappers (no 'module.' of "
-            "DistributedDataParallel, no '_orig_mod.' of torch.compile)"
-        )
-        if not used:
-            raise ValueError(f"{text}: correct the patterns, or leave {option} out")
-        warnings.warn(text, stacklevel=5)
+    if not idle:
+        return
+    text = (
+        f"{option}: {idle[0]!r} matches none of {len(names)} parameter names, the nearest of which are "
+        f"{nearest(idle[:1], names)}. Names are those of the model without wrappers (no 'module.' of "
+        "DistributedDataParallel, no '_orig_mod.' of torch.compile)"
+    )
+    if not used:
+        raise ValueError(f"{text}: correct the patterns, or leave {option} out")
+    warnings.warn(text, stacklevel=5)
 
 
 def _letters(pattern: str) -> str:

@@ -107,7 +107,7 @@ def edits(draw: st.DrawFn, whole: Any) -> Any:
         else:
             new = draw(st.sampled_from(WRONG))
         if new is not MISSING:
-            inner[keys[-1]] = new
+            inner[keys[-1]] = copy.deepcopy(new)  # a later edit may change it
         elif old is not None:
             del inner[keys[-1]]
     return edited

@@ -17,6 +17,8 @@ from options import CAME_GROUPS, CAME_OPTIONS, DTYPES, LAMB_GROUPS, LAMB_OPTIONS
 NAMES = ("conv1.bias", "big.weight", "plain.weight", "norm.scale", "late.bias")
 """The first two are always there, since an exclusion that matches no name is refused."""
 
+# Left to the table: a mask that rounding flips, and a compensation that ends at a tie of two subnormal numbers.
+PRECISIONS = sorted(DTYPES.keys() - {"float16-weights-kahan"})
 FILLS: Sequence[Fill] = ("normal", "big", "small", "zero")
 GRADS: Sequence[Grad] = ("normal", "tiny", "minute", "zero", "none", "late", "gap")
 LAYOUTS: Sequence[Layout] = ("plain", "transposed", "strided", "channels_last", "misaligned")
@@ -72,11 +74,13 @@ def cases(draw: st.DrawFn) -> Case:
     kind = draw(st.sampled_from(KINDS))
     rows, of_groups = (LAMB_OPTIONS, LAMB_GROUPS) if kind is Lamb else (CAME_OPTIONS, CAME_GROUPS)
     options: dict[str, Any] = {}
-    for row in draw(st.lists(st.sampled_from(sorted(rows)), min_size=1, max_size=3)):
+    steady = sorted(name for name in rows if not rows[name].get("cautious"))
+    for row in draw(st.lists(st.sampled_from(steady), min_size=1, max_size=3)):
         options |= rows[row]
-    dtype, grad_dtype, precision = DTYPES[draw(st.sampled_from(sorted(DTYPES)))] if draw(st.booleans()) else FLOAT32
+    dtype, grad_dtype, precision = DTYPES[draw(st.sampled_from(PRECISIONS))] if draw(st.booleans()) else FLOAT32
     options |= precision
-    groups = of_groups[draw(st.sampled_from(sorted(of_groups)))] if draw(st.booleans()) else ({},)
+    steady = sorted(name for name in of_groups if not any(group.get("cautious") for group in of_groups[name]))
+    groups = of_groups[draw(st.sampled_from(steady))] if draw(st.booleans()) else ({},)
     count = draw(st.integers(2, len(NAMES)))
     found = Case(
         f"random-{draw(st.integers(0, 2**20))}",

@@ -2,15 +2,15 @@
 
 `python soak.py STEPS` steps whole parameters, `python soak.py STEPS RANK WORLD STORE` shards of them.
 
-The first 10,000 steps are not measured: meanwhile the allocator and gloo grow, also with torch's AdamW and clipping.
+The first 1,000 steps are not measured: meanwhile caches fill.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,29 @@ from torch.distributed.fsdp import fully_shard
 
 from bighorn import Came, Lamb
 
-WARM_UP = 10_000
-SLACK = 1 << 18
+WARM_UP = 1000
+SLACK = 1 << 16
 """Bytes. One object lost in each step would be above that: a tensor takes hundreds of bytes."""
 
 
-def resident() -> int:
-    """Bytes of memory that is the process's own; pages of libraries come and go with the load of the machine."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * sum(int(lines[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+class MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out. Resident memory is more, and its growth under gloo's threads ends late."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def optimizers(model: nn.Module) -> list[Lamb | Came]:
@@ -39,11 +53,11 @@ def optimizers(model: nn.Module) -> list[Lamb | Came]:
 
 
 def measured(step: Callable[[], None], steps: int) -> tuple[int, int]:
-    """Resident bytes and Python objects after so many steps."""
+    """Allocated bytes and Python objects after so many steps."""
     for _ in range(steps):
         step()
     gc.collect()
-    return resident(), len(gc.get_objects())
+    return allocated(), len(gc.get_objects())
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@tries(150)
+@tries(100)
 @given(line=command_lines())
 def test_a_random_command_line(folder: Path, line: list[str]) -> None:
     del folder

@@ -10,7 +10,7 @@ from attack import kills
 from attack.tries import SEED
 from together import assert_ended_well, outcomes
 
-KILLS = 40
+KILLS = 20
 
 
 @pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])

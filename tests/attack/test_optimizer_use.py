@@ -179,6 +179,6 @@ def test_the_reference_agrees_after_any_sequence() -> None:
 
 def test_a_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attack.test_optimizer_use.saved_and_loaded", lambda state: {**state, "state": {}})
-    unshrunk = hypothesis.settings(OptimizerUse.TestCase.settings, max_examples=50, phases=[hypothesis.Phase.generate])
+    unshrunk = hypothesis.settings(OptimizerUse.TestCase.settings, max_examples=500, phases=[hypothesis.Phase.generate])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(OptimizerUse, settings=unshrunk)

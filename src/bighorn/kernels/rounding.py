@@ -55,10 +55,10 @@ def unrounded(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
     value = x.to(compute_dtype(x))
     if "compensation" in kept:
         shift = raised(value, x.dtype)
-        bits = (value + shift).view(torch.int32)
-        # A parameter that a program has set to 0 keeps its compensation; below the bits of 0 are those of NaN.
-        lost = torch.maximum(kept["compensation"], -(bits & 0x7FFFFFFF))
-        return (bits + lost).view(torch.float32) - shift
+        near = value + shift
+        # A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN.
+        lost = torch.where(near == 0, 0, kept["compensation"])
+        return (near.view(torch.int32) + lost).view(torch.float32) - shift
     if "master" in kept:
         return torch.where(kept["master"].to(x.dtype) == x, kept["master"], value)
     return value

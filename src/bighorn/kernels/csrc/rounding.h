@@ -90,12 +90,10 @@ ALWAYS int16_t lost_bits(const int type, float value, float near) {
     return (int16_t)(is_finite(near) ? lost : 0);
 }
 
-/* A parameter that a program has set to 0 keeps its compensation; below the bits of 0 are those of NaN. */
+/* A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN. */
 ALWAYS float with_lost_bits(const int type, float near, int16_t lost) {
     float shift = raised(type, near);
-    uint32_t bits = to_bits(near + shift);
-    int32_t least = -(int32_t)(bits & 0x7fffffffu);
-    return from_bits(bits + (uint32_t)(lost < least ? least : lost)) - shift;
+    return from_bits(to_bits(near + shift) + (uint32_t)(near + shift == 0 ? 0 : lost)) - shift;
 }
 
 /* A master, but where the parameter is not its rounding. */

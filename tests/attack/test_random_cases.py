@@ -11,7 +11,7 @@ from cases import Case
 from test_backends import check_steps
 
 ROUNDINGS = 4.0
-"""In tensors of few elements, or of equal ones, errors of rounding do not average out as in those of the table."""
+"""In tensors of few elements errors of rounding do not average out as in those of the table."""
 
 
 @pytest.mark.parametrize("backend", ["foreach", "cpu"], indirect=True)

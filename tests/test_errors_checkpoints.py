@@ -70,7 +70,7 @@ def test_what_is_no_checkpoint(state: Any, kind: Kind) -> None:
 
 FOREIGN: dict[str, list[Any]] = {
     "exp_avg_sq": ["text", math.pi, torch.zeros(4, 3, dtype=torch.complex64)],
-    "step": ["one", -1.0, math.nan, torch.ones(3)],
+    "step": ["one", -1.0, math.nan, torch.ones(3), torch.tensor(1e38)],
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -337,10 +336,18 @@ def _placed(name: str, value: object, like: Tensor, device: torch.device, what: 
     return in_layout_of(like, value, device)
 
 
+MOST_STEPS = 2.0**63
+"""Kernels count in int64."""
+
+
 def _count(step: object, param: Tensor, what: str) -> Tensor:
     value = torch.tensor(step, device="cpu") if isinstance(step, (int, float)) else step
     valid = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    if not isinstance(value, Tensor) or not valid or (value.device.type == "cpu" and not 0 <= float(value) < math.inf):
+    if (
+        not isinstance(value, Tensor)
+        or not valid
+        or (value.device.type == "cpu" and not 0 <= float(value) < MOST_STEPS)
+    ):
         # Elsewhere than on the CPU the host would have to wait for the value.
         said = f"{step!r}" if isinstance(step, (Tensor, int, float)) else f"a {type(step).__name__}"
         raise ValueError(

@@ -42,7 +42,7 @@ def sanitized(seed: int) -> tuple[list[str], Mapping[str, str]]:
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     attacks = [str(HERE / name) for name in ON_THE_LIBRARY]
-    return [sys.executable, "-S", "-m", "pytest", "-k", "not foreach", *attacks], environment
+    return [sys.executable, "-S", "-m", "pytest", "--capture=sys", "-k", "not foreach", *attacks], environment
 
 
 def main() -> int:

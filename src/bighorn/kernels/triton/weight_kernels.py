@@ -44,10 +44,10 @@ def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.conste
     stored = read(weight[0], offsets, mask, VECTOR).to(tl.float32)
     if ROUNDING == "kahan":
         shift = raised(stored, weight[0].dtype.element_ty)
-        bits = as_bits(stored + shift)
-        # A parameter that a program has set to 0 keeps its compensation; below the bits of 0 are those of NaN.
-        lost = tl.maximum(read(weight[1], offsets, mask, VECTOR).to(tl.int32), -(bits & 0x7FFFFFFF))
-        return as_float(bits + lost) - shift
+        near = stored + shift
+        # A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN.
+        lost = tl.where(near == 0, 0, read(weight[1], offsets, mask, VECTOR).to(tl.int32))
+        return as_float(as_bits(near) + lost) - shift
     elif ROUNDING == "master":
         master = read(weight[1], offsets, mask, VECTOR)
         return tl.where(master.to(weight[0].dtype.element_ty).to(tl.float32) == stored, master, stored)

@@ -62,7 +62,5 @@ def all_in_amdgcn(kernel: Any) -> tuple[int, int]:
 def found_in_amdgcn(kernel: Any) -> tuple[int, int]:
     """Loads and stores of 128 bits in the basic block that has the most of both: tables are read before it."""
     blocks = re.split(r"^\.LBB", kernel.asm["amdgcn"], flags=re.MULTILINE)
-    loads, stores = max(
-        ([block.count(f"global_{way}_dwordx4") for way in ("load", "store")] for block in blocks), key=min
-    )
-    return loads, stores
+    counts = [(block.count("global_load_dwordx4"), block.count("global_store_dwordx4")) for block in blocks]
+    return max(counts, key=lambda both: (min(both), sum(both)))  # a misaligned gradient has a block of its own

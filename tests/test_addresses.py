@@ -1,4 +1,4 @@
-"""What makes tensors have moved, asked of the C library and, where there is none, of one tensor after the other."""
+"""What makes tensors have moved."""
 
 import operator
 from collections.abc import Callable
@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from bighorn import Lamb
-from bighorn.kernels import addresses
-from bighorn.kernels.addresses import Whereabouts
-
-
-@pytest.fixture(params=["in C", "one by one"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "one by one":
-        monkeypatch.setattr(addresses, "FAST", None)
+from bighorn.optim.plan_cache import GuardInputs, PlanGuards
 
 
 def tensors() -> list[Tensor]:
@@ -27,19 +20,14 @@ def states() -> list[dict[str, Any]]:
     return [{"step": torch.zeros(()), "exp_avg": torch.ones(3)}, {}, {"exp_avg": torch.ones(5)}]
 
 
-def test_torch_and_the_library_answer() -> None:
-    assert addresses.load() is not None
+class Whereabouts:
+    """Guards that see parameters and state alone."""
 
+    def __init__(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> None:
+        self.guards = PlanGuards(GuardInputs([], params, [], dicts))
 
-def test_without_torchs_function_there_is_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "OBJECTS", addresses.Objects())
-    assert addresses.load() is None
-
-
-def test_addresses_are_torchs() -> None:
-    given = [*tensors(), torch.ones(6)[2:]]
-    assert list(addresses.addresses(given)) == [tensor.data_ptr() for tensor in given]
-    assert list(addresses.addresses([])) == []
+    def hold(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> bool:
+        return self.guards.hold(GuardInputs([], params, [], dicts))
 
 
 def test_what_has_not_moved_is_there_in_new_lists_and_dicts() -> None:
@@ -104,7 +92,6 @@ def test_a_thing_of_the_users_own_in_place_of_a_tensor_is_seen() -> None:
 
 
 def test_a_gradient_without_memory_of_its_own_is_refused() -> None:
-    """In C its error would end the process."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = Lamb([weight], lr=0.1, backend="cpu")
     for _ in range(2):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bighorn.optim import fingerprint
-from bighorn.optim.fingerprint import Guard, alike, alike_by_attributes
+from bighorn.optim import plan_cache
+from bighorn.optim.plan_cache import Guard, alike, alike_by_attributes
 
 BOTH = pytest.mark.parametrize("ask", [alike, alike_by_attributes])
 
@@ -29,7 +29,7 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
 
 
 def test_torch_answers() -> None:
-    assert fingerprint.TensorGuards is not None
+    assert plan_cache.TensorGuards is not None
 
 
 @BOTH

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bighorn import sharding
 from bighorn.kernels import codec, rounding
-from bighorn.kernels.addresses import is_freed
 from bighorn.kernels.rounding import Rounding
+from bighorn.kernels.storage import is_freed
 
 MOMENT_DTYPES = {
     "float32": torch.float32,

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bighorn.kernels import cpu, foreach, reference, triton
-from bighorn.kernels.addresses import has_memory
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Shard
 from bighorn.kernels.cpu import library
+from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
 
 __all__ = [
@@ -81,7 +81,7 @@ BACKENDS = {
 """By name, in the order in which `auto` prefers them."""
 
 SERVES_WRAPPERS = "reference"
-"""Others read and write plain memory, which tensors that hold other tensors do not have (`addresses.has_memory`)."""
+"""Others read and write plain memory, which tensors that hold other tensors do not have (`storage.has_memory`)."""
 
 
 @dataclass(frozen=True)

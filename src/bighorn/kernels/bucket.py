@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -148,10 +148,13 @@ class Bucket(Generic[Options]):
             CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either `exp_avg_sq_row`, `exp_avg_sq_col`,
             `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: what `rounding.kept_for` names.
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
-        counts: `steps` without repetition; kernels advance each (`arithmetic.count_step`).
+        counts: `steps` of the rows that have a gradient, without repetition; kernels advance each
+            (`arithmetic.count_step`).
         norms: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
             CAME: RMS of u before it is clipped, what clipping multiplied it with, mean confidence.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
+            None for a row that takes no part in this step: its parameter, state, step count and norms stay as they
+            are. At the time a kernel is made, every row has one, and later ones have its dtype and strides.
         shards: Where each row, with its gradient, lies in the whole tensor; empty if every row is whole. A tensor of
             the state has some of its parameter's dims, and is cut up along these as the parameter is.
         numbers: One 32-bit number per row, its parameter's, which tells the random bits of parameters apart.
@@ -164,7 +167,33 @@ class Bucket(Generic[Options]):
     steps: list[Tensor]
     counts: list[Tensor]
     norms: Tensor
-    grads: list[Tensor] = field(default_factory=list)
+    grads: list[Any] = field(default_factory=list)
     shards: list[Shard] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
+
+    def with_grad(self) -> Bucket[Options]:
+        """The rows that have a gradient, with norms of their own: the bucket itself if all rows have one."""
+        rows = rows_with_grad(self.grads)
+        if len(rows) == len(self.params):
+            return self
+
+        def of(values: list[Any]) -> list[Any]:
+            return [values[i] for i in rows] if values else values
+
+        return replace(
+            self,
+            params=of(self.params),
+            state={name: of(tensors) for name, tensors in self.state.items()},
+            steps=of(self.steps),
+            norms=self.norms[rows],
+            grads=of(self.grads),
+            shards=of(self.shards),
+            numbers=of(self.numbers),
+            firsts=of(self.firsts),
+        )
+
+
+def rows_with_grad(grads: list[Any]) -> list[int]:
+    """The rows that take part in a step."""
+    return [i for i, grad in enumerate(grads) if grad is not None]

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bighorn.optim.parts import Places
-from bighorn.optim.plan import Plan
-from bighorn.optim.scheduling import Drive
+from bighorn.optim.step_options import ScheduleStep
+from bighorn.optim.step_plan import StepPlan
 
 
 @dataclass
 class Ahead:
     """Such a step, begun and not ended."""
 
-    drive: Drive
+    schedule: ScheduleStep
     places: Places
-    plans: dict[Tensor, Plan] = field(default_factory=dict)
+    plans: dict[Tensor, StepPlan] = field(default_factory=dict)
     """Those of the parameters that have taken it."""
 
     def check(self, param: Tensor, name: Callable[[tuple[int, int]], str]) -> None:

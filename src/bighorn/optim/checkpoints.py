@@ -11,8 +11,8 @@ from torch import Tensor
 from bighorn import sharding
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.parts import label_of
-from bighorn.optim.plan import Plan
-from bighorn.optim.scheduling import COUNT
+from bighorn.optim.step_options import COUNT
+from bighorn.optim.step_plan import StepPlan
 from bighorn.state import complete, local_view, release
 
 
@@ -69,7 +69,7 @@ def loaded_states(groups: list[Group], held: Mapping[Any, Any], algorithm: Algor
     return states
 
 
-def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[Plan]) -> bool:
+def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[StepPlan]) -> bool:
     """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
 
     It sets lr to 0 and all gradients to zero. Counting it would make the first real step the second. The host

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from bighorn import kernels
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.parts import Part, row_shard
-from bighorn.optim.plan import Plan
+from bighorn.optim.step_plan import StepPlan
 from bighorn.state import STEP_BYTES, local_view
 
 Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
@@ -50,11 +50,11 @@ def bytes_of_state(parts: Iterable[Part], groups: list[Group], algorithm: Algori
     return sizes
 
 
-def figures(plans: Sequence[Plan]) -> Figures:
+def figures(plans: Sequence[StepPlan]) -> Figures:
     """Names, and for each of them three figures of the last step and the learning rate that it was taken with."""
     pieces = [plan.figures() for plan in plans]
     table = torch.zeros(0, 4, dtype=torch.float32, device="cpu")
     if pieces:
         table = torch.cat([piece.to(pieces[0].device) for piece in pieces])
     first, second, third, lr = table.unbind(dim=1)
-    return tuple([label for plan in plans for label in plan.labels]), first, second, third, lr
+    return tuple([label for plan in plans for label in plan.step_labels()]), first, second, third, lr

@@ -16,8 +16,8 @@ from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import checks, presets
 from bighorn.optim.algorithm import Algorithm, Group, Variant
-from bighorn.optim.base import KernelOptimizer
 from bighorn.optim.checks import Check, StepFunction
+from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Spec, moments_dtype, moments_spec
 
 IN_BLOCKS = ("float16", "int8")

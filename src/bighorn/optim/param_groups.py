@@ -1,4 +1,4 @@
-"""What stands in a parameter group: checked when the group is added, at each step, and when a checkpoint is loaded."""
+"""Parameter groups: checked when they are added, and when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -8,28 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.arguments import about, integer
+from bighorn.arguments import integer
 from bighorn.names import common_prefix, named, names_of, unwrapped
 from bighorn.optim import checks, foreign
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.parts import label_of
-from bighorn.optim.scheduling import COUNT
 from bighorn.optim.settings import Settings
-
-LABELS = ("params", "param_names", "name")
-"""Keys of a group that are no options: torch's own, and the one by which people label a group."""
-
-SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
-"""Keys that schedulers keep in a group: torch's, and timm's `lr_scale`."""
-
-OURS = (COUNT, foreign.VERSION)
-"""Keys that we keep in a group, since every way of saving keeps groups."""
-
-NO_OPTIONS = (*LABELS, *SCHEDULERS, *OURS)
-"""Every key that a group may be given beside options."""
-
-NUMBERS = ("lr", "betas", "eps", "weight_decay")
-"""Options that may change between steps without a new plan."""
+from bighorn.optim.step_options import COUNT, NO_OPTIONS
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -176,50 +161,3 @@ def loaded(
         return {**group, **algorithm.checked(group)}
     except (TypeError, ValueError) as error:
         raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
-
-
-REMOVED = object()
-"""What an option is that somebody took out of a group; it will be the default's again."""
-
-
-class Watch:
-    """What stood in the groups when they were looked at last, since anybody may write into them."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, tuple[str, ...]] = {}
-        self._seen: dict[int, tuple[object, ...]] = {}
-
-    def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings) -> bool:
-        """Check what was written into groups, and put it into its canonical form; whether plans still hold.
-
-        Raises:
-            TypeError: A value of a wrong type, or a misspelt key.
-            ValueError: A value out of range, or one that is no group's. No group has changed.
-        """
-        fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
-        for index, group in enumerate(groups):
-            settings.refuse_own(group, f"param_groups[{index}]")
-            if (keys := tuple(group)) != self._keys.get(index):
-                names = [*algorithm.options, *vars(settings)]
-                checks.refuse_misspelt([key for key in keys if key not in NO_OPTIONS], names, f"param_groups[{index}]")
-                self._keys[index] = keys
-            values = tuple(group.get(name, REMOVED) for name in algorithm.options)
-            if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
-                values = tuple((defaults | group)[name] for name in algorithm.options)
-                with about(f"param_groups[{index}]"):
-                    fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
-        plans_hold = True
-        for index, (checked, values) in fresh.items():
-            old = dict(zip(algorithm.options, self._seen.get(index, ()), strict=False))
-            plans_hold &= all(old.get(name) == checked[name] for name in algorithm.options if name not in NUMBERS)
-            groups[index].update(checked)
-            self._seen[index] = values
-        return plans_hold
-
-
-def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
-    """Whether option values are what they were; arrays and the like, which do not compare, are not."""
-    try:
-        return values == old
-    except (ValueError, RuntimeError):
-        return False

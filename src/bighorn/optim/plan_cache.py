@@ -1,92 +1,195 @@
-"""Plans that are remembered: one for each set of parameters that has had gradients, for as long as nothing moves."""
+"""Plans that are remembered: one for each set of parameters, for as long as none of its tensors moves or changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bighorn import sharding
+from bighorn.kernels.storage import address_of
 from bighorn.optim.algorithm import Group
-from bighorn.optim.fingerprint import Fingerprint
-from bighorn.optim.plan import Plan
+from bighorn.optim.step_plan import StepPlan
+from bighorn.sharding import PLAIN
 
 MOST_PLANS = 8
-"""How many sets of parameters with gradients are remembered, where these alternate (GANs, experts)."""
+"""How many plans are remembered for each part of a step, where sets of parameters alternate."""
+
+State = dict[str, Any]
+Guard = Callable[[Sequence[Tensor]], bool]
+
+TensorGuards: Any = None
+with suppress(ImportError):
+    # What torch.compile asks of its inputs, in 0.06 us a tensor where reading the same attributes from Python takes
+    # 0.7. It is no public name, so there is a way without it; both may go when torch offers the question itself.
+    from torch._C._dynamo.guards import TensorGuards
 
 
-class Ready(NamedTuple):
-    """Parameters that have a gradient, in the order in which they are visited, and their gradients."""
+class StepParams(NamedTuple):
+    """The parameters of a step, or of a part of one, in the order in which a step visits them.
+
+    A parameter that has state, but no gradient in this step, is one of them: its plan serves with and without it.
+    """
 
     params: list[Tensor]
-    grads: list[Tensor]
+    grads: list[Tensor | None]
 
     @classmethod
-    def of(cls, params: list[Tensor]) -> Ready:
-        """Those of the parameters that have one."""
+    def of(cls, params: list[Tensor], state: Mapping[Tensor, Any]) -> StepParams:
+        """Those of the parameters that have a gradient or state."""
         grads = [param.grad for param in params]
-        ready = cls(params, [grad for grad in grads if grad is not None])
-        if len(ready.grads) < len(grads):
-            ready = ready._replace(params=[param for param in params if param.grad is not None])
-        if sharding.any_distributed(params):
-            ready = ready._replace(grads=list(map(sharding.aligned, ready.grads, ready.params)))
-        return ready
+        if type(None) in set(map(type, grads)):
+            pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None or state.get(p)]
+            params, grads = [param for param, _ in pairs], [grad for _, grad in pairs]
+        if not set(map(type, params)) <= PLAIN:
+            grads = [g if g is None else sharding.aligned(g, p) for g, p in zip(grads, params, strict=True)]
+        return cls(params, grads)
 
-    def which(self) -> tuple[int, ...]:
-        """By what their plan is remembered."""
-        return tuple(map(id, self.params))
-
-    def divided(self, parts: list[list[Tensor]]) -> list[Ready]:
-        """Those of each part.
+    def divided(self, parts: list[list[Tensor]] | None) -> list[StepParams]:
+        """The parameters of each part, or all of them; none where no gradient is there.
 
         Raises:
-            ValueError: A parameter is in none of the parts.
+            ValueError: A parameter that has a gradient is in none of the parts.
         """
+        if parts is None:
+            return [self if any(grad is not None for grad in self.grads) else StepParams([], [])]
         part_of = {id(param): i for i, part in enumerate(parts) for param in part}
-        if missing := sum(id(param) not in part_of for param in self.params):
-            raise ValueError(f"parts leave out {missing} of {len(self.params)} parameters that have a gradient")
-        divided = [Ready([], []) for _ in parts]
+        with_grad = [param for param, grad in zip(*self, strict=True) if grad is not None]
+        if missing := sum(id(param) not in part_of for param in with_grad):
+            raise ValueError(f"parts leave out {missing} of {len(with_grad)} parameters that have a gradient")
+        divided = [StepParams([], []) for _ in parts]
         for param, grad in zip(*self, strict=True):
-            part = divided[part_of[id(param)]]
-            part.params.append(param)
-            part.grads.append(grad)
-        return divided
-
-
-class Looks(NamedTuple):
-    """What a fingerprint is taken of."""
-
-    facts: list[object]
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, ready: Ready, groups: list[Group], state: Mapping[Tensor, Any], *, all_of_them: bool) -> Looks:
-        """As all is now. If these are all parameters, no state is looked up, since each would take its time."""
-        states = list(state.values() if all_of_them else [state[p] for p in ready.params if p in state])
-        (params, grads), layouts = ready, None
-        if sharding.any_distributed(params) or sharding.any_distributed(grads):
-            layouts = list(map(sharding.layout_of, grads))
-            params, grads = list(map(sharding.local, params)), list(map(sharding.local, grads))
-            states = [{name: sharding.local(value) for name, value in state.items()} for state in states]
-        return cls([[len(group["params"]) for group in groups], layouts], params, grads, states)
+            if id(param) in part_of:
+                part = divided[part_of[id(param)]]
+                part.params.append(param)
+                part.grads.append(grad)
+        return [part if any(grad is not None for grad in part.grads) else StepParams([], []) for part in divided]
 
 
 class PlanCache:
     """Plans by their parameters."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], tuple[Plan, Fingerprint]] = {}
+        self._plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = {}
 
-    def find(self, ready: Ready, looks: Looks) -> Plan | None:
-        """The plan of these parameters, if all is as it was."""
-        plan, fingerprint = self._plans.get(ready.which(), (None, None))
-        return plan if fingerprint is not None and fingerprint.holds(*looks) else None
+    def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
+        """The plan of these parameters, bound to this step's gradients, if all is as it was when it was made."""
+        plan, guards = self._plans.get(tuple(map(id, mine.params)), (None, None))
+        if plan is None or guards is None:
+            return None
+        inputs = GuardInputs.of(mine, groups, state)
+        if not guards.hold(inputs):
+            return None
+        plan.bind(inputs.grads)
+        return plan
 
-    def keep(self, plan: Plan, ready: Ready, looks: Looks, parts: int) -> None:
-        """Remember a plan of a step that has so many."""
+    def keep(
+        self, plan: StepPlan, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any], parts: int
+    ) -> None:
+        """Remember the plan of a step that has so many parts; for a missing gradient one like its parameter stands."""
         if len(self._plans) >= MOST_PLANS * parts:
             self._plans.clear()
-        self._plans[ready.which()] = plan, Fingerprint.of(*looks)
+        grads = [param if grad is None else grad for param, grad in zip(*mine, strict=True)]
+        guards = PlanGuards(GuardInputs.of(StepParams(mine.params, list(grads)), groups, state))
+        self._plans[tuple(map(id, mine.params))] = plan, guards
+
+
+class GuardInputs(NamedTuple):
+    """What a plan was made from, or is to be used with."""
+
+    facts: list[object]
+    """How many parameters each group has, and how gradients are distributed."""
+    params: list[Tensor]
+    grads: list[Tensor | None]
+    states: list[State]
+
+    @classmethod
+    def of(cls, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
+        """As all is now; of distributed tensors this rank's parts."""
+        (params, grads), layouts = mine, None
+        # If the state is that of all these parameters, none of it is looked up, which would take its time.
+        states = list(state.values() if len(state) == len(params) else [state[p] for p in params if p in state])
+        if not set(map(type, params)) <= PLAIN:
+            pairs = list(zip(params, grads, strict=True))
+            layouts = [sharding.layout_of(param if grad is None else grad) for param, grad in pairs]
+            params = list(map(sharding.local, params))
+            grads = [grad if grad is None else sharding.local(grad) for grad in grads]
+            states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
+        return cls([[len(group["params"]) for group in groups], layouts], params, grads, states)
+
+    def addresses(self) -> list[int | None]:
+        """Where the parameters and the state are."""
+        return addresses([*self.params, *itertools.chain.from_iterable(map(dict.values, self.states))])
+
+
+class PlanGuards:
+    """What must be as it was for a plan to hold: the kinds of all tensors, and the addresses of parameters and state.
+
+    Gradients may move, and be missing.
+    """
+
+    def __init__(self, inputs: GuardInputs) -> None:
+        grads = [grad for grad in inputs.grads if grad is not None]
+        self._facts = inputs.facts
+        self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # no others get their addresses
+        self._addresses = inputs.addresses()
+        self._params_alike, self._grads_alike = alike(inputs.params), alike(grads)
+        self._each_alike = [alike([grad]) for grad in grads]
+        self._has_memory = [address != 0 for address in addresses(grads)]
+
+    def hold(self, inputs: GuardInputs) -> bool:
+        """Whether all is as it was."""
+        return (
+            self._facts == inputs.facts
+            and self._params_alike(inputs.params)
+            and self._same_grads(inputs.grads)
+            and self._addresses == inputs.addresses()
+        )
+
+    def _same_grads(self, grads: list[Tensor | None]) -> bool:
+        """Whether gradients are of the same kinds, and none of them has lost its memory."""
+        present = [grad for grad in grads if grad is not None]
+        has_memory = self._has_memory
+        if len(present) == len(grads):
+            same = self._grads_alike(present)
+        else:
+            each = [triple for triple in zip(grads, self._each_alike, has_memory, strict=True) if triple[0] is not None]
+            same = all(is_alike((grad,)) for grad, is_alike, _ in each)  # type: ignore[arg-type]
+            has_memory = [flag for _, _, flag in each]
+        return same and has_memory == [address != 0 for address in addresses(present)]
+
+
+def addresses(tensors: Sequence[Any]) -> list[int | None]:
+    """The address of each tensor; None for what has none."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except (RuntimeError, TypeError):  # a tensor of functorch, or something of the user's in the state
+        return [address_of(thing) if isinstance(thing, Tensor) else None for thing in tensors]
+
+
+def alike(tensors: Sequence[Tensor]) -> Guard:
+    """A question: do these tensors have the types, dtypes, devices, shapes, strides and bits that `tensors` have?"""
+    if TensorGuards is None:
+        return alike_by_attributes(tensors)
+    if not tensors:
+        return lambda others: not others
+    check, count = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, len(tensors)
+    return lambda others: len(others) == count and check(*others)
+
+
+def alike_by_attributes(tensors: Sequence[Tensor]) -> Guard:
+    """The same question where torch does not answer it."""
+    attributes = _attributes(tensors)
+    return lambda others: attributes == _attributes(others)
+
+
+def _attributes(tensors: Sequence[Tensor]) -> list[object]:
+    return [(type(t), t.dtype, t.device, t.layout, t.shape, _strides(t), t.is_neg(), t.is_conj()) for t in tensors]
+
+
+def _strides(tensor: Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else None

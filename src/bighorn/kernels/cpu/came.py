@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
-from bighorn.kernels.cpu.came_shards import Shards, Whole
+from bighorn.kernels.cpu.came_shards import Shards
 from bighorn.kernels.cpu.library import address, loaded
-from bighorn.kernels.cpu.stepper import Stepper
+from bighorn.kernels.cpu.stepper import Stepper, words
 from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
 
 STATE = (
@@ -59,24 +59,28 @@ class Came(Stepper[CameOptions]):
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         super().__init__(buckets)
-        each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
-        rows = [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
-        self.rows = (Row * len(rows))(*rows)
-        self.threads = 0  # that the workspace suffices for
         self.workspace = torch.empty(0, dtype=torch.float64, device="cpu")
 
     @cached_property
     def shards(self) -> Shards:
-        """Where the rows lie in whole tensors."""
+        """Where the rows begin in whole tensors, and the sums that ranks add up."""
         return Shards(self.buckets)
+
+    def make_rows(self) -> list[Row]:
+        """As `Stepper.make_rows`."""
+        each = [(bucket, i, index) for index, bucket in enumerate(self.buckets) for i in range(len(bucket.params))]
+        return [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
+
+    def make_shards(self) -> Tensor | None:
+        """As `Stepper.make_shards`."""
+        return words(list(self.shards.table)) if any(bucket.shards for bucket in self.buckets) else None
 
     def reserve(self, threads: int) -> None:
         """A workspace for so many threads."""
-        if threads > self.threads:
-            shards = self.shards.table if any(bucket.shards for bucket in self.buckets) else None
-            size = loaded().bighorn_came_workspace(self.rows, shards, self.gradients, len(self.rows), threads)
-            self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
-            self.threads = threads
+        t = self.all_rows
+        shards = None if t.shards is None else t.shards.data_ptr()
+        size = loaded().bighorn_came_workspace(t.rows.data_ptr(), shards, t.gradients.data_ptr(), len(t.rows), threads)
+        self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """One CAME step of all buckets, not counted."""
@@ -87,29 +91,31 @@ class Came(Stepper[CameOptions]):
         if commit is not None and not commit:
             return
         grads, scale, shards = self._grads(), float(grad_scale), self.shards
+        table = words(list(shards.table)) if self.tables.shards is None else self.tables.shards
         for sums in shards.sums:
             sums.zero_()
         for i, (sums, dtype) in enumerate(zip(shards.sums, shards.dtypes, strict=True)):
-            self._run(grads, scale, shards.table, i)
+            self._run(grads, scale, table, i)
             sent = sums.to(dtype)
             yield sent
             if sent is not sums:
                 sums.copy_(sent)
-        self._run(grads, scale, shards.table, len(shards.sums))
+        self._run(grads, scale, table, len(shards.sums))
         self.advance()
 
-    def _run(self, grads: array[int], grad_scale: float, shards: ctypes.Array[Whole] | None, index: int) -> None:
-        beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
+    def _run(self, grads: array[int], grad_scale: float, shards: Tensor | None, index: int) -> None:
+        tables, beta2s = self.tables, list(itertools.chain.from_iterable(map(_beta2s, self.buckets)))
+        of_rows = array("d", [beta2s[i] for i in tables.indices])
         with self.lock:
             loaded().bighorn_came_step(
                 self.how,
                 (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
-                self.rows,
-                shards,
-                self.gradients,
+                tables.rows.data_ptr(),
+                None if shards is None else shards.data_ptr(),
+                tables.gradients.data_ptr(),
                 address(grads),
-                address(beta2s),
-                address(self.order),
+                address(of_rows),
+                tables.order.data_ptr(),
                 len(grads),
                 grad_scale,
                 index,

@@ -62,16 +62,19 @@ class Lamb(Stepper[LambOptions]):
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
-        each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
-        rows = [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
-        self.rows = (Row * len(rows))(*rows)
+        rows, gradients = self.tables.rows, self.tables.gradients
         # Sums of squares of x and u for each block of a large row, twice.
-        most = loaded().bighorn_lamb_blocks(self.rows, self.gradients, len(rows))
+        most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
         self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
 
-    def prepare(self) -> None:
-        """Whatever can fail, as `reference.Lamb.prepare`."""
-        super().prepare()
+    def make_rows(self) -> list[Row]:
+        """As `Stepper.make_rows`."""
+        each = [(bucket, i, index) for index, bucket in enumerate(self.buckets) for i in range(len(bucket.params))]
+        return [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
+
+    def reserve(self, threads: int) -> None:
+        """Scratch, which does not depend on the number of threads."""
+        del threads
         scratch()
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
@@ -82,11 +85,13 @@ class Lamb(Stepper[LambOptions]):
         """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""
         if commit is not None and not commit:
             return
-        grads, scale = self._grads(), float(grad_scale)
-        sums = torch.zeros(2 * len(grads), dtype=torch.float64, device="cpu")
-        self._run(grads, scale, FIRST, sums)
-        yield sums
-        self._run(grads, scale, SECOND, sums)
+        grads, scale, tables = self._grads(), float(grad_scale), self.tables
+        sums = torch.zeros(len(self.all_rows.indices), 2, dtype=torch.float64, device="cpu")
+        present = torch.empty(len(grads), 2, dtype=torch.float64, device="cpu")
+        self._run(grads, scale, FIRST, present)
+        sums[tables.indices] = present
+        yield sums.view(-1)
+        self._run(grads, scale, SECOND, sums[tables.indices])
         self.advance()
 
     def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:
@@ -95,10 +100,10 @@ class Lamb(Stepper[LambOptions]):
             loaded().bighorn_lamb_step(
                 self.how,
                 (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
-                self.rows,
-                self.gradients,
+                self.tables.rows.data_ptr(),
+                self.tables.gradients.data_ptr(),
                 address(grads),
-                address(self.order),
+                self.tables.order.data_ptr(),
                 len(grads),
                 grad_scale,
                 self.partial.data_ptr(),

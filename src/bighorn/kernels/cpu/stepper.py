@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from array import array
-from typing import Generic
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import addresses, check_memory
 from bighorn.kernels.bucket import Bucket, Options
 from bighorn.kernels.cpu.library import address, loaded, run
-from bighorn.kernels.cpu.tensors import BLOCK, Gradient, grad_layout, gradient, place_layout
+from bighorn.kernels.cpu.tensors import BLOCK, grad_layout, gradient, place_layout
+
+
+@dataclass
+class Tables:
+    """What the library is told of the rows that take part in a step: one structure for each row, in int64 words."""
+
+    indices: list[int]
+    """Which of all rows these are."""
+    rows: Tensor
+    gradients: Tensor
+    shards: Tensor | None
+    order: Tensor
+    """The largest row first."""
+    counts: array[int]
+    """The addresses of the counts of steps."""
+
+    def select(self, indices: list[int], counts: array[int]) -> Tables:
+        """Some of these rows."""
+        chosen = torch.tensor(indices, device="cpu")
+        takes_part = torch.zeros(len(self.indices), dtype=torch.bool, device="cpu").index_fill_(0, chosen, True)
+        new_index = takes_part.long().cumsum(0) - 1
+        return Tables(
+            indices,
+            self.rows[chosen],
+            self.gradients[chosen],
+            None if self.shards is None else self.shards[chosen],
+            new_index[self.order[takes_part[self.order]]],
+            counts,
+        )
 
 
 class Stepper(Generic[Options]):
@@ -24,28 +54,48 @@ class Stepper(Generic[Options]):
             (x, grad, bucket.options.centre)
             for bucket in buckets
             for x, grad in zip(bucket.params, bucket.grads, strict=True)
+            if grad is not None
         ]
         self.lock = threading.Lock()
         """Held in a call of the library, which computes in memory of the stepper's: two threads may step at once."""
-        check_memory([grad for _, grad, _ in rows])
         self.buckets: list[Bucket[Options]] = buckets
         self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the tables hold only their addresses
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
-        self.gradients = (Gradient * len(rows))(
-            *(gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True))
-        )
+        gradients = [gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True)]
         sizes = [x.numel() for x, _, _ in rows]
-        self.order = array("q", sorted(range(len(rows)), key=lambda i: -sizes[i]))  # largest first
-        self.counts = array("Q", [step.data_ptr() for bucket in buckets for step in bucket.counts])
+        self.all_rows = self.tables = Tables(
+            list(range(len(rows))),
+            words(self.make_rows()),
+            words(gradients),
+            self.make_shards(),
+            torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
+            self._addresses_of_counts(),
+        )
         self.blocks = [-(-size // BLOCK) for size in sizes]
         self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
+        self.threads = 0
+        """For which `reserve` has been called."""
+
+    def make_rows(self) -> list[Any]:
+        """The structures of all rows."""
+        raise NotImplementedError
+
+    def make_shards(self) -> Tensor | None:
+        """A table of where each row begins in the whole tensor, where an algorithm needs one."""
 
     def prepare(self) -> None:
         """Whatever can fail, as `reference.Lamb.prepare`; and how this step is to run, which the environment says."""
+        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
+        tables = self.all_rows
+        if type(None) in set(map(type, grads)):
+            present = [i for i, grad in enumerate(grads) if grad is not None]
+            tables = tables.select(present, self._addresses_of_counts())
         how = run()
         with self.lock:
-            self.reserve(how.threads)
-            self.how = how
+            if how.threads > self.threads:
+                self.reserve(how.threads)
+                self.threads = how.threads
+            self.how, self.tables = how, tables
 
     def reserve(self, threads: int) -> None:
         """Memory for so many threads, where an algorithm needs any."""
@@ -54,7 +104,8 @@ class Stepper(Generic[Options]):
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads, sums = self._grads(), self.sums.data_ptr()
         with self.lock:
-            total = loaded().bighorn_square_sum(self.how, self.gradients, address(grads), len(grads), sums)
+            gradients = self.tables.gradients.data_ptr()
+            total = loaded().bighorn_square_sum(self.how, gradients, address(grads), len(grads), sums)
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -66,14 +117,28 @@ class Stepper(Generic[Options]):
 
     def advance(self) -> None:
         """Count the step."""
-        loaded().bighorn_advance(address(self.counts), len(self.counts))
+        counts = self.tables.counts
+        loaded().bighorn_advance(address(counts), len(counts))
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
-        """One step of all buckets, not counted, of the gradients at these addresses."""
+        """One step of the rows that have a gradient, not counted, of the gradients at these addresses."""
         raise NotImplementedError
 
     def _grads(self) -> array[int]:
-        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
-        if len(grads) != len(self.layouts):
+        grads = itertools.chain.from_iterable([bucket.grads for bucket in self.buckets])
+        found = array("Q", [grad.data_ptr() for grad in grads if grad is not None])
+        if len(found) != len(self.tables.indices):
             raise RuntimeError("two threads step one optimizer at once, and one of them has let go of the gradients")
-        return addresses(grads)
+        return found
+
+    def _addresses_of_counts(self) -> array[int]:
+        return array("Q", [step.data_ptr() for bucket in self.buckets for step in bucket.counts])
+
+
+def words(structures: list[Any]) -> Tensor:
+    """A table of structures of 8-byte words, `[structures, words]`."""
+    if not structures:
+        return torch.empty(0, 0, dtype=torch.int64, device="cpu")
+    table = (type(structures[0]) * len(structures))(*structures)
+    assert ctypes.sizeof(table) % (8 * len(structures)) == 0
+    return torch.frombuffer(table, dtype=torch.int64).view(len(structures), -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, wide, write
-from bighorn.kernels.bucket import Bucket, CameOptions
+from bighorn.kernels.bucket import Bucket, CameOptions, rows_with_grad
 from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach import pieces
 from bighorn.kernels.reference.came import row_axis
@@ -44,21 +44,23 @@ class Came(reference.Came):
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        parts = [part for bucket in self.buckets for grad in bucket.grads for part in pieces.chunks(grad, CHUNK)]
+        grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
+        parts = [part for grad in grads for part in pieces.chunks(grad, CHUNK)]
         return square_sums(parts, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
-            for rows in batches(bucket.params):
+            present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
+            for rows in batches(present):
                 Batch(bucket, rows, self.scratch, grad_scale, commit).step()
             count_step(bucket.counts, commit)
 
 
-def batches(params: list[Tensor]) -> Iterator[list[int]]:
+def batches(params: dict[int, Tensor]) -> Iterator[list[int]]:
     """Which rows are worked on together: small ones of one shape, up to CHUNK elements in all, or one alone."""
     small: dict[torch.Size, list[int]] = defaultdict(list)
-    for i, x in enumerate(params):
+    for i, x in params.items():
         if x.numel() > SMALL:
             yield [i]
         else:
@@ -103,7 +105,7 @@ class Batch:
         self.options, self.commit, self.dtype, self.size = o, commit, compute_dtype(x), x.numel()
         self.targets = {name: [as_vector(tensors[i]) for i in rows] for name, tensors in columns.items()}
         self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
-        self.g = together([as_vector(bucket.grads[i]) for i in rows])
+        self.g = together([as_vector(grad) for i in rows if (grad := bucket.grads[i]) is not None])
         self.grad_scale = -grad_scale if o.maximize else grad_scale
         self.mean = self.g.mean(dim=tuple(range(2, self.g.dim())), keepdim=True, dtype=self.dtype) if o.centre else None
         self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x)) + 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, wide, write
-from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.bucket import Bucket, LambOptions, rows_with_grad
 from bighorn.kernels.codec import NEAREST, rounded, stored
 from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
@@ -51,7 +51,7 @@ class Lamb(reference.Lamb):
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
-        self.batches = [Batch(bucket, rows) for bucket in buckets for rows in groups(bucket.params, BATCH)]
+        self.batches = [batches(bucket) for bucket in buckets]
 
     def prepare(self) -> None:
         """Do whatever can fail, before any kernel of a step writes."""
@@ -59,17 +59,26 @@ class Lamb(reference.Lamb):
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        grads, norms = [grad for bucket in self.buckets for grad in bucket.grads], self.buckets[0].norms
+        grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
+        norms = self.buckets[0].norms
         space = workspace(CHUNKS, norms.device)
         sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, CHUNK // 8)]
         return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Lamb.step`."""
-        for batch in self.batches:
-            batch.step(grad_scale, commit)
-        for bucket in self.buckets:
+        for bucket, all_rows in zip(self.buckets, self.batches, strict=True):
+            present = bucket.with_grad()
+            for batch in all_rows if present is bucket else batches(present):
+                batch.step(grad_scale, commit)
+            if present is not bucket:
+                bucket.norms[rows_with_grad(bucket.grads)] = present.norms
             count_step(bucket.counts, commit)
+
+
+def batches(bucket: Bucket[LambOptions]) -> list[Batch]:
+    """All rows of a bucket."""
+    return [Batch(bucket, rows) for rows in groups(bucket.params, BATCH)]
 
 
 class Batch:
@@ -204,7 +213,7 @@ class Batch:
 
     def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
         """The gradients of each piece as the moments take them, but for an l2 decay; only copies are written."""
-        o, grads = self.bucket.options, self.bucket.grads[self.rows]
+        o, grads = self.bucket.options, [grad for grad in self.bucket.grads[self.rows] if grad is not None]
         means: Iterator[list[Tensor]] = itertools.repeat([])
         if o.centre:
             wholes = [g.mean(dim=tuple(range(1, g.dim())), keepdim=True, dtype=self.dtype).expand_as(g) for g in grads]

@@ -48,7 +48,7 @@ class Stepper(Generic[Options]):
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
-        grads = [grad for bucket in self.buckets for grad in bucket.grads]
+        grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         return square_sums(grads, self.buckets[0].norms).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -86,6 +86,8 @@ class Stepper(Generic[Options]):
             shards = bucket.shards or [Shard.whole(x.shape) for x in bucket.params]
             rows = zip(bucket.params, bucket.grads, bucket.steps, shards, strict=True)
             for i, (x, g, step, shard) in enumerate(rows):
+                if g is None:
+                    continue
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
                 t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
                 bits: Tensor | None = None

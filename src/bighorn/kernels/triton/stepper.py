@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import addresses, check_memory
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.reference.stepper import draws
@@ -76,7 +76,6 @@ class Part(Generic[Options]):
         ]
         self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], Launch] = {}
-        check_memory(self.gradients())
         self.find_gradients()
         (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
         m = buckets[index].state["exp_avg"][i]
@@ -112,7 +111,7 @@ class Part(Generic[Options]):
         self.copies = [in_order_of(self.params[k], grads[k]) for k in self.strays]
         for k, copy in zip(self.strays, self.copies, strict=True):
             grads[k] = copy
-        self.grads = self.addresses.of(addresses(grads))
+        self.grads = self.addresses.of(array("Q", map(Tensor.data_ptr, grads)))
 
     def square_sums(self) -> Tensor:
         """The sum of the gradients' squares for each chunk, float64: compiled where somebody asks for it."""

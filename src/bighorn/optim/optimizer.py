@@ -1,7 +1,7 @@
-"""The step template: what every optimizer here shares, whatever its mathematics.
+"""The base of all optimizers: a step, whatever the algorithm, and the state that checkpoints hold.
 
-A step settles its options, finds or makes its plans (which tensors, which kernels), settles what gradients are
-multiplied with and whether anything is written at all, and hands over to the kernels.
+A step settles its options, finds or builds its plans (which tensors, which kernels), computes the factor of the
+gradients and the apply mask, and runs the kernels.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn import sharding
-from bighorn.arguments import about
-from bighorn.optim import checks, explain, foreign, hooks, order, param_groups
+from bighorn.optim import checks, explain, foreign, order, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.ahead import Ahead
 from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
-from bighorn.optim.commit import scale_and_commit, square_sum_of
 from bighorn.optim.eager import eager
 from bighorn.optim.parts import Part, Places, check_backend, parameters, part_of
-from bighorn.optim.plan import Plan, build
-from bighorn.optim.plan_cache import Looks, PlanCache, Ready
-from bighorn.optim.scheduling import SCHEDULED, Drive, Drivers, take_over, value_at
+from bighorn.optim.plan_cache import PlanCache, StepParams
 from bighorn.optim.settings import Settings
+from bighorn.optim.step_options import (
+    SCHEDULED,
+    OptionGuard,
+    ScheduledOptions,
+    ScheduleStep,
+    attach_all,
+    attach_schedules,
+    begin_step,
+    value_at,
+)
+from bighorn.optim.step_plan import StepPlan, scale_and_mask, square_sum_of
 from bighorn.state import complete, hold
 
 if TYPE_CHECKING:
@@ -55,10 +62,10 @@ class KernelOptimizer(Optimizer):
 
     _settings: Settings
     _default_schedules: dict[str, Any]
-    _drivers: list[Drivers]
-    """What drives options of each group."""
+    _scheduled: list[ScheduledOptions]
+    """The scheduled options of each group."""
     _order: order.Order
-    _watch: param_groups.Watch
+    _guard: OptionGuard
     _plans: PlanCache
     _prefix: str | None = None
     """What wrappers put in front of every parameter's name, which groups hold without it; None without names."""
@@ -66,7 +73,7 @@ class KernelOptimizer(Optimizer):
     """Other ranks have the same parameters and options: asked at the first step, and after groups were added."""
     _ahead: Ahead | None = None
     """The step that `step_ahead` has begun and `step` has not ended."""
-    _last: tuple[Plan, ...] = ()
+    _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one for each part of it."""
     _skipped: Tensor | None = None
     """How many steps wrote nothing; None if none could have been skipped."""
@@ -82,7 +89,7 @@ class KernelOptimizer(Optimizer):
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(unknown, arguments, type(self).__name__)
         self._settings = Settings.of(arguments)
-        self._drivers, self._order = [], []
+        self._scheduled, self._order = [], []
         self._forget()
         params, ordered = order.split(params)
         params = param_groups.in_lists(params)
@@ -111,21 +118,15 @@ class KernelOptimizer(Optimizer):
         arguments = {**self.defaults, **self._default_schedules, **settings, "names": None}
         arguments["process_group"] = process_group if used else None
         part = type(self).__new__(type(self))
-        mine = [self._as_given(group, drivers) for group, drivers in zip(groups, self._drivers, strict=True)]
+        mine = [self._as_given(group, own) for group, own in zip(groups, self._scheduled, strict=True)]
         KernelOptimizer.__init__(part, mine, arguments, {}, partial=True)
         return part
 
-    def _as_given(self, group: dict[str, Any], drivers: Drivers) -> dict[str, Any]:
+    def _as_given(self, group: dict[str, Any], scheduled: ScheduledOptions) -> dict[str, Any]:
         """A group with its schedules instead of their present values; the default ones will be found again."""
-        own = {name: driven.schedule for name, driven in drivers.items()}
+        own = {name: option.schedule for name, option in scheduled.items()}
         default = [name for name in own if own[name] is self._default_schedules.get(name)]
         return {name: value for name, value in (group | own).items() if name not in default}
-
-    def _patch_step_function(self) -> None:
-        step = type(self).step
-        super()._patch_step_function()
-        if type(self).step is not step:
-            type(self).step = hooks.where_there_are_some(step, type(self).step)  # type: ignore[method-assign]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.
@@ -142,13 +143,13 @@ class KernelOptimizer(Optimizer):
         group, tensors = param_groups.joining(
             param_group, self.param_groups, defaults, self.algorithm, self._settings, self._prefix
         )
-        drivers: Drivers = {}
-        take_over(group, drivers)
+        scheduled: ScheduledOptions = {}
+        attach_schedules(group, scheduled)
         if self._settings.backend != "auto":
             check_backend(group, tensors, self.algorithm, self._settings.backend)
         super().add_param_group(group)
         self._agreed = False
-        self._drivers.append(drivers)
+        self._scheduled.append(scheduled)
         if self._order:
             self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
         self._forget_plans()
@@ -224,14 +225,16 @@ class KernelOptimizer(Optimizer):
         ahead = self._ahead or Ahead(self._begin(), self._places())
         try:
             ahead.check(param, lambda place: self._part(*place, param).label)
-            [plan] = self._plans_of([Ready.of([param])], False, ahead.places)
+            [plan] = self._plans_of([param], None, ahead.places)
         except BaseException:
             if self._ahead is None:
-                ahead.drive.undo()
+                ahead.schedule.undo()
             raise
         self._ahead = ahead
-        plan.step(1.0, None)
-        plan.finish()
+        for _, kernel in plan.kernels:
+            kernel.step()
+        plan.step_shards(1.0, None)
+        plan.release()
         ahead.plans[param] = plan
         param.grad = None
         # What autograd has saved of the parameter is not what it was; compiled kernels do not say so by themselves.
@@ -252,99 +255,96 @@ class KernelOptimizer(Optimizer):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        drive = ahead.drive if ahead is not None else self._begin()
+        settings, params, fresh = self._settings, self.in_order(), not self.state
+        schedule = ahead.schedule if ahead is not None else self._begin()
         try:
-            fresh = not self.state
-            ready = Ready.of(self.in_order())
-            plans = self._plans_of([ready] if parts is None else ready.divided(parts), parts is None)
-            scale, commit = scale_and_commit(
-                self._settings,
-                grad_scale,
-                found_inf,
-                lambda: square_sum_of(plans, wait, self.param_groups, self._settings),
-            )
+            plans = self._plans_of(params, parts)
+            scale: Tensor | float = 1.0
+            mask = None
+            whole_first = settings.max_grad_norm is not None or settings.skip_nonfinite
+            if grad_scale is not None or found_inf is not None or whole_first:
+                scale, mask = scale_and_mask(
+                    settings, grad_scale, found_inf, lambda: square_sum_of(plans, wait, self.param_groups, settings)
+                )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            initialises = fresh and bool(ready.params) and only_initialises(self.param_groups, self.in_order(), plans)
+            initialises = fresh and bool(self.state) and only_initialises(self.param_groups, params, plans)
             for part, plan in enumerate(plans):
                 wait(part)
-                if not initialises:
-                    plan.step(scale, commit)
-                plan.finish()
+                for device, kernel in plan.kernels if not initialises else ():
+                    kernel.step(
+                        scale.to(device) if isinstance(scale, Tensor) else scale,
+                        None if mask is None else mask.to(device),
+                    )
+                if plan.meshes and not initialises:
+                    plan.step_shards(scale, mask)
+                plan.release()
         except BaseException:
             if ahead is None:
-                drive.undo()
+                schedule.undo()
             raise
         if not initialises:
-            drive.finish()
-        if commit is not None:
-            skipped = (~commit).long()
+            schedule.finish()
+        if mask is not None:
+            skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         earlier = list(ahead.plans.values()) if ahead is not None else []
-        self._last = tuple([plan for plan in earlier + plans if plan.slots]) or self._last
+        self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
         self._ahead = None
 
     # ---- what a step is made of ---------------------------------------------------------------------------
 
-    def _begin(self) -> Drive:
+    def _begin(self) -> ScheduleStep:
         """Settle the options of a step, whatever was written into groups since the last one."""
-        self._take_over_schedules()
-        drive = Drive(self.param_groups, self._drivers)
+        schedule, plans_hold = begin_step(
+            self.param_groups, self._scheduled, self._guard, self.defaults, self.algorithm, self._settings
+        )
+        if not plans_hold:
+            self._forget_plans()
         try:
-            self._refresh_options()
             if not self._agreed:
                 if sharding.any_distributed(self.in_order()):
                     check_agreement(self._parts(), self.param_groups, self.algorithm.options, self._settings)
                 self._agreed = True
         except BaseException:
-            drive.undo()
+            schedule.undo()
             raise
-        return drive
+        return schedule
 
-    def _take_over_schedules(self) -> None:
-        if len(self.param_groups) != len(self._drivers):
-            raise ValueError(
-                f"param_groups has {len(self.param_groups)} groups, where {len(self._drivers)} were added: add groups "
-                "with add_param_group(), and make a new optimizer to do without some"
-            )
-        for index, (group, drivers) in enumerate(zip(self.param_groups, self._drivers, strict=True)):
-            values = [group.setdefault(name, self.defaults.get(name)) for name in SCHEDULED]
-            if not all(isinstance(value, (float, int, Tensor)) for value in values):
-                with about(f"param_groups[{index}]"):
-                    group.update(self.algorithm.checked({name: group[name] for name in SCHEDULED}))
-                    take_over(group, drivers)
+    def _plans_of(
+        self, params: list[Tensor], parts: list[list[Tensor]] | None, places: Places | None = None
+    ) -> list[StepPlan]:
+        """A plan for each part of a step, bound to this step's gradients: a cached one if nothing moved.
 
-    def _refresh_options(self) -> None:
-        if not self._watch.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
-            self._forget_plans()
-
-    def _plans_of(self, divided: list[Ready], all_of_them: bool, places: Places | None = None) -> list[Plan]:
-        """A plan for each of these sets of parameters, fed with this step's gradients: a cached one if nothing moved.
-
-        Nothing changes before every plan is made.
+        Nothing changes before every plan is built and has prepared its kernels.
         """
-        groups, found = self.param_groups, []
-        for ready in divided:
-            looks = Looks.of(ready, groups, self.state, all_of_them=all_of_them)
-            plan = self._plans.find(ready, looks)
-            if plan is not None:
-                plan.feed(looks.grads, self._options_of({slot.variant for slot in plan.slots}))
-            found.append((plan, {}) if plan is not None else self._new_plan(ready, places or self._places()))
-        for ready, (plan, states) in zip(divided, found, strict=True):
-            self.state.update(states)
-            if states:
-                looks = Looks.of(ready, groups, self.state, all_of_them=all_of_them)
-                self._plans.keep(plan, ready, looks, parts=max(len(divided), len(places or ())))
-        plans = [plan for plan, _ in found]
+        groups, plans, built = self.param_groups, [], []
+        divided = StepParams.of(params, self.state).divided(parts)
+        for mine in divided:
+            plan = self._plans.find(mine, groups, self.state)
+            if plan is None:
+                plan, states = self._new_plan(mine, places or self._places())
+                built.append((mine, plan, states))
+            elif plan.options_version != self._guard.version:
+                plan.set_options(self._options_of(plan.variants()), self._guard.version)
+            plans.append(plan)
         for plan in plans:
-            plan.prepare()
+            for _, kernel in plan.kernels:
+                kernel.prepare()
+            for launch in plan.launches:
+                launch.kernel.prepare()
+        for mine, plan, states in built:
+            self.state.update(states)
+            self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(places or ())))
         return plans
 
-    def _new_plan(self, ready: Ready, places: Places) -> tuple[Plan, dict[Tensor, Any]]:
+    def _new_plan(self, mine: StepParams, places: Places) -> tuple[StepPlan, dict[Tensor, Any]]:
         """A plan, and the states that belong to it."""
-        parts = [self._part(*places[id(param)], param) for param in ready.params]
+        parts = [self._part(*places[id(param)], param) for param in mine.params]
         options = self._options_of({part.variant for part in parts})
-        plan, states = build(parts, ready.grads, options, self._complete, self._settings.backend)
+        plan, states = plan_builder.build(
+            parts, mine.grads, options, self._guard.version, self._complete, self._settings.backend
+        )
         return plan, {part.param: state for part, state in zip(parts, states, strict=True)}
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:
@@ -372,7 +372,7 @@ class KernelOptimizer(Optimizer):
         return itertools.starmap(self._part, parameters(self.param_groups, self._order))
 
     def _forget(self) -> None:
-        self._watch, self._ahead = param_groups.Watch(), None
+        self._guard, self._ahead = OptionGuard(), None
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -424,15 +424,16 @@ class KernelOptimizer(Optimizer):
         Raises:
             ValueError: As `step` would, where the backend that is asked for does not serve a tensor.
         """
-        self._take_over_schedules()
-        self._refresh_options()
+        attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
+        if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
+            self._forget_plans()
         return explain.explained(self._parts(), self.param_groups, self.algorithm, self._settings.backend)
 
     # ---- state in and out -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # Names are in the groups by now; a module here would be copied with the optimizer.
-        own = {name: self.__dict__[name] for name in ("_drivers", "_default_schedules", "_order", "_prefix")}
+        own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_order", "_prefix")}
         return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -470,7 +471,7 @@ class KernelOptimizer(Optimizer):
         states = loaded_states(groups, state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds it here, and would add it to later groups
-        for group, drivers in zip(self.param_groups, self._drivers, strict=True):
-            for name, driven in drivers.items():
-                driven.written = driven.left = group[name]
+        for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
+            for name, option in scheduled.items():
+                option.written = option.left = group[name]
         self._forget()

@@ -1,0 +1,35 @@
+"""Whether tensors have memory of their own that kernels can read and write."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are at its address.
+
+    A wrapper subclass (torchao's float8 weights, torch's TwoTensor) holds other tensors, and a storage can be freed
+    with `resize_(0)`: both have the address 0. A tensor of functorch has none.
+    """
+    return tensor.numel() == 0 or tensor.device.type == "meta" or bool(address_of(tensor))
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was freed, so that torch's own kernels would read address 0."""
+    return type(tensor) in (Tensor, Parameter) and not has_memory(tensor) and address_of(tensor) == 0
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """A tensor's address, 0 where it holds other tensors or was freed; None where torch knows none."""
+    if type(tensor) in (Tensor, Parameter):
+        with suppress(RuntimeError):  # of functorch
+            return tensor.data_ptr()
+        return None
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and gives 0
+        return tensor.data_ptr()
+    return None

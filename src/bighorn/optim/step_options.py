@@ -1,0 +1,215 @@
+"""The options of a step: schedules are applied, and whatever a program has written into the groups is checked.
+
+The number of an optimizer's `step()` calls drives its schedules. The groups hold this number, since every way of saving
+keeps this part of a `state_dict`; the schedules are code, are not saved, and are given again at construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bighorn.arguments import about, number
+from bighorn.optim import checks, foreign
+from bighorn.optim.algorithm import Algorithm, Group
+from bighorn.optim.checks import StepFunction
+from bighorn.optim.settings import OF_THE_WHOLE, Settings
+
+SCHEDULED = ("lr", "weight_decay")
+"""Options that a schedule can drive."""
+
+COUNT = "schedule_step"
+"""The key of a group that counts the calls of `step()` by which its schedules have moved."""
+
+LABELS = ("params", "param_names", "name")
+"""Keys of a group that are no options: torch's own, and the one by which people label a group."""
+
+SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
+"""Keys that schedulers keep in a group: torch's, and timm's `lr_scale`."""
+
+NO_OPTIONS = (*LABELS, *SCHEDULERS, COUNT, foreign.VERSION)
+"""Every key that a group may be given beside options; we keep the last two, since every way of saving keeps groups."""
+
+NUMBERS = ("lr", "betas", "eps", "weight_decay")
+"""Options that may change between steps without a new plan."""
+
+
+@dataclass
+class ScheduledOption:
+    """An option of a group that a schedule drives."""
+
+    schedule: StepFunction
+    written: float
+    """The value that the schedule gave last."""
+    left: float
+    """The value in the group when the last step ended."""
+
+    def overwritten(self, value: Any) -> bool:
+        """Whether a program has written `value` since: then it holds for one step."""
+        return bool(value not in (self.written, self.left))
+
+
+ScheduledOptions = dict[str, ScheduledOption]
+"""The scheduled options of a group, by name."""
+
+
+def value_at(name: str, schedule: StepFunction, step: int) -> float:
+    """The value of a schedule at a step.
+
+    Raises:
+        TypeError: The schedule returned something that is no number.
+        ValueError: It is over, or returned a value that the option cannot have.
+    """
+    try:
+        value = schedule(step)
+        return number(name, value.item() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # those of others may want other arguments
+        raise kind(f"the schedule of {name} at step {step}: {error}") from error
+
+
+def attach_schedules(group: Group, scheduled: ScheduledOptions) -> None:
+    """Let the schedules in a group drive its options, and write their present values into the group instead."""
+    for name in SCHEDULED:
+        if not callable(group[name]):
+            continue
+        schedule = group[name]
+        if name not in scheduled or scheduled[name].schedule is not schedule:
+            value = value_at(name, schedule, group[COUNT])
+            scheduled[name] = ScheduledOption(schedule, value, value)
+        group[name] = scheduled[name].left
+
+
+class ScheduleStep:
+    """The scheduled values of one step. All are computed first, so that an error leaves every group as it is."""
+
+    def __init__(self, groups: list[Group], scheduled: list[ScheduledOptions]) -> None:
+        self.counting: list[Group] = []
+        self.driven = [
+            (group, name, driven) for group, own in zip(groups, scheduled, strict=True) for name, driven in own.items()
+        ]
+        self.before = [(group[name], driven.written) for group, name, driven in self.driven]
+        values: list[tuple[Group, str, ScheduledOption, float]] = []
+        for index, (group, own) in enumerate(zip(groups, scheduled, strict=True)):
+            if "lr" in own and "initial_lr" in group:
+                raise RuntimeError(
+                    f"param_groups[{index}] has a schedule for lr, and a torch LRScheduler, which left 'initial_lr' "
+                    "there, writes lr too: give lr as a number, or leave the LRScheduler out and remove 'initial_lr'"
+                )
+            if any(driven.overwritten(group[name]) for name, driven in own.items()):
+                continue
+            self.counting.append(group)
+            if own:  # else there is nothing to tell, at every step
+                with about(f"param_groups[{index}]"):
+                    values += [
+                        (group, name, driven, value_at(name, driven.schedule, group[COUNT]))
+                        for name, driven in own.items()
+                    ]
+        for group, name, driven, value in values:
+            group[name] = driven.written = value
+
+    def undo(self) -> None:
+        """Leave the groups as they were before this step."""
+        for (group, name, driven), (value, written) in zip(self.driven, self.before, strict=True):
+            group[name], driven.written = value, written
+
+    def finish(self) -> None:
+        """Count the step."""
+        for group in self.counting:
+            group[COUNT] += 1
+        for group, name, driven in self.driven:
+            driven.left = group[name]
+
+
+REMOVED = object()
+"""Stands for an option that a program has taken out of a group; it will be the default's again."""
+
+
+class OptionGuard:
+    """The options of the groups as the last step saw them, since any program may write into groups."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[str, ...]] = {}
+        self._seen: dict[int, tuple[object, ...]] = {}
+        self.version = 0
+        """It grows with every change of an option."""
+
+    def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings) -> bool:
+        """Check options that have changed, and write their canonical form; whether plans still hold.
+
+        Raises:
+            TypeError: A value of a wrong type, or a misspelt key.
+            ValueError: A value out of range, or one that is no group's. No group has changed.
+        """
+        fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
+        for index, group in enumerate(groups):
+            if not group.keys().isdisjoint(OF_THE_WHOLE):
+                settings.refuse_own(group, f"param_groups[{index}]")
+            if (keys := tuple(group)) != self._keys.get(index):
+                names = [*algorithm.options, *vars(settings)]
+                checks.refuse_misspelt([key for key in keys if key not in NO_OPTIONS], names, f"param_groups[{index}]")
+                self._keys[index] = keys
+            values = tuple([group.get(name, REMOVED) for name in algorithm.options])
+            if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
+                values = tuple([(defaults | group)[name] for name in algorithm.options])
+                with about(f"param_groups[{index}]"):
+                    fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
+        plans_hold = True
+        for index, (checked, values) in fresh.items():
+            old = dict(zip(algorithm.options, self._seen.get(index, ()), strict=False))
+            plans_hold &= all(old.get(name) == checked[name] for name in algorithm.options if name not in NUMBERS)
+            groups[index].update(checked)
+            self._seen[index] = values
+            self.version += 1
+        return plans_hold
+
+
+def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
+    """Whether option values are what they were; arrays and the like, which do not compare, are not."""
+    try:
+        return values == old
+    except (ValueError, RuntimeError):
+        return False
+
+
+def begin_step(
+    groups: list[Group],
+    scheduled: list[ScheduledOptions],
+    guard: OptionGuard,
+    defaults: Group,
+    algorithm: Algorithm[Any],
+    settings: Settings,
+) -> tuple[ScheduleStep, bool]:
+    """Settle the options of a step, whatever was written into groups since the last one; whether plans still hold.
+
+    Raises:
+        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr.
+        TypeError: A value of a wrong type, or a misspelt key.
+        ValueError: An option out of range, or a schedule is over. The groups are as before.
+    """
+    attach_all(groups, scheduled, defaults, algorithm)
+    schedule = ScheduleStep(groups, scheduled)
+    try:
+        return schedule, guard.refresh(groups, defaults, algorithm, settings)
+    except BaseException:
+        schedule.undo()
+        raise
+
+
+def attach_all(
+    groups: list[Group], scheduled: list[ScheduledOptions], defaults: Group, algorithm: Algorithm[Any]
+) -> None:
+    """Attach the schedules that a program has written into groups."""
+    if len(groups) != len(scheduled):
+        raise ValueError(
+            f"param_groups has {len(groups)} groups, where {len(scheduled)} were added: add groups with "
+            "add_param_group(), and make a new optimizer to do without some"
+        )
+    for index, (group, own) in enumerate(zip(groups, scheduled, strict=True)):
+        values = [group.setdefault(name, defaults.get(name)) for name in SCHEDULED]
+        if not all(isinstance(value, (float, int, Tensor)) for value in values):
+            with about(f"param_groups[{index}]"):
+                group.update(algorithm.checked({name: group[name] for name in SCHEDULED}))
+                attach_schedules(group, own)

@@ -1,0 +1,253 @@
+"""A step of some parameters, prepared once: their buckets and kernels; and the factor of gradients and apply mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels import Bucket, Kernel, ShardKernel
+from bighorn.kernels.bucket import Shard
+from bighorn.optim.algorithm import Group, Variant
+from bighorn.optim.settings import Settings
+from bighorn.sharding import Cut, Ranks
+from bighorn.state import real_view
+
+LARGEST_NORM = 2.0**53
+"""Up to this 2-norm of all gradients no square leaves float32, in which moments are.
+
+Nor does a sum of 2^18 squares of CAME's updates, which can be as large as the largest gradient.
+"""
+
+
+@dataclass
+class ParamBinding:
+    """How one parameter and its gradient reach the rows of a bucket at each step."""
+
+    index: int
+    """The parameter, among those of the plan."""
+    view: Tensor
+    """This rank's part of the parameter, real, in its own memory."""
+    dense: Tensor
+    """What kernels work on: `view`, or a dense copy of it."""
+    step: Tensor
+    stacked: bool
+    shard: Shard | None
+    """Where `view` begins in the parameter; None if it is all of it."""
+    rows: range = range(0)
+    """The rows of the bucket."""
+
+    def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """A tensor that has the parameter's dims, or some of them, as rows; slices of other ranks are empty here."""
+        if not self.stacked:
+            return (tensor,)
+        if self.shard is None:
+            return tensor.unbind()
+        elsewhere = (tensor.new_empty((0,) * (tensor.dim() - 1)),)
+        before = self.shard.offset[0]
+        return elsewhere * before + tensor.unbind() + elsewhere * (self.shard.shape[0] - before - tensor.shape[0])
+
+    @property
+    def row_size(self) -> int:
+        """How many elements a whole row has."""
+        shape = self.shard.shape if self.shard else self.dense.shape
+        return math.prod(shape[1:] if self.stacked else shape)
+
+    def row_shards(self) -> list[Shard]:
+        """Where each row begins in the whole one; empty if all rows are whole."""
+        if self.shard is None or not self.stacked:
+            return [self.shard] if self.shard else []
+        first = self.shard.offset[0]
+        return [self.shard.of_slice(first <= i < first + self.shard.size[0]) for i in range(self.shard.shape[0])]
+
+    def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The rows of a gradient."""
+        if grad is None:
+            return (None,) * len(self.rows)
+        return self.slices(real_view(grad.resolve_conj()).resolve_neg())
+
+
+@dataclass
+class BucketPlan:
+    """A bucket, and where its rows come from."""
+
+    bucket: Bucket[Any]
+    variant: Variant
+    bindings: list[ParamBinding] = field(default_factory=list)
+    direct: bool = True
+    """Parameters and gradients are used as they are."""
+    all_counts: list[Tensor] = field(default_factory=list)
+    """The counts of steps of all parameters."""
+
+    def add(self, binding: ParamBinding, moments: dict[str, Tensor], number: int) -> None:
+        """Add the rows of a parameter, whose random bits a number tells from others'."""
+        bucket, first = self.bucket, len(self.bucket.params)
+        self.bindings.append(binding)
+        self.all_counts.append(binding.step)
+        bucket.params += binding.slices(binding.dense)
+        bucket.shards += binding.row_shards()
+        for name, value in moments.items():
+            bucket.state.setdefault(name, []).extend(binding.slices(value))
+        binding.rows = range(first, len(bucket.params))
+        bucket.steps += [binding.step] * len(binding.rows)
+        bucket.numbers += [number] * len(binding.rows)
+        bucket.firsts += [i * binding.row_size for i in range(len(binding.rows))]
+
+    def bind(self, grads: list[Tensor | None]) -> None:
+        """Hand over this step's gradients, and dense copies of parameters that need them."""
+        bucket, mine = self.bucket, [grads[binding.index] for binding in self.bindings]
+        counts = [b.step for b, grad in zip(self.bindings, mine, strict=True) if grad is not None]
+        bucket.grads, bucket.counts = mine, self.all_counts if len(counts) == len(mine) else counts
+        if self.direct:
+            return
+        bucket.grads = [row for b, grad in zip(self.bindings, mine, strict=True) for row in b.grad_rows(grad)]
+        for binding in self.bindings:
+            if binding.dense is not binding.view:
+                binding.dense.copy_(binding.view)
+
+    def release(self) -> None:
+        """Write dense copies back to the parameters that they stand for, and let go of the gradients."""
+        self.bucket.grads = []
+        for binding in self.bindings if not self.direct else ():
+            if binding.dense is not binding.view:
+                binding.view.copy_(binding.dense)
+
+
+class ShardLaunch(NamedTuple):
+    """A kernel for shards."""
+
+    kernel: ShardKernel
+    device: torch.device
+    cut: Cut
+
+
+@dataclass
+class StepPlan:
+    """Everything about a step of some parameters that stays as it is until one of them moves."""
+
+    buckets: list[BucketPlan]
+    kernels: list[tuple[torch.device, Kernel]]
+    """Kernels for tensors of which this rank has all."""
+    launches: list[ShardLaunch]
+    """Kernels for shards."""
+    meshes: dict[Ranks, list[ShardLaunch]]
+    """The same, by the ranks that add up sums over them."""
+    labels: list[list[str]]
+    """For each parameter, the names of its rows."""
+    places: list[list[int]]
+    """For each parameter, its rows, counted through all buckets."""
+    options_version: int
+    """Of the options that the buckets have."""
+    present: list[bool] = field(default_factory=list)
+    """Which parameters take part in this step."""
+    stepped: list[bool] = field(default_factory=list)
+    """Which of them took part in the last one."""
+
+    def bind(self, grads: list[Tensor | None]) -> None:
+        """Hand this step's gradients to the buckets; None for a parameter that takes no part in the step."""
+        self.present = [grad is not None for grad in grads]
+        for bucket_plan in self.buckets:
+            bucket_plan.bind(grads)
+
+    def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
+        """Hand over options of which only numbers have changed."""
+        for bucket_plan in self.buckets:
+            bucket_plan.bucket.options = options[bucket_plan.variant]
+        self.options_version = version
+
+    def variants(self) -> set[Variant]:
+        """Which options its buckets have."""
+        return {bucket_plan.variant for bucket_plan in self.buckets}
+
+    def square_sums(self) -> list[Tensor]:
+        """Sums of all gradients' squares, over all ranks that have parts of them."""
+        sums = [kernel.square_sum() for _, kernel in self.kernels]
+        for ranks, launches in self.meshes.items():
+            sums.append(ranks.total([(launch.cut, launch.kernel.square_sum()) for launch in launches]))
+        return sums
+
+    def step_shards(self, scale: Tensor | float, commit: Tensor | None) -> None:
+        """One step of all shards; kernels on one mesh go from sum to sum together."""
+        for ranks, launches in self.meshes.items():
+            running = [
+                (cut, kernel.rounds(on_device(scale, device), on_device(commit, device)))
+                for kernel, device, cut in launches
+            ]
+            while parts := [(cut, part) for cut, rounds in running if (part := next(rounds, None)) is not None]:
+                ranks.add_up(parts)
+
+    def release(self) -> None:
+        """Let go of the gradients, after the step."""
+        for bucket_plan in self.buckets:
+            bucket_plan.release()
+        self.stepped = self.present
+
+    def step_labels(self) -> list[str]:
+        """The names of the rows that took part in the last step."""
+        return [label for labels, here in zip(self.labels, self.stepped, strict=True) if here for label in labels]
+
+    def figures(self) -> Tensor:
+        """What kernels wrote of the last step, and the learning rate that they were told, `[labels, 4]`."""
+        places = [place for mine, here in zip(self.places, self.stepped, strict=True) if here for place in mine]
+        device, tables = self.buckets[0].bucket.norms.device, []
+        for bucket_plan in self.buckets:
+            norms, lr = bucket_plan.bucket.norms, bucket_plan.bucket.options.lr
+            lrs = lr.to(norms).expand(len(norms), 1) if isinstance(lr, Tensor) else norms.new_full((len(norms), 1), lr)
+            tables.append(torch.cat([norms, lrs], dim=1).to(device))
+        return torch.cat(tables)[torch.tensor(places, dtype=torch.int64, device=device)]
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A tensor on a device; anything else as it is."""
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def scale_and_mask(
+    settings: Settings, grad_scale: Tensor | None, found_inf: Tensor | None, square_sum: Callable[[], Tensor]
+) -> tuple[Tensor | float, Tensor | None]:
+    """The factor of all gradients, and the apply mask: whether the step is written (None: it is).
+
+    Both stay on their devices, and the host does not wait for them.
+
+    Args:
+        settings: Whether gradients are clipped, and whether a step whose gradients are not finite is skipped.
+        grad_scale: What a gradient scaler has multiplied them with.
+        found_inf: Not 0 if it found some that are not finite.
+        square_sum: The sum of all their squares, 0-dim; it is called only if an option needs it.
+    """
+    scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
+    mask = None if found_inf is None else (found_inf == 0).reshape(())
+    if settings.max_grad_norm is not None or settings.skip_nonfinite:
+        norm = square_sum().sqrt() * scale
+        largest = LARGEST_NORM
+        if settings.max_grad_norm is not None:
+            clip = settings.max_grad_norm / norm
+            scale = scale * torch.where(norm > settings.max_grad_norm, clip, torch.ones_like(clip))
+            if settings.max_grad_norm <= LARGEST_NORM:
+                largest = torch.finfo(norm.dtype).max  # what is beyond is clipped
+        if settings.skip_nonfinite:
+            fits = norm <= largest
+            mask = fits if mask is None else mask & fits
+    return scale, mask
+
+
+def square_sum_of(
+    plans: list[StepPlan], wait: Callable[[int], None], groups: list[Group], settings: Settings
+) -> Tensor:
+    """The sum of all gradients' squares; with a process group, over all its ranks, those without gradients too."""
+    sums: list[Tensor] = []
+    for part, plan in enumerate(plans):
+        wait(part)
+        sums += plan.square_sums()
+    if sums:
+        total = torch.stack([part_sum.to(sums[0].device) for part_sum in sums]).sum()
+    else:
+        devices = [param.device for group in groups for param in group["params"]]
+        total = torch.zeros((), dtype=torch.float64, device=devices[0] if devices else "cpu")
+    if settings.process_group is not None:
+        torch.distributed.all_reduce(total, group=settings.process_group)
+    return total

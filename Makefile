@@ -65,7 +65,7 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir build/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
-	$(BIN)/python tests/fresh_install.py dist
+	$(BIN)/python tests/package/fresh_install.py dist
 
 aarch64:
 	cmake -S . -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
@@ -86,7 +86,7 @@ $(OLDEST)/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernel
 oldest-torch: $(OLDEST)/installed
 	$(OLDEST)/bin/bighorn doctor --require cpu
 	$(OLDEST)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" -W default \
-	  --ignore tests/integrations --ignore tests/gpu --ignore tests/test_architecture.py -k "not fsdp and not hybrid"
+	  --ignore tests/integrations --ignore tests/gpu --ignore tests/package/test_architecture.py -k "not fsdp and not hybrid"
 
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
@@ -107,7 +107,7 @@ integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
 		--editable '.[dev,test-integrations]'
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps timm
-	$(BIN)/pytest -m "not slow" tests/integrations tests/test_docs.py
+	$(BIN)/pytest -m "not slow" tests/integrations tests/docs/test_docs.py
 
 # A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no
 # need of another. Elsewhere the environment is made as for everything else.

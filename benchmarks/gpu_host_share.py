@@ -23,8 +23,8 @@ from bighorn.cli.environment import provenance
 from bighorn.kernels import Bucket
 from bighorn.kernels.triton.stepper import Stepper
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import pretended
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support import fake_gpu
 
 STEPS = 200
 
@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     about = provenance("python benchmarks/gpu_host_share.py")
     rows = []
-    with pytest.MonkeyPatch.context() as patch, pretended.gpu(patch):
+    with pytest.MonkeyPatch.context() as patch, fake_gpu.gpu(patch):
         for kind in (Lamb, Came):
             for tensors in (400, 4000):
                 rows.append({"optimizer": kind.__name__, "tensors": tensors, **measure(kind, tensors)})

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import cases
-import interpreter
-import pretended
 from bighorn import kernels
 from bighorn.kernels.triton.device import interpreted
-from cases import Kind
+from tests.support import cases, fake_gpu, triton_interpreter
+from tests.support.cases import Kind
 
 if interpreted():
-    interpreter.mend()
+    triton_interpreter.mend()
 
 
 def pytest_report_header() -> str:
@@ -65,7 +63,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[pretended.Driver]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.Driver]:
     """A GPU that notes down what is launched there."""
-    with pretended.gpu(monkeypatch) as driver:
+    with fake_gpu.gpu(monkeypatch) as driver:
         yield driver

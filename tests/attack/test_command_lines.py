@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attack.tries import tries
 from bighorn.cli.commands import COMMANDS, bighorn
 from bighorn.cli.options import FilePath
+from tests.support.attack_settings import tries
 
 QUICK: Mapping[str, Sequence[str]] = {
     "train": ("--steps=1", "--threads=1"),

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attack.damage import damaged_bytes, edits
-from attack.tries import tries
 from bighorn.cli.commands import bighorn
+from tests.support.attack_settings import tries
+from tests.support.damage import damaged_bytes, edits
 
 Damage = Callable[[bytes], bytes]
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from attack.damage import edits
-from attack.tries import tries
 from bighorn import Came, Lamb
-from cases import KINDS, Optimizer
-from refusals import same, snapshot
+from tests.support.attack_settings import tries
+from tests.support.cases import KINDS, Optimizer
+from tests.support.damage import edits
+from tests.support.error_checks import same, snapshot
 
 DOCUMENTED = (TypeError, ValueError)
 OPTIONS: list[dict[str, Any]] = [

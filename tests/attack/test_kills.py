@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attack import kills
-from attack.tries import SEED
-from together import assert_ended_well, outcomes
+from tests.support import save_kill_worker
+from tests.support.attack_settings import SEED
+from tests.support.processes import assert_ended_well, outcomes
 
 KILLS = 20
 
@@ -17,7 +17,7 @@ KILLS = 20
 def test_a_killed_save_leaves_a_whole_checkpoint(in_folder: bool, tmp_path: Path) -> None:
     place = tmp_path / "saved" / "run.pt"
     (place if in_folder else place.parent).mkdir(parents=True)
-    ended = outcomes(Path(kills.__file__), [[place, SEED, KILLS]])
+    ended = outcomes(Path(save_kill_worker.__file__), [[place, SEED, KILLS]])
     assert_ended_well(ended)
     print(ended[0].output)
     assert f"{KILLS} kills, 0 of them" not in ended[0].output

@@ -15,14 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 from torch.nn import Parameter
 
-from attack.test_random_cases import ROUNDINGS
-from attack.tries import tries
-from cases import KINDS, Case, Optimizer, set_gradients
-from contract import OWN, saved_and_loaded
-from leaves import Leaf
-from options import CAME_OPTIONS, LAMB_OPTIONS
-from refusals import same, snapshot
-from test_backends import check_step, twins_of
+from tests.attack.test_random_cases import ROUNDINGS
+from tests.backends.test_backends import check_step, twins_of
+from tests.support.attack_settings import tries
+from tests.support.case_options import CAME_OPTIONS, LAMB_OPTIONS
+from tests.support.case_tensors import Leaf
+from tests.support.cases import KINDS, Case, Optimizer, set_gradients
+from tests.support.error_checks import same, snapshot
+from tests.support.optimizer_runs import OWN, saved_and_loaded
 
 LEAVES = (Leaf("conv1.bias", (5,)), Leaf("big.weight", (4, 3)), Leaf("plain.weight", (3, 2, 2), layout="transposed"))
 LATER = Leaf("later.weight", (2, 3))
@@ -178,7 +178,7 @@ def test_the_reference_agrees_after_any_sequence() -> None:
 
 
 def test_a_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attack.test_optimizer_use.saved_and_loaded", lambda state: {**state, "state": {}})
+    monkeypatch.setattr("tests.attack.test_optimizer_use.saved_and_loaded", lambda state: {**state, "state": {}})
     unshrunk = hypothesis.settings(OptimizerUse.TestCase.settings, max_examples=500, phases=[hypothesis.Phase.generate])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(OptimizerUse, settings=unshrunk)

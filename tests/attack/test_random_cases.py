@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from attack.random_cases import cases
-from attack.tries import tries
-from cases import Case
-from test_backends import check_steps
+from tests.backends.test_backends import check_steps
+from tests.support.attack_settings import tries
+from tests.support.cases import Case
+from tests.support.random_cases import cases
 
 ROUNDINGS = 4.0
 """In tensors of few elements errors of rounding do not average out as in those of the table."""

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from bighorn.cli.commands import bighorn
 from bighorn.cli.training import Run
-from cli.helpers import Invoke, without_dropout, write_idx, write_text
+from tests.support.command_line import Invoke, without_dropout, write_idx, write_text
 
 
 @pytest.fixture

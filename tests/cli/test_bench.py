@@ -18,7 +18,7 @@ from bighorn import Lamb, kernels
 from bighorn.cli import bench, environment, measure, peers
 from bighorn.cli.plain import compiled_loop
 from bighorn.cli.shapes import SHAPES
-from cli.helpers import Invoke, assert_self_contained
+from tests.support.command_line import Invoke, assert_self_contained
 
 CPU = torch.device("cpu")
 SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}

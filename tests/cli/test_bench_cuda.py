@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn import Came, Lamb
 from bighorn.cli import bench, cuda, measure, peers, traffic
 from bighorn.cli.shapes import SHAPES
-from cli.helpers import Invoke, assert_self_contained
+from tests.support.command_line import Invoke, assert_self_contained
 
 CPU = torch.device("cpu")
 CYCLES_PER_SECOND = 1e9

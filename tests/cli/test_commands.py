@@ -13,7 +13,7 @@ from click.shell_completion import BashComplete
 from bighorn.cli import doctor
 from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
-from cli.helpers import Invoke
+from tests.support.command_line import Invoke
 
 QUICK = {
     "train": ["--steps", "1"],

@@ -14,7 +14,7 @@ from bighorn.cli.optimizers import CONTESTANTS
 from bighorn.cli.studies import STUDIES, Study
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.training import Run
-from cli.helpers import Invoke, assert_self_contained
+from tests.support.command_line import Invoke, assert_self_contained
 
 
 def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:

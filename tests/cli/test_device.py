@@ -15,7 +15,7 @@ from bighorn.cli.errors import InputError
 from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import DivergedError, Run
-from cli.helpers import Invoke
+from tests.support.command_line import Invoke
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 

@@ -10,7 +10,7 @@ from bighorn import PRESETS, kernels
 from bighorn.cli import doctor
 from bighorn.kernels import Status
 from bighorn.kernels.cpu import library
-from cli.helpers import Invoke
+from tests.support.command_line import Invoke
 
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
 

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from bighorn.cli.commands import bighorn
-from cli.helpers import Invoke
+from tests.support.command_line import Invoke
 
 Keys = tuple[Any, ...]
 MISSING = object()

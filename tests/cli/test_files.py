@@ -20,8 +20,8 @@ import torch
 
 from bighorn.cli import files
 from bighorn.cli.errors import InputError
-from cli.helpers import Invoke
-from together import LIMIT
+from tests.support.command_line import Invoke
+from tests.support.processes import LIMIT
 
 
 def mode(path: Path) -> int:

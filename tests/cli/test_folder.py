@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bighorn.cli import folder
-from cli.helpers import Invoke
+from tests.support.command_line import Invoke
 
 TRAIN = ["train", "--steps", "4", "--threads", "1"]
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from together import LIMIT
+from tests.support.processes import LIMIT
 
 PROGRAM = """
 import signal, sys

@@ -10,7 +10,7 @@ import pytest
 
 from bighorn.cli.lr_find import Curve
 from bighorn.cli.training import DivergedError, Run
-from cli.helpers import Invoke, assert_self_contained
+from tests.support.command_line import Invoke, assert_self_contained
 
 
 def test_a_search_ends_at_four_times_the_best_and_marks_its_suggestion(invoke: Invoke) -> None:

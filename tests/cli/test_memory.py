@@ -22,7 +22,7 @@ from bighorn.cli.shapes import SHAPES, llama
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
 from bighorn.kernels.rounding import LOW, WAYS
-from cli.helpers import Invoke, assert_self_contained
+from tests.support.command_line import Invoke, assert_self_contained
 
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
        (70, 64, 1, 1), (2, 3, 4, 5, 6), (5000,)]  # fmt: skip

@@ -15,19 +15,19 @@ import pytest
 import torch
 
 from bighorn.cli.training import Run
-from cli.helpers import Invoke, write_idx, write_text
-from cli.launches import (
-    SEVERAL,
+from tests.support.command_line import Invoke, write_idx, write_text
+from tests.support.processes import LIMIT
+from tests.support.torchrun import (
     TORCHRUN,
     TWO,
     VARIABLES,
+    WORKER,
     assert_same_run,
     history,
     in_processes,
     job,
     under_torchrun,
 )
-from together import LIMIT
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {
@@ -136,7 +136,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     """As a terminal sends it: to torchrun and to all of its processes, one of which is slow to begin."""
-    command = [*TWO, str(SEVERAL), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
+    command = [*TWO, str(WORKER), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,

@@ -11,7 +11,7 @@ import pytest
 
 from bighorn.cli import figures
 from bighorn.cli.training import Run
-from cli.helpers import Invoke, Page, assert_self_contained
+from tests.support.command_line import Invoke, Page, assert_self_contained
 
 
 def test_report_of_a_run(invoke: Invoke) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bighorn.cli.interrupt import Interrupt
-from cli.helpers import Invoke
-from together import LIMIT
+from tests.support.command_line import Invoke
+from tests.support.processes import LIMIT
 
 
 def content(path: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.helpers import Invoke, write_text
-from cli.launches import assert_same_run, history, in_processes, job
+from tests.support.command_line import Invoke, write_text
+from tests.support.torchrun import assert_same_run, history, in_processes, job
 
 TEXT = ["train", "--task", "text", "--data", "text.txt", "--steps", "4", "--batch-size", "8", "--threads", "1"]
 CLIPPED = [*TEXT, "--max-grad-norm", "0.5"]

@@ -25,7 +25,7 @@ from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.schedule import DECAYS
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.training import Run
-from cli.helpers import Invoke, without_dropout
+from tests.support.command_line import Invoke, without_dropout
 
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:

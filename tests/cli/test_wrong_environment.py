@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.helpers import Invoke
+from tests.support.command_line import Invoke
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import bighorn
 from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
-from compat.training import step, trained, weights
+from tests.support.compat_training import step, trained, weights
 
 Params = Mapping[str, Parameter]
 Faces = dict[str, tuple[Callable[[Params, Any], Optimizer], Callable[[Params, Any], Optimizer]]]

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 import bighorn
 from bighorn.compat.mindformers import Came
 from bighorn.compat.mindspore import CosineDecayLR, FixedLossScaleManager
-from compat.training import LRS, STEPS, assert_close, gradient, step, trained, weights
-from refusals import refused
+from tests.support.compat_training import LRS, STEPS, assert_close, gradient, step, trained, weights
+from tests.support.error_checks import refused
 
 
 class Layer(nn.Module):

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 import bighorn
 from bighorn.compat import mindspore
 from bighorn.compat.mindspore import Lamb, PolynomialDecayLR
-from cases import allow_gradients_of
-from compat.training import LRS, STEPS, assert_close, by_scalar, gradient, trained, weights
-from refusals import refused
+from tests.support.cases import allow_gradients_of
+from tests.support.compat_training import LRS, STEPS, assert_close, by_scalar, gradient, trained, weights
+from tests.support.error_checks import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:params have no names")
 

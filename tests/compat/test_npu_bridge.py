@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bighorn.compat.npu_bridge import LAMBOptimizer
-from compat.training import LRS, assert_close, by_scalar, trained
-from refusals import weights
+from tests.support.compat_training import LRS, assert_close, by_scalar, trained
+from tests.support.error_checks import weights
 
 
 class Block(nn.Module):

@@ -9,9 +9,9 @@ import torch
 
 from bighorn import ConvertedStateWarning
 from bighorn.compat.pytorch_fused_lamb import Lamb
-from compat.training import LRS, assert_close, by_scalar, gradient, trained
-from compat.training import weights as named_weights
-from refusals import weights
+from tests.support.compat_training import LRS, assert_close, by_scalar, gradient, trained
+from tests.support.compat_training import weights as named_weights
+from tests.support.error_checks import weights
 
 
 def test_the_documents_example() -> None:

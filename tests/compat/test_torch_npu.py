@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn.compat.torch_npu import NpuFusedLamb
-from compat.training import LRS, assert_close, by_scalar, trained
-from refusals import weights
+from tests.support.compat_training import LRS, assert_close, by_scalar, trained
+from tests.support.error_checks import weights
 
 
 def test_the_documents_example() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpu.steps import STATUS
+from tests.support.gpu_steps import STATUS
 
 
 @pytest.fixture(autouse=True)

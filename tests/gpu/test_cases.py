@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import test_backends
-import test_triton
-import test_triton_came
 from bighorn import Lamb
 from bighorn.kernels.rounding import WAYS, Rounding
-from cases import CASES, Case, Kind, set_gradients
-from contract import BY_ID
-from gpu.steps import GPU, OPTIONS, STATUS, gradients, needs_cuda, parameters, same, trained
-from leaves import Layout, arranged
+from tests.backends import test_backends, test_triton, test_triton_came
+from tests.support.case_tensors import Layout, arranged
+from tests.support.cases import CASES, Case, Kind, set_gradients
+from tests.support.gpu_steps import GPU, OPTIONS, STATUS, gradients, needs_cuda, parameters, same, trained
+from tests.support.optimizer_runs import BY_ID
 
 pytestmark = GPU
 BACKENDS = ("triton", "foreach", "reference")

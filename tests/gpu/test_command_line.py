@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.steps import GPU, needs_cuda
+from tests.support.gpu_steps import GPU, needs_cuda
 
 pytestmark = [*GPU, needs_cuda]
 

@@ -10,9 +10,9 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Lamb
-from cases import Kind, set_gradients
-from contract import figures
-from gpu.steps import GPU, OPTIONS, gradients, needs_cuda, parameters
+from tests.support.cases import Kind, set_gradients
+from tests.support.gpu_steps import GPU, OPTIONS, gradients, needs_cuda, parameters
+from tests.support.optimizer_runs import figures
 
 pytestmark = [*GPU, needs_cuda]
 

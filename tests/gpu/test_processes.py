@@ -7,18 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu.steps import GPU, needs_cuda
-from together import LIMIT
+from tests.support.gpu_steps import GPU, needs_cuda
+from tests.support.processes import LIMIT
 
 pytestmark = [*GPU, needs_cuda]
 
 STEPS = """
 import sys
 import torch
-import gpu_smoke
+from tests.gpu import smoke
 from bighorn import Came, Lamb
 device = torch.device("cuda")
-sys.exit(not all([gpu_smoke.check(kind, torch.float32, {}, device) for kind in (Lamb, Came)]))
+sys.exit(not all([smoke.check(kind, torch.float32, {}, device) for kind in (Lamb, Came)]))
 """
 
 AUTO = """
@@ -35,11 +35,11 @@ assert bool((p < 1).all())
 
 def start(program: str, **variables: str) -> subprocess.Popen[str]:
     """A program with these variables of the environment beside the present ones, or without those that are empty."""
-    tests = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value}
     command = [sys.executable, "-c", program]
     return subprocess.Popen(
-        command, cwd=tests, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cases import Kind, set_gradients
-from gpu.steps import GPU, OPTIONS, gradients, nap, needs_cuda, parameters, same, trained
+from tests.support.cases import Kind, set_gradients
+from tests.support.gpu_steps import GPU, OPTIONS, gradients, nap, needs_cuda, parameters, same, trained
 
 pytestmark = [*GPU, needs_cuda]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bighorn.cli.ranks import end_process_group
-from cases import Kind, set_gradients
-from gpu.steps import GPU, OPTIONS, gradients, needs_cuda, parameters, same, trained
+from tests.support.cases import Kind, set_gradients
+from tests.support.gpu_steps import GPU, OPTIONS, gradients, needs_cuda, parameters, same, trained
 
 pytestmark = GPU
 
@@ -118,7 +118,7 @@ def test_a_compiled_training_step_is_compiled_once(kind: Kind) -> None:
 
 
 def test_nothing_is_compiled_again_when_numbers_change(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_api import on_compilation
+    from tests.support.triton_compat import on_compilation
 
     compiled: list[Any] = []
     params = parameters()

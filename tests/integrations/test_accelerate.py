@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from bighorn import Came, Lamb, telemetry
-from integrations.net import INSTALL, OPTIONS, Net, assert_same, batches, by_hand
+from tests.support.trainer_model import INSTALL, OPTIONS, Net, assert_same, batches, by_hand
 
 accelerate = pytest.importorskip("accelerate", reason=INSTALL)
 

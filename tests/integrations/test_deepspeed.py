@@ -16,7 +16,7 @@ ENGINE = """
 import sys, torch, deepspeed
 import deepspeed.ops
 from bighorn import Lamb
-from integrations.net import OPTIONS, Net, assert_same, batches, by_hand
+from tests.support.trainer_model import OPTIONS, Net, assert_same, batches, by_hand
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory between ranks: would be compiled
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bighorn import Came, Lamb
-from integrations.net import INSTALL, Net
+from tests.support.trainer_model import INSTALL, Net
 
 omegaconf = pytest.importorskip("omegaconf", reason=INSTALL)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bighorn import Came, Lamb, telemetry
-from integrations.net import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
+from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
 
 lightning = pytest.importorskip("lightning", reason=INSTALL)
 

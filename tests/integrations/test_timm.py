@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-import peers
 from bighorn import Lamb
-from integrations.net import Net, batches
+from tests.support import peer_formulas
+from tests.support.trainer_model import Net, batches
 
-if peers.TIMM_ABSENT:
-    pytest.skip(peers.TIMM_ABSENT, allow_module_level=True)
+if peer_formulas.TIMM_ABSENT:
+    pytest.skip(peer_formulas.TIMM_ABSENT, allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    peers.installed_timm_lamb()
+    peer_formulas.installed_timm_lamb()
     models: Any = ModuleType("timm.models")
     models.group_parameters = models.group_with_matcher = None
     monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bighorn import Came, Lamb, telemetry
-from integrations.net import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
+from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
 
 transformers = pytest.importorskip("transformers", reason=INSTALL)
 

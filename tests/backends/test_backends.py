@@ -1,0 +1,525 @@
+"""Every backend against the float64 reference, one step at a time from identical state, over the whole table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from bighorn.kernels import codec, rounding
+from bighorn.kernels.codec import Dither
+from bighorn.kernels.reference import came as came_reference
+from bighorn.kernels.reference import lamb as reference
+from bighorn.state import BESIDE
+from tests.support import scalar_formulas
+from tests.support.case_tensors import ZOO, Layout, arranged, double
+from tests.support.cases import CASES, Case, Kind, Optimizer, set_gradients
+from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
+
+LOW = (torch.bfloat16, torch.float16)
+STEPS = 3
+
+# Relative to (the step, the parameter, a moment). The first two float32 figures are the specification's.
+TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (1e-14, 5e-16, 1e-15)}
+
+LOOSE: dict[Kind, float] = {Lamb: 1.0, Came: 4.0}
+"""CAME's step is a product of five rounded factors, so where it cancels x, or x was 0, more of their rounding shows."""
+
+ROUNDING_OF_A_MOMENT = 5e-7
+"""Relative to the moment before and after, what codes are a choice between."""
+
+TIE = 2**-6
+"""How far a momentum that rounding to few bits left apart takes what is computed from it: a code is at most 1/127 of
+the largest in its block, an ulp of bfloat16 at most 2**-7 of the value, and the residual's square doubles either."""
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A flat float view in row-major order; a complex number is two floats."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+
+
+def ordinal(tensor: Tensor) -> Tensor:
+    """The position of a 16-bit float among all floats of its dtype, so that differences count ulps."""
+    bits = tensor.view(torch.int16).int()
+    return torch.where(bits < 0, -32768 - bits, bits)
+
+
+def size(*tensors: Tensor) -> float:
+    """All their 2-norms. An error is relative to what was added up, since the sum of two numbers may be near zero."""
+    return sum(float(tensor.double().norm()) for tensor in tensors)
+
+
+def assert_rounded(ours: Tensor, exact: Tensor, before: Tensor, what: str, loose: float = 1.0) -> bool:
+    """`ours` is `exact` rounded once to a 16-bit dtype, but for rare ties; says whether there was one."""
+    away = (ordinal(ours) - ordinal(exact.to(ours.dtype))).abs()
+    apart = bool(away.any())
+    # Where a sum is almost zero, float32's rounding of what was added is many ulps of the result.
+    away[(ours.double() - exact).abs() <= loose * 2e-7 * (exact.abs() + before.abs())] = 0
+    odd = int((away > 0).sum())
+    # Many elements share one mantissa, of which there are 128 in bfloat16, so a tie comes in company.
+    assert odd <= max(1, 0.05 * away.numel()), f"{what}: {odd} of {away.numel()} rounded wrongly"
+    assert odd == 0 or away.max() <= 1, f"{what}: {away.max()} ulps"
+    return apart
+
+
+Bounds = dict[int, tuple[Tensor, Tensor]]
+"""The lowest and the highest codes that a moment may have, by the address of the codes that it has."""
+
+
+@contextmanager
+def rounding_watched() -> Iterator[Bounds]:
+    """What codes the reference's moments could have meanwhile, each off by float32's rounding of what was added up."""
+    bounds: Bounds = {}
+
+    def rounded(name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST) -> dict[str, Tensor]:
+        new, form = codec.rounded(name, values, like, dither), codec.form_of(name, like)
+        if form is not None and form.dtype not in LOW:
+            top = codec.decode(torch.full_like(new[name], torch.iinfo(form.dtype).max), new[f"{name}_scale"], form)
+            slack = ROUNDING_OF_A_MOMENT * (values.abs() + codec.stored(name, like).abs()).copysign(values)
+            least = -top if form.dtype.is_signed else torch.where(values > 0, torch.finfo(torch.float32).tiny, 0)
+            ends = []
+            for way in (-1, 1):
+                end = (values + way * slack).clamp(least, top)
+                # The largest of a block stays, since the others' codes are shares of it.
+                end = torch.where(values.float().abs() < top, end, values)
+                # The specification rounds to 2^-16ths of a code first.
+                shift = (torch.as_tensor(dither).expand(values.shape) + way).clamp(0, 2**16 - 1)
+                ends.append(codec.encode(end, form, shift)[0])
+            bounds[like[name].data_ptr()] = torch.minimum(*ends), torch.maximum(*ends)
+        return new
+
+    with mock.patch.object(reference, "rounded", rounded), mock.patch.object(came_reference, "rounded", rounded):
+        yield bounds
+
+
+def bounds_of(codes: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Of a tensor of codes, flat; the slices of a stacked one were rounded one by one."""
+    low, high = bounds[codes.data_ptr()]
+    if low.numel() == codes.numel():
+        return low.flatten(), high.flatten()
+    slices = [bounds_of(part, bounds) for part in codes]
+    return torch.cat([low for low, _ in slices]), torch.cat([high for _, high in slices])
+
+
+def assert_same_codes(ours: Tensor, exact: Tensor, bounds: Bounds, what: str) -> bool:
+    """The same codes, but for values within float32's rounding of another one; says whether there are such."""
+    true = real(exact)
+    if true.numel():
+        low, high = bounds_of(exact, bounds)
+        wrong = int(((ours < low) | (ours > high)).sum())
+        assert wrong == 0, f"{what}: {wrong} of {ours.numel()} codes are wrong"
+        away = (ours.int() - true.int()).abs()
+        # A block of one value that is almost 0: its sign is nobody's.
+        away[(true.abs() == codec.TOP) & ((ours == 0) | (ours.int() == -true.int()))] = 0
+        assert away.max() <= 1, f"{what}: {away.max()} codes"
+    return not ours.equal(true)
+
+
+def assert_norm(ours: Tensor, exact: Tensor, bound: float, what: str) -> None:
+    error = (ours.double() - exact.double()).norm().item()
+    bound += torch.finfo(torch.float32).tiny  # below float32's normal numbers there are few digits
+    assert error <= bound, f"{what}: error {error:.2e} above {bound:.2e}"
+
+
+State = Mapping[str, Tensor]
+
+
+def assert_same_state(
+    ours: State, exact: State, before: State, bounds: Bounds, what: str, roundings: float = 1.0
+) -> bool:
+    """Says whether a rounding tie of a moment in few bits left the two apart, which the parameter then shows too."""
+    assert ours.keys() == exact.keys(), what
+    assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
+    apart = False
+    for key in sorted(ours.keys() - {"step"}):  # the momentum before the residual that is taken with it
+        mine, true, old = real(ours[key]), real(exact[key]), real(before.get(key, torch.zeros_like(exact[key])))
+        if mine.dtype in LOW:
+            apart |= assert_rounded(mine, true, old, f"{what} {key}")
+        elif mine.dtype in (torch.int8, torch.uint8):
+            apart |= assert_same_codes(mine, exact[key], bounds, f"{what} {key}")
+        else:
+            bound = TIE if apart and key.startswith("exp_avg_res") else roundings * TOLERANCE[mine.dtype][2]
+            assert_norm(mine, true, bound * size(true, old), f"{what} {key}")
+    return apart
+
+
+def assert_same_parameter(
+    ours: Tensor, exact: Tensor, before: Tensor, *, apart: bool, what: str, loose: float = 1.0, roundings: float = 1.0
+) -> None:
+    mine, true, old = real(ours), real(exact), real(before)
+    moved, bulk = size(true - old), size(true, old)
+    stored = roundings * torch.finfo(mine.dtype).eps / 2 * bulk
+    if apart:
+        assert_norm(mine, true, TIE * moved + stored, what)
+    elif mine.dtype in LOW:
+        assert_rounded(mine, true, old, what, loose)
+    else:
+        step_bound, bound, _ = TOLERANCE[mine.dtype]
+        assert_norm(mine, true, loose * bound * bulk, f"{what} against the parameter")
+        # Storing x rounds it by half an ulp, which is more than the bound where the step is tiny beside x.
+        assert_norm(mine, true, step_bound * moved + stored, f"{what} against the step")
+
+
+def unrounded(parameter: Tensor, state: State) -> Tensor:
+    """What a parameter stands for, with what is kept beside it; itself where nothing is."""
+    kept = {name: value for name, value in state.items() if name in BESIDE}
+    return rounding.unrounded(parameter.detach(), kept) if kept else parameter.detach()
+
+
+def assert_weights(
+    case: Case, ours: Tensor, state: State, exact: Tensor, before: Tensor, *, apart: bool, what: str, roundings: float
+) -> None:
+    """The parameter, as its way of rounding wants it."""
+    whole, loose = unrounded(ours, state), roundings * LOOSE[case.kind]
+    if case.options.get("weight_rounding") == "stochastic" and not apart:
+        mine, true, old = real(whole), real(exact), real(before)
+        away = (ordinal(mine) - ordinal(true.to(mine.dtype))).abs()
+        away[(mine.double() - true).abs() <= loose * 2e-7 * (true.abs() + old.abs())] = 0
+        assert (away <= 1).all(), f"{what}: stored {away.max()} ulps away"
+        return
+    if whole.dtype != ours.dtype:
+        assert real(ours).equal(real(whole).to(ours.dtype)), f"{what}: not the rounding of what it stands for"
+    assert_same_parameter(whole, exact, before, apart=apart, what=what, loose=loose, roundings=roundings)
+
+
+def copy_into(
+    twin: Optimizer, twins: Sequence[Parameter], optimizer: Optimizer, parameters: Sequence[Parameter]
+) -> None:
+    """Give the float64 twin exactly the numbers the optimizer under test holds now."""
+    for exact, parameter in zip(twins, parameters, strict=True):
+        state = optimizer.state.get(parameter, {})
+        exact.data.copy_(unrounded(parameter, state))
+        for key, value in state.items():
+            if key not in BESIDE:
+                twin.state[exact][key].copy_(value)
+
+
+def copied(state: State) -> State:
+    return {key: value.clone() for key, value in state.items()}
+
+
+@pytest.mark.parametrize(("backend", "case"), runs(CASES), indirect=["backend"])
+def test_a_step_equals_the_float64_reference(backend: str, case: Case) -> None:
+    check_steps(backend, case)
+
+
+def check_steps(backend: str, case: Case, roundings: float = 1.0) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    twins, twin = twins_of(case, parameters)
+    for step in range(STEPS):
+        gradients = case.gradients(step)
+        for each in (optimizer, twin):
+            case.set_lr(each, step)
+        check_step(case, parameters, optimizer, twins, twin, gradients, f"step {step}", roundings)
+        for gradient, untouched in zip(gradients, case.gradients(step), strict=True):
+            assert gradient is None or (untouched is not None and gradient.equal(untouched)), "a gradient was written"
+
+
+def twins_of(case: Case, parameters: Sequence[Parameter]) -> tuple[list[Parameter], Optimizer]:
+    """The same parameters in float64, and the reference backend's optimizer of them."""
+    twins = [Parameter(torch.empty(p.shape, dtype=double(p.dtype)).copy_(p.detach())) for p in parameters]
+    return twins, case.in_double().optimizer(twins, "reference")
+
+
+def check_step(
+    case: Case,
+    parameters: Sequence[Parameter],
+    optimizer: Optimizer,
+    twins: Sequence[Parameter],
+    twin: Optimizer,
+    gradients: Sequence[Tensor | None],
+    what: str,
+    roundings: float = 1.0,
+) -> None:
+    """One step, from the numbers that the optimizer under test holds now, equals the float64 twin's.
+
+    `roundings` is how often an element may be rounded where the table allows it once.
+    """
+    copy_into(twin, twins, optimizer, parameters)
+    before = [exact.detach().clone() for exact in twins]
+    states = [copied(twin.state[exact]) if exact in twin.state else {} for exact in twins]
+    idle = [
+        (p, p.detach().clone(), copied(optimizer.state.get(p, {})))
+        for p, gradient in zip(parameters, gradients, strict=True)
+        if gradient is None
+    ]
+    set_gradients(twins, [None if g is None else g.to(double(g.dtype), copy=True) for g in gradients])
+    set_gradients(parameters, gradients)
+    optimizer.step()
+    with rounding_watched() as bounds:
+        twin.step()
+    for parameter, value, held in idle:
+        assert parameter.equal(value), f"{what}: a parameter without a gradient was written"
+        assert all(tensor.equal(held[key]) for key, tensor in optimizer.state.get(parameter, {}).items()), what
+    for leaf, parameter, exact, old, state in zip(case.leaves, parameters, twins, before, states, strict=True):
+        if parameter.grad is None:
+            continue
+        where = f"{leaf.name}, {what}"
+        assert (parameter in optimizer.state) == (exact in twin.state), where
+        apart = False
+        if parameter in optimizer.state:
+            mine = {key: value for key, value in optimizer.state[parameter].items() if key not in BESIDE}
+            apart = assert_same_state(mine, twin.state[exact], state, bounds, where, roundings)
+        kept = optimizer.state.get(parameter, {})
+        assert_weights(case, parameter, kept, exact, old, apart=apart, what=where, roundings=roundings)
+    ours, truth = optimizer.telemetry(), twin.telemetry()
+    assert ours.names == truth.names
+    rtol = TIE if any("state_dtype" in options for options in (case.options, *case.groups)) else roundings * 1e-5
+    torch.testing.assert_close(figures(ours), figures(truth), rtol=rtol, atol=0)
+
+
+def test_the_comparison_sees_a_wrong_step() -> None:
+    """The bounds above are not vacuous: a step 1e-5 too long, and a moment 1e-5 too large, are caught."""
+    torch.manual_seed(1)
+    old = torch.randn(1000, dtype=torch.float64)
+    new = old - 0.1 * torch.randn(1000, dtype=torch.float64)
+    assert_same_parameter(new.float(), new, old, apart=False, what="right")
+    with pytest.raises(AssertionError, match="against"):
+        assert_same_parameter((new + 1e-5 * (new - old)).float(), new, old, apart=False, what="wrong")
+    state = {"step": torch.ones(()), "exp_avg": old}
+    assert not assert_same_state({**state, "exp_avg": old.float()}, state, {}, {}, "right")
+    with pytest.raises(AssertionError, match="exp_avg"):
+        assert_same_state({**state, "exp_avg": (old * 1.00001).float()}, state, {}, {}, "wrong")
+    assert not assert_rounded(new.bfloat16(), new, old, "right")
+    with pytest.raises(AssertionError, match="rounded wrongly"):
+        assert_rounded((new * 1.001).bfloat16(), new, old, "wrong")
+    codes = torch.arange(-100, 100, dtype=torch.int8)
+    bounds = {codes.data_ptr(): (codes, codes + (codes == 7))}
+    assert not assert_same_codes(codes, codes, bounds, "right")
+    assert assert_same_codes(codes + (codes == 7), codes, bounds, "a tie")
+    with pytest.raises(AssertionError, match="codes are wrong"):
+        assert_same_codes(codes + (codes == 8), codes, bounds, "wrong")
+
+
+NORMS = (0.0, 0.25, 1.0, 3.0, math.nan)
+BOUNDS = (None, (0.5, 2.0), (0.0, 1.0), (0.01, 10.0))
+EDGES = list(itertools.product(NORMS, NORMS, BOUNDS, BOUNDS))
+
+
+def test_trust_ratio_table() -> None:
+    for weight_norm, update_norm, weight_bounds, ratio_bounds in [*EDGES, (math.inf, 1.0, (0.0, 10.0), None)]:
+        ratio = reference.trust_ratio(torch.tensor(weight_norm), torch.tensor(update_norm), weight_bounds, ratio_bounds)
+        expected = scalar_formulas.trust_ratio(weight_norm, update_norm, weight_bounds, ratio_bounds)
+        edge = (weight_norm, update_norm, weight_bounds, ratio_bounds)
+        assert ratio.item() == pytest.approx(expected, rel=1e-6, nan_ok=True), edge
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["whole", "stacked"])
+def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None:
+    """Tensors of 16 equal elements, made so that their norms and those of their updates are the table's."""
+    for weight_bounds, ratio_bounds in itertools.product(BOUNDS, BOUNDS):
+        # The update of a NaN weight is not 0: u = r + weight_decay * x.
+        pairs = [(w, u) for w, u in itertools.product(NORMS, NORMS) if not (math.isnan(w) and u == 0)]
+        x = torch.tensor([[w / 4] * 16 for w, _ in pairs])
+        # With these options u = g / (g + 1), so g = u / (1 - u) makes the update u.
+        g = torch.tensor([[(u / 4) / (1 - u / 4)] * 16 for _, u in pairs])
+        parameters = [Parameter(x.clone())] if stacked else [Parameter(row.clone()) for row in x]
+        set_gradients(parameters, [g] if stacked else list(g))
+        groups = [{"params": parameters, "stacked": stacked}]
+        optimizer = Lamb(
+            groups,
+            lr=0.5,
+            betas=(0, 0),
+            eps=1.0,
+            bias_correction=False,
+            weight_norm_bounds=weight_bounds,
+            trust_ratio_bounds=ratio_bounds,
+            backend=backend,
+        )
+        optimizer.step()
+        expected = [scalar_formulas.trust_ratio(w, u, weight_bounds, ratio_bounds) for w, u in pairs]
+        assert optimizer.telemetry().trust_ratio.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        after = torch.cat([p.detach().view(-1, 16) for p in parameters])[:, 0].tolist()
+        moved = [w / 4 - 0.5 * q * u / 4 for (w, u), q in zip(pairs, expected, strict=True)]
+        assert after == pytest.approx(moved, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
+    "large-weights": (1e20, 1.0, {}),
+    "small-weights": (1e-24, 1.0, {}),
+    "large-gradients-clipped": (1.0, 1e20, {"max_grad_norm": 1.0}),
+    "large-gradients": (1.0, 1e19, {}),
+    "large-gradients-finite": (1.0, 1e12, {"skip_nonfinite": True}),  # above a norm of 2^53 they are skipped
+    "small-gradients-clipped": (1.0, 1e-23, {"max_grad_norm": 1e-24, "weight_decay": 0.0}),
+}
+
+
+@pytest.mark.parametrize("size", [100, 300_000])
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, backend: str) -> None:
+    """Float32 holds these numbers, but not their squares, or not the sum of these."""
+    weight, gradient, options = EXTREMES[extreme]
+    x, g = weight * torch.randn(size), gradient * (torch.rand(size) - 0.3)
+    results = []
+    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        parameter = Parameter(x.to(dtype, copy=True))
+        parameter.grad = g.to(dtype)
+        optimizer = kind([parameter], **{"lr": 0.1, "weight_decay": 0.1, "backend": name, **options})
+        optimizer.step()
+        results.append((parameter, optimizer.state[parameter]["exp_avg"], optimizer.telemetry()))
+    (ours, moment, telemetry), (exact, true, truth) = results
+    assert telemetry.skipped == 0
+    assert_same_parameter(ours, exact, x, apart=False, what="x")
+    assert_norm(moment, true, 1e-6 * float(true.norm()), "exp_avg")
+    torch.testing.assert_close(figures(telemetry), figures(truth), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Came], indirect=True)
+@pytest.mark.parametrize("backend", ["foreach", "cpu"], indirect=True)
+def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None:
+    """Statistics in a 16-bit parameter's own dtype would stall, or underflow and give NaN."""
+    parameters = [Parameter(torch.ones(shape, dtype=dtype)) for dtype in LOW for shape in ((8, 6), (40,))]
+    optimizer = kind(parameters, lr=1e-2, backend=backend)
+    generator, mean_square = torch.Generator().manual_seed(11), torch.zeros(4, dtype=torch.float64)
+    for _ in range(3000):
+        gradients = [1e-5 * (1 + torch.randn(p.shape, generator=generator)) for p in parameters]
+        set_gradients(parameters, [g.to(p.dtype) for p, g in zip(parameters, gradients, strict=True)])
+        squares = [p.grad.double().square().mean() for p in parameters if p.grad is not None]
+        mean_square.lerp_(torch.stack(squares), 0.001)
+        optimizer.step()
+    for parameter, expected in zip(parameters, mean_square.tolist(), strict=True):
+        state = dict(optimizer.state[parameter])
+        averaged = state["exp_avg_sq" if parameter.dim() == 1 else "exp_avg_sq_row"]
+        assert float(averaged.double().mean()) == pytest.approx(expected, rel=1e-4)
+        assert all(value.isfinite().all() for value in (parameter, *state.values()))
+        assert parameter.mean() < 0.9
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    runs(
+        BY_ID[name]
+        for name in (
+            *("skip", "came-skip", "came-float32-states-int8-everything"),
+            *("bfloat16-weights-kahan-states-int8-everything", "came-bfloat16-weights-kahan-states-int8-everything"),
+        )
+    ),
+    indirect=["backend"],
+)
+def test_skip_nonfinite_changes_nothing_and_counts(backend: str, case: Case, bad: float, first: bool) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    if not first:
+        set_gradients(parameters, case.gradients(0))
+        optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    states = [{k: v.clone() for k, v in optimizer.state[p].items()} if p in optimizer.state else {} for p in parameters]
+    gradients = case.gradients(1)
+    assert gradients[1] is not None
+    gradients[1].view(-1)[-1] = bad
+    set_gradients(parameters, gradients)
+    optimizer.step()
+    assert optimizer.telemetry().skipped == 1
+    for parameter, old, state in zip(parameters, before, states, strict=True):
+        assert parameter.equal(old)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            assert value.equal(state.get(key, torch.zeros_like(value))), key
+
+    # The step that follows is the one that would have been taken had the bad one never happened.
+    set_gradients(parameters, case.gradients(2))
+    optimizer.step()
+    assert optimizer.telemetry().skipped == 1
+    others = case.parameters()
+    other = case.optimizer(others, backend)
+    for step in (2,) if first else (0, 2):
+        set_gradients(others, case.gradients(step))
+        other.step()
+    assert all(a.equal(b) for a, b in zip(parameters, others, strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_without_skip_nonfinite_only_the_bad_parameter_suffers(kind: Kind, backend: str, bad: float) -> None:
+    case = Case("nonfinite", {}, ZOO[:2]).of(kind)
+    parameters = case.parameters()
+    gradients = case.gradients(0)
+    assert gradients[0] is not None
+    gradients[0][0, 0] = bad
+    set_gradients(parameters, gradients)
+    case.optimizer(parameters, backend).step()
+    assert not parameters[0].isfinite().all()
+    assert parameters[1].isfinite().all()
+
+
+REFUSED = ["cautious", "cautious-l2", "stacked-cautious", "float64-paper-v5", "complex128-paper-v5"]
+REFUSED += ["came-float64-published", "came-complex128-published"]
+WORDS = ("cautious", "float64", "complex128")
+
+
+@pytest.mark.parametrize("id_", REFUSED)
+def test_the_cpu_backend_says_what_it_does_not_do(id_: str) -> None:
+    case = BY_ID[id_]
+    parameters = case.parameters()
+    set_gradients(parameters, case.gradients(0))
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises((ValueError, RuntimeError), match=f"(?s)cpu.*({'|'.join(WORDS)})"):
+        case.optimizer(parameters, "cpu").step()
+    assert all(a.equal(b) for a, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("id_", REFUSED)
+def test_auto_hands_to_foreach_what_cpu_does_not_do(id_: str) -> None:
+    case = BY_ID[id_]
+    results = []
+    for backend in ("auto", "foreach"):
+        parameters = case.parameters()
+        optimizer = case.optimizer(parameters, backend)
+        set_gradients(parameters, case.gradients(0))
+        optimizer.step()
+        text = optimizer.explain()
+        assert "foreach" in text
+        if backend == "auto":
+            assert any(word in text for word in WORDS), text
+            everything = "cpu " not in text  # where only large tensors are in few bits, the library has the small ones
+        results.append(parameters)
+    if everything:
+        assert_bitwise(*results)
+    assert_bitwise(*([p for p in each if p.dim() > 1 and p.numel() >= 4096] for each in results))
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"), runs(BY_ID[name] for name in ("mixed-paper-v5", "came-mixed-published")), indirect=["backend"]
+)
+def test_an_explicit_backend_is_the_one_that_runs(case: Case, backend: str) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    set_gradients(parameters, case.gradients(0))
+    optimizer.step()
+    text = optimizer.explain()
+    assert set(re.findall(r"^group \d+: (\w+)", text, re.MULTILINE)) == {backend}, text
+
+
+LAYOUTS: tuple[Layout, ...] = ("plain", "transposed", "strided", "channels_last", "misaligned")
+GRAD_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS, "lazy")
+
+
+def test_the_layout_in_memory_changes_nothing_but_rounding(kind: Kind, backend: str) -> None:
+    """The same numbers in any layout of parameter and gradient take the same step, to float32 rounding of the sums."""
+    torch.manual_seed(3)
+    x, g = torch.randn(6, 4, 5, 3), torch.randn(6, 4, 5, 3)
+    results = []
+    for layout, grad_layout in itertools.product(LAYOUTS, GRAD_LAYOUTS):
+        parameter = Parameter(arranged(x, layout))
+        stride = parameter.stride()
+        # A first step of Came is 11 times as long, and so is its rounding.
+        optimizer = kind([parameter], lr=0.1 if kind is Lamb else 0.01, weight_decay=0.1, backend=backend)
+        for scale in (1.0, 0.5):
+            set_gradients([parameter], [arranged(g * scale, grad_layout)])
+            optimizer.step()
+        assert parameter.stride() == stride
+        results.append(parameter.detach())
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=2e-7)

@@ -1,0 +1,38 @@
+"""Triton's kernels in its interpreter: the longest of the tests.
+
+Interpreted or compiled is settled when Triton is imported, so what is interpreted runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.triton_interpreter import compiled
+
+pytest.importorskip("triton")
+
+
+@compiled
+@pytest.mark.parametrize("algorithm", ["not came", "came"])
+@pytest.mark.parametrize(
+    "which", ["not slow", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_in_the_interpreter(which: str, algorithm: str) -> None:
+    """The table of cases against the float64 reference, and what is interpreted in these files."""
+    names = "test_backends.py", "test_triton.py", "test_triton_came.py", "test_triton_shards.py"
+    files = [str(Path(__file__).with_name(name)) for name in names]
+    chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]
+    command = [sys.executable, "-m", "pytest", *files, *chosen, "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=3500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= (25 if which == "not slow" else 50), done.stdout

@@ -1,0 +1,396 @@
+"""The cpu backend and its threads, mostly in processes of their own under a time limit: what goes wrong here hangs."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb, kernels
+from bighorn.kernels.cpu import library
+from tests.backends import test_backends
+from tests.support.cases import CASES
+from tests.support.processes import LIMIT, outcomes
+
+ROOT = Path(__file__).parents[2]
+STATUS = kernels.status()["cpu"]
+pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
+
+
+CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "BIGHORN_"))}
+
+
+def run(code: str, **environment: str) -> str:
+    """Run code in a new process; its standard output. It fails the test when it fails or takes too long."""
+    (process,) = outcomes(code, [[]], {**CLEAN, **environment})
+    assert process.code == 0, process.errors[-3000:]
+    return process.output
+
+
+def run_afresh(code: str, **environment: str) -> str:
+    """As `run`, in a fresh Python, for what is read from the environment when torch is loaded."""
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**CLEAN, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "free": {},
+    "thread-limit-1": {"OMP_THREAD_LIMIT": "1"},
+    "thread-limit-2": {"OMP_THREAD_LIMIT": "2"},
+    "dynamic": {"OMP_DYNAMIC": "true"},
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
+    """The runtime may give fewer than are asked for, and says so only inside the region."""
+    code = f"""
+        import os
+        from tests.support import training_digests
+        one, *others = map(training_digests.digests, {(1, 2, 5, 8) if environment == "free" else (1, 8)})
+        assert others == [one] * len(others), (one, others)
+        print(len(set(one)), len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 5)
+    """
+    different, tasks = map(int, run_afresh(code, **ENVIRONMENTS[environment]).split())
+    assert different == 6, "the options made no difference, so neither would a mistake"
+    if environment == "free":
+        assert tasks >= 5, "5 threads were asked for, but there are no 5"
+
+
+def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(1)
+    assert "1 thread" in kernels.status()["cpu"].detail
+    torch.set_num_threads(2)
+    assert cores == 1 or "2 threads" in kernels.status()["cpu"].detail
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", "5")
+    assert "5 threads" in kernels.status()["cpu"].detail
+
+
+@pytest.mark.parametrize("sizes", {(16,) * 200: [], (32_767,): [], (32_768,): [8, 8], (30_000, 30_000): [8, 8]}.items())
+@pytest.mark.parametrize("optimizer", [Lamb, Came])
+def test_little_work_stays_with_the_caller(
+    optimizer: type[Lamb | Came], sizes: tuple[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller would wait for the others longer than for their work, for milliseconds on a busy machine."""
+    teams = []
+
+    def parallel(body: Callable[[int], None], data: int, threads: int, _: int) -> None:
+        teams.append(threads)
+        body(data)
+
+    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    runtime = (
+        ctypes.CFUNCTYPE(None, body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel),
+        ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0),
+        ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1),
+    )
+    monkeypatch.setattr(library, "OPENMP", tuple(ctypes.cast(each, ctypes.c_void_p).value for each in runtime))
+    monkeypatch.setattr(library, "_run_on", library._run_on.__wrapped__)
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", "8")
+    parameters = [Parameter(torch.ones(size)) for size in sizes[0]]
+    stepped = optimizer(parameters, lr=0.1, max_grad_norm=1.0, backend="cpu")
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stepped.step()
+    assert teams == sizes[1], "for the norm, and for the step"
+
+
+@pytest.mark.parametrize("name", ["BIGHORN_NUM_THREADS", "BIGHORN_ISA"])
+@pytest.mark.parametrize("value", ["0", "-2", "many", "v9", "1025"])
+@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
+def test_a_bad_environment_variable_is_named(
+    name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And moves nothing: neither what the library serves nor the float64 parameters, which it does not."""
+    parameters = [Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
+    optimizer = Lamb(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if not first:
+        optimizer.step()
+    before = copy.deepcopy((parameters, [dict(optimizer.state[p]) for p in parameters if p in optimizer.state]))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+        optimizer.step()
+    assert all(a.equal(b) for a, b in zip(parameters, before[0], strict=True))
+    for parameter, state in zip(parameters, before[1], strict=first is False):
+        assert all(optimizer.state[parameter][key].equal(old) for key, old in state.items())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_between_steps() -> None:
+    """The child has no OpenMP workers; both go on and get the same."""
+    code = """
+        import os
+        from tests.support import training_digests
+        params = training_digests.parameters(largest=1_100_000)
+        optimizer = training_digests.train(params)
+        training_digests.set_gradients(params, 7)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                for _ in range(2):
+                    optimizer.step()
+                os.write(write, str(training_digests.digest(params, optimizer)).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        theirs = int(os.read(read, 1000))
+        assert os.waitpid(child, 0)[1] == 0
+        for _ in range(2):
+            optimizer.step()
+        assert training_digests.digest(params, optimizer) == theirs, theirs
+    """
+    run(code, BIGHORN_NUM_THREADS="5")
+
+
+def test_four_python_threads_at_once() -> None:
+    code = """
+        import threading
+        from tests.support import training_digests
+
+        def work(index, results):
+            params = training_digests.parameters(seed=index, largest=1_100_000)
+            results[index] = training_digests.digest(params, training_digests.train(params, steps=3))
+
+        alone, together = {}, {}
+        for index in range(4):
+            work(index, alone)
+        threads = [threading.Thread(target=work, args=(index, together)) for index in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert alone == together and len(set(alone.values())) == 4
+    """
+    run(code, BIGHORN_NUM_THREADS="3")
+
+
+def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
+    """Not that its steps would mean much; but CAME's workspace was made for another number of threads than used it."""
+    code = """
+        import os, threading, torch
+        from bighorn import Came, Lamb
+
+        def work(optimizer, numbers):
+            for step in range(60):
+                os.environ["BIGHORN_NUM_THREADS"] = str(numbers[step % 2])
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    assert "two threads" in str(error), error
+
+        params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(60)]
+        params.append(torch.nn.Parameter(torch.randn(1200, 1000)))
+        for p in params:
+            p.grad = torch.randn_like(p)
+        for kind in (Came, Lamb, Came):
+            optimizer = kind(params, lr=0.01, backend="cpu")
+            os.environ["BIGHORN_NUM_THREADS"] = "1"
+            optimizer.step()
+            threads = [threading.Thread(target=work, args=(optimizer, numbers)) for numbers in ((1, 8), (3, 16))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        print("done")
+    """
+    assert run_afresh(code).split() == ["done"]
+
+
+@pytest.mark.parametrize("size", [1 << 16, 1 << 17])
+def test_threads_with_small_stacks(size: int) -> None:
+    """CAME alone took 140 KB of one."""
+    code = f"""
+        import itertools, threading, torch
+        from bighorn import Came, Lamb
+
+        def work():
+            shapes = ((64, 64), (5000, 40), (300, 9000), (20,), (64, 3, 3, 3), (70, 8, 3, 3))
+            dtypes = (torch.float32, torch.bfloat16)
+            for kind, bits, dtype, shape in itertools.product((Came, Lamb), (None, "int8"), dtypes, shapes):
+                p = torch.nn.Parameter(torch.ones(shape).to(dtype))
+                optimizer = kind([p], lr=0.1, state_dtype=bits, backend="cpu")
+                for _ in range(2):
+                    p.grad = torch.ones_like(p)
+                    optimizer.step()
+            print("done")
+
+        torch.set_num_threads(1)
+        threading.stack_size({size})
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """
+    assert run_afresh(code).split() == ["done"]
+
+
+def test_denormals_are_flushed_in_workers_as_in_the_caller() -> None:
+    code = """
+        import torch
+        from tests.support import training_digests
+        from torch.nn import Parameter
+        from bighorn import Lamb
+
+        def denormals(flush):
+            torch.set_flush_denormal(flush)
+            params = [Parameter(torch.ones(size)) for size in (3_000_000, *[20_000] * 40)]
+            optimizer = Lamb(params, backend="cpu")
+            for p in params:
+                p.grad = torch.full_like(p, 2e-38)  # a normal number, but a tenth of it is none
+            optimizer.step()
+            torch.set_flush_denormal(False)
+            moments = torch.cat([optimizer.state[p]["exp_avg"] for p in params])
+            return int((moments != 0).sum()), moments.numel()
+
+        count, total = denormals(False)
+        assert count == total, (count, total)
+        count, total = denormals(True)
+        assert count == 0, (count, total)
+        count, total = denormals(False)
+        assert count == total, (count, total)
+    """
+    run(code, BIGHORN_NUM_THREADS="5")
+
+
+def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
+    """Buffers that the library fills with float32 must be float32 whatever torch makes by default."""
+    code = """
+        import torch
+        from tests.support import training_digests
+        plain = training_digests.parameters(largest=5000)
+        expected = training_digests.digest(plain, training_digests.train(plain, steps=3))
+        torch.set_default_dtype(torch.bfloat16)
+        torch.randn = lambda *a, _made=torch.randn, **k: _made(*a, dtype=torch.float32, **k)
+        params = training_digests.parameters(largest=5000)
+        assert training_digests.digest(params, training_digests.train(params, steps=3)) == expected
+    """
+    run(code)
+
+
+@pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
+@pytest.mark.parametrize("way", ["torch.set_default_device('meta')", "torch.device('meta').__enter__()"])
+def test_another_default_device_changes_nothing(way: str, backend: str) -> None:
+    """`meta` stands in for "cuda", with the parameters on the CPU; tensors made without a device would land there."""
+    code = f"""
+        import copy, torch
+        from tests.support import training_digests
+        from torch.nn import Parameter
+        from bighorn import Lamb
+
+        def gradients(params):
+            for p in params:
+                p.grad = torch.ones_like(p)
+
+        def train(params):
+            gradients(params)
+            options = dict(lr=0.1, weight_decay=0.1, max_grad_norm=1.0, skip_nonfinite=True, backend={backend!r})
+            groups = [dict(params=params[:1]), dict(params=params[1:], stacked=True, grad_centralization=True)]
+            optimizer = Lamb(groups, **options)
+            optimizer.telemetry(), optimizer.explain()
+            optimizer.step()
+            other = Lamb(groups, **options)
+            state = copy.deepcopy(optimizer.state_dict())
+            for each in state["state"].values():
+                each["step"] = 1
+            other.load_state_dict(state)
+            other.step()
+            assert other.telemetry().skipped == 0
+            return training_digests.digest(params, other)
+
+        def make():
+            return [Parameter(torch.linspace(0, 1, n).view(-1, 5)) for n in (300_000, 60)]
+
+        one, two = make(), make()
+        expected = train(one)
+        {way}
+        assert train(two) == expected
+    """
+    run(code)
+
+
+LOOPS = {
+    *("paper-v5", "paper-v3", "adamw", "adam-l2", "everything", "amsgrad", "adagrad-in-lr", "decoupled", "clip-skip"),
+    *("maximize-l2", "centralised", "stacked-centralised", "large-paper-v5", "mixed-adamw"),
+    *(case.id for case in CASES if case.id.endswith(("-paper-v5", "-published")) and case.runs_on("cpu")),
+}
+
+
+@pytest.mark.parametrize("level", ["v2", "v3", "v4"])
+def test_every_instruction_set_equals_the_reference(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if f"x86-64-{level}" in STATUS.detail:
+        pytest.skip(f"x86-64-{level} is what this machine runs anyway: test_backends.py")
+    monkeypatch.setenv("BIGHORN_ISA", level)
+    if f"x86-64-{level}" not in kernels.status()["cpu"].detail:
+        pytest.skip(f"this machine has no x86-64-{level}")
+    for case in CASES:
+        if case.id in LOOPS:
+            test_backends.test_a_step_equals_the_float64_reference("cpu", case)
+
+
+MEMORY = """
+    import os, torch
+    from torch.nn import Parameter
+    from bighorn import Lamb
+
+    def megabytes(key):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
+
+    def peak(backend, dtype, gradient, layout):
+        def make(count, shape):
+            params = [Parameter(torch.ones(shape).to(dtype)) for _ in range(count)]
+            for p in params:
+                p.grad_dtype = gradient
+                p.grad = torch.ones(shape, dtype=gradient).to(memory_format=layout)
+            return params, Lamb(params, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
+
+        _, first = make(2, (4, 4, 2, 2))
+        first.step()  # loads code
+        params, optimizer = make(8, (512, 512, 4, 2))
+        before = megabytes("VmRSS")
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak starts anew
+        optimizer.step()
+        optimizer.step()
+        state = sum(t.nbytes for s in optimizer.state.values() for t in s.values()) / 2**20
+        assert state >= 2 * 8 * 8
+        return megabytes("VmHWM") - before - state
+
+    for backend, dtype, gradient, layout, limit in (
+        ("cpu", torch.float32, torch.float32, torch.contiguous_format, 16),
+        ("cpu", torch.bfloat16, torch.float32, torch.contiguous_format, 16),
+        ("cpu", torch.float32, torch.float32, torch.channels_last, 16),
+        ("cpu", torch.float32, torch.float64, torch.contiguous_format, 16),
+        ("foreach", torch.float32, torch.float32, torch.contiguous_format, 32),
+    ):
+        if os.fork() == 0:  # scratch that a thread keeps is new in each
+            found = peak(backend, dtype, gradient, layout)
+            assert 0 < found <= limit, (backend, dtype, gradient, layout, found)
+            break
+        assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc/self/clear_refs")
+def test_temporaries_stay_small_whatever_the_model() -> None:
+    """8 tensors of 2 million elements: a copy of the model would be 64 MB."""
+    # What is freed goes back at once; by default the C library keeps some, which would hide it.
+    run_afresh(MEMORY, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0")

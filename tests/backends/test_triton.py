@@ -1,0 +1,348 @@
+"""The Triton backend without a GPU, run by test_interpreter.py; test_triton_compile.py compiles it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Lamb, kernels
+from bighorn.kernels import Bucket, LambOptions, codec, rounding
+from bighorn.kernels.triton import device, lamb, stepper, tables, trial
+from bighorn.kernels.triton.lamb import LambPart
+from tests.support.cases import set_gradients
+from tests.support.processes import LIMIT
+from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
+
+pytest.importorskip("triton")
+
+OPTIONS = replace(trial.OPTIONS, eps=1e-6, weight_decay=0.1)
+
+
+# ---- interpreted ------------------------------------------------------------------------------------------------
+
+
+def bucket(
+    *shapes: int | tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Bucket[LambOptions]:
+    """Rows with a gradient each, and a state as after some steps: in blocks where it is in float16 or int8."""
+    torch.manual_seed(0)
+    params = [torch.randn(shape).to(dtype) for shape in shapes]
+    state = {name: [torch.rand(shape).to(state_dtype) for shape in shapes] for name in ("exp_avg", "exp_avg_sq")}
+    blocks = state_dtype in (torch.float16, torch.int8)
+    for name, square in (("exp_avg", False), ("exp_avg_sq", True)) if blocks else ():
+        form = codec.LAMB_FORMS[name][torch.uint8 if square and state_dtype == torch.int8 else state_dtype]
+        coded = [codec.encode(torch.rand(shape) - (0 if square else 0.5), form) for shape in shapes]
+        state |= {name: [codes for codes, _ in coded], f"{name}_scale": [scales for _, scales in coded]}
+    for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
+        state[name] = [torch.zeros(x.shape, dtype=kept) for x in params]
+    steps = [torch.tensor(3.0) for _ in shapes]
+    grads = [torch.randn(shape).to(dtype) for shape in shapes]
+    norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
+    options = {"blocks": blocks, **options}
+    return Bucket(
+        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, numbers=numbers, firsts=firsts
+    )
+
+
+def everything(of: Bucket[LambOptions]) -> list[Tensor]:
+    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.norms]
+
+
+def stepped(of: Bucket[LambOptions], *arguments: Any, kernel: Any = lamb.Lamb) -> list[Tensor]:
+    stepper = kernel([of])
+    stepper.prepare()
+    stepper.step(*arguments)
+    return everything(of)
+
+
+@interpreted
+def test_numbers_may_be_tensors() -> None:
+    """A learning rate, a scale and a decision on the device are read by the kernels, never by the host."""
+    plain = stepped(bucket(5, 3000, lr=0.25), 0.5)
+    given = stepped(bucket(5, 3000, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
+    assert all(a.equal(b) for a, b in zip(plain, given, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("adapt", [True, False])
+def test_nothing_is_written_without_commit(adapt: bool) -> None:
+    before = everything(bucket(5, 0, 9000, adapt=adapt))
+    after = stepped(bucket(5, 0, 9000, adapt=adapt), torch.tensor(float("nan")), torch.tensor(False))
+    assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("way", rounding.WAYS)
+@pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("adapt", [True, False])
+def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:
+    """Of rows that are a block, some, less, and in one-and-a-bit; random bits are the same ones."""
+    shapes = (3, 512), (5, 260), (6, 20), (2, 3, 101)
+    ours, exact = (
+        bucket(*shapes, dtype=torch.bfloat16, state_dtype=state_dtype, weight_rounding=way, adapt=adapt) for _ in "12"
+    )
+    stepped(ours)
+    kernels.BACKENDS["reference"].lamb([exact]).step()
+    torch.testing.assert_close(ours.norms, exact.norms, rtol=1e-4, atol=0)
+    for name, columns in columns_of(ours).items():
+        for mine, true in zip(columns, columns_of(exact)[name], strict=True):
+            apart = (mine.double() - true.double()).abs()
+            assert (apart > 1e-5 * true.double().abs()).double().mean() < 0.005, name
+            limit = 1 if mine.dtype in (torch.int8, torch.uint8) else 0.01 * true.double().abs().max() + 1e-6
+            assert apart.max() <= limit, name
+
+
+def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
+    """The state, and what parameters stand for with what is kept beside them."""
+    kept = {name: of.state[name] for name in rounding.kept_for(of.options.weight_rounding)}
+    beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
+    weights = [rounding.unrounded(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
+    return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}
+
+
+@interpreted
+def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
+    """Float32 does not hold every integer there; the weights are those of the reference, which draws the same bits."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}
+    ours, exact = (bucket(3000, **options) for _ in "12")
+    for each in (ours, exact):
+        each.steps[0].fill_(2**24)
+    moved = []
+    for _ in range(2):
+        before = ours.params[0].clone()
+        stepped(ours)
+        kernels.BACKENDS["reference"].lamb([exact]).step()
+        assert (ours.params[0] != exact.params[0]).double().mean() < 0.01
+        moved.append(ours.params[0] != before)
+    assert ours.steps == exact.steps == [torch.tensor(2.0**24 + 4)]
+    assert not moved[0].equal(moved[1])
+
+
+@interpreted
+@pytest.mark.parametrize("lost", [-5, 5])
+def test_weights_that_a_program_has_set_to_0_are_0(lost: int) -> None:
+    """Under kahan they keep a compensation; below the bits of 0 are those of NaN, and a few above are no norm of 0."""
+    ours, exact = (bucket(3000, dtype=torch.bfloat16, weight_rounding="kahan") for _ in "12")
+    for each in (ours, exact):
+        each.params[0].zero_()
+        each.state["compensation"][0].fill_(lost)
+    stepped(ours)
+    kernels.BACKENDS["reference"].lamb([exact]).step()
+    assert ours.params[0].isfinite().all()
+    torch.testing.assert_close(ours.params[0], exact.params[0])
+
+
+@interpreted
+def test_the_same_bits_from_run_to_run() -> None:
+    first, second = (stepped(bucket(70_001, 17)) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+@interpreted
+def test_tables_are_made_anew_only_when_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counting(values: list[Any], *arguments: Any) -> Tensor:
+        made.append(len(values))
+        return tables_table(values, *arguments)
+
+    tables_table = tables.table
+    monkeypatch.setattr(tables, "table", counting)
+    monkeypatch.setattr(stepper, "table", counting)
+    params = [Parameter(torch.ones(20)), Parameter(torch.ones(30))]
+    set_gradients(params, [torch.ones(20), torch.ones(30)])
+    optimizer = Lamb(params, backend="triton")
+    optimizer.step()
+    assert len(made) == 4  # rows, owners of chunks, addresses of gradients, options
+    optimizer.step()
+    assert len(made) == 4
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert made[4:] == [made[3]]
+    kept = params[0].grad, params[1].grad
+    set_gradients(params, [torch.ones(20), torch.ones(30)])
+    assert kept[0] is not params[0].grad
+    optimizer.step()
+    assert made[5:] == [2]
+
+
+def test_the_tables_of_a_graph_hold_the_same_numbers_without_memory_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirrors = [tables.Mirror(dtype, torch.device("cpu"), []) for dtype in (torch.int64, torch.float64)]
+    values: list[list[Any]] = [[2**47 + 123, 0, -1], [0.1, -math.inf, math.inf, 1]]
+    plain = [mirror.of(list(row)) for mirror, row in zip(mirrors, values, strict=True)]
+    monkeypatch.setattr(tables, "capturing", lambda _: True)
+    for mirror, row, table in zip(mirrors, values, plain, strict=True):
+        assert mirror.of(list(row)).equal(table)
+        assert mirror.of(list(row)).data_ptr() != table.data_ptr()
+
+
+@interpreted
+def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
+    """With always_adapt=False a schedule that reaches 0 does; the plan stays, and so does the kernel."""
+    results = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(20, 30)), Parameter(torch.randn(9))]
+        groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.2}]
+        optimizer = Lamb(groups, lr=0.1, weight_decay=[0.1, 0.0, 0.1], always_adapt=False, backend=backend)
+        for _ in range(3):
+            set_gradients(params, [torch.randn(20, 30), torch.randn(9)])
+            optimizer.step()
+        results.append([*params, optimizer.telemetry().trust_ratio])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("adapt", [True, False])
+def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
+    size, ends = 2**31 + 5, (slice(0, stepper.CHUNK), slice(2**31, None))
+    big, small = (
+        bucket(stepper.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"
+    )
+    for held in (big.params, big.grads, *big.state.values()):
+        values, held[0] = held[0], torch.empty(size, dtype=torch.bfloat16)
+        held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
+    kernel = lamb.Lamb([big])
+    (part,) = kernel.parts
+    assert isinstance(part, LambPart)
+    part.sums.zero_()  # of the chunks whose programs do not run
+    only_the_first_and_the_last(len(part.owners), monkeypatch)
+    kernel.step()
+    monkeypatch.undo()
+    stepped(small)
+    torch.testing.assert_close(big.norms, small.norms, rtol=1e-6, atol=0)
+    for ours, theirs in zip(arrays(big), arrays(small), strict=True):
+        assert torch.cat([ours[end] for end in ends]).equal(theirs)
+
+
+def arrays(of: Bucket[LambOptions]) -> list[Tensor]:
+    return [*of.params, *itertools.chain.from_iterable(of.state.values())]
+
+
+# ---- where it does not work ---------------------------------------------------------------------------------------
+
+CPU = torch.zeros(3)
+GPU = torch.zeros(3, device="meta")  # stands for a tensor on a device that this machine does not have
+
+
+@compiled
+def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lamb.why_not(CPU, OPTIONS) == "it lies on cpu, not on a GPU"
+    monkeypatch.setattr(device, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "broken", lambda _: None)
+    assert lamb.why_not(GPU, OPTIONS) is None
+    assert lamb.why_not(GPU.double(), OPTIONS) == "its dtype is torch.float64"
+    assert "cautious" in str(lamb.why_not(GPU, replace(OPTIONS, cautious=True)))
+    assert "centralisation" in str(lamb.why_not(GPU, replace(OPTIONS, centre=True)))
+    assert lamb.why_not(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
+    long = torch.empty(2, 2**31, device="meta")
+    assert "32 bits" in str(lamb.why_not(long, replace(OPTIONS, blocks=True)))
+    monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
+    assert "older" in str(lamb.why_not(GPU, OPTIONS))
+    kernels._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
+        picked = kernels.pick("auto", GPU, OPTIONS)
+    assert picked == ("foreach", "not cpu: it lies on meta; not triton: Triton 2.0.0 is older than 3.3")
+    assert kernels.pick("auto", GPU, OPTIONS) == picked  # without another warning
+    with pytest.raises(ValueError, match=r'backend="triton" cannot serve .* older than 3\.3'):
+        kernels.pick("triton", GPU, OPTIONS)
+
+
+def _no_c_compiler(_: torch.device) -> float:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("lamb_step", "failure"),
+    [
+        (_no_c_compiler, r"failed \(RuntimeError: Please specify via CC environment variable\.\)"),
+        (lambda _: 1.0, r"gave 1\.0 in place of 0\.9"),
+        (lambda _: math.nan, r"gave nan in place of 0\.9"),
+    ],
+    ids=["raises", "wrong", "nan"],
+)
+def test_kernels_that_fail_a_trial_are_not_chosen(
+    lamb_step: Callable[[torch.device], float], failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "missing", lambda _: None)
+    monkeypatch.setattr(device, "capturing", lambda _: False)
+    monkeypatch.setattr(trial, "lamb_step", lamb_step)
+    device.trial_failure.cache_clear()
+    kernels._warn_of.cache_clear()
+    with pytest.warns(UserWarning, match=f"a trial step on meta with Triton .* {failure}"):
+        name, why = kernels.pick("auto", GPU, OPTIONS)
+    assert name == "foreach"
+    assert re.search(f"not triton: a trial step .* {failure}", why)
+    with pytest.raises(ValueError, match=f'backend="triton" cannot serve .* {failure}'):
+        kernels.pick("triton", GPU, OPTIONS)
+    device.trial_failure.cache_clear()
+
+
+@interpreted
+def test_the_trial_passes_where_kernels_work() -> None:
+    assert device.trial_failure.__wrapped__(CPU.device) is None
+
+
+@compiled
+def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    why = device.missing.__wrapped__
+    assert why(torch.device("cpu")) is None
+    assert re.search("Triton does not work on cuda", str(why(torch.device("cuda")))) or torch.cuda.is_available()
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    assert str(why(torch.device("cuda"))).startswith("Triton 3.2.0 is older than 3.3")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert str(why(torch.device("cuda"))).startswith("Triton does not import")
+
+
+@interpreted
+def test_the_interpreter_serves_the_cpu_alone() -> None:
+    assert lamb.why_not(CPU, OPTIONS) is None
+    assert "unset it" in str(lamb.why_not(GPU, OPTIONS))
+
+
+PROGRAM = """
+import sys
+if "without" in sys.argv:
+    sys.modules["triton"] = None
+import torch
+from bighorn import Lamb, kernels
+p = torch.ones(3, requires_grad=True)
+p.grad = torch.ones(3)
+optimizer = Lamb([p])
+optimizer.step()
+print(optimizer.explain(), kernels.status())
+assert "bighorn.kernels.triton.lamb_kernels" not in sys.modules
+"""
+
+
+@compiled
+@pytest.mark.parametrize("argument", ["with", "without"])
+def test_bighorn_neither_needs_triton_nor_reads_its_kernels_before_they_are_used(argument: str) -> None:
+    """Torch itself imports Triton where it is installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "group 0: " in done.stdout

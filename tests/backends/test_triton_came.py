@@ -1,0 +1,182 @@
+"""CAME in Triton without a GPU, as `test_triton.py`; the table of cases runs from `test_interpreter.py`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from bighorn import kernels
+from bighorn.cli.shapes import SHAPES
+from bighorn.kernels import Bucket, CameOptions, codec, rounding
+from bighorn.kernels.triton import came, came_part, device, stepper, tiles
+from tests.support.came_kernel_cases import DEFAULTS
+from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
+
+pytest.importorskip("triton")
+
+Factor = Literal["matrix", "last_two"]
+F32, BF16, F16, F64, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8
+OPTIONS = replace(DEFAULTS, bias_correction=True, scale_parameter=True)
+
+
+# ---- interpreted ------------------------------------------------------------------------------------------------
+
+
+def bucket(
+    *shapes: tuple[int, ...],
+    factor: Factor | None = "matrix",
+    dtype: torch.dtype = F32,
+    average: torch.dtype = F32,
+    **options: Any,
+) -> Bucket[CameOptions]:
+    """Rows with a gradient each, and a state as after some steps."""
+    torch.manual_seed(0)
+    params, grads = ([torch.randn(shape).to(dtype) for shape in shapes] for _ in "12")
+    state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
+    if average == INT8:
+        coded = [codec.encode(torch.randn(shape)) for shape in shapes]
+        state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
+    if factor is None:
+        state["exp_avg_sq"] = [torch.rand(shape) for shape in shapes]
+    for of in ("sq", "res") if factor else ():
+        rows = [shape[:1] if factor == "matrix" else shape[:-1] for shape in shapes]
+        cols = [shape[1:] if factor == "matrix" else (*shape[:-2], shape[-1]) for shape in shapes]
+        state[f"exp_avg_{of}_row"] = [torch.rand(shape) for shape in rows]
+        state[f"exp_avg_{of}_col"] = [torch.rand(shape) for shape in cols]
+    for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
+        state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
+    steps = [torch.tensor(3.0) for _ in shapes]
+    options = {"factor": factor, **options}
+    norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
+    return Bucket(
+        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, numbers=numbers, firsts=firsts
+    )
+
+
+def everything(of: Bucket[CameOptions]) -> list[Tensor]:
+    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.norms]
+
+
+def stepped(of: Bucket[CameOptions], *arguments: Any) -> list[Tensor]:
+    kernel = came.Came([of])
+    kernel.prepare()
+    kernel.step(*arguments)
+    return everything(of)
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
+    "matrix": (((257, 9), (5, 260)), {}),
+    "last-two": (((2, 17, 300), (3, 2, 4, 5)), {"factor": "last_two"}),
+    "unfactored": (((9000,), (0,), (5,)), {"factor": None}),
+    "int8": (((257, 20), (9, 300)), {"average": INT8}),
+    "int8-last-two": (((3, 30, 50), (2, 3, 17, 20)), {"factor": "last_two", "average": INT8}),
+    "int8-unfactored": (((2, 1100), (300, 1)), {"factor": None, "average": INT8}),
+    "bfloat16": (((40, 264), (5, 7)), {"dtype": BF16, "average": BF16}),
+    "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows of many partial sums
+    "narrow": (((2100, 20), (2100, 32)), {}),  # tiles of few columns
+    "narrow-int8": (((2100, 31), (40, 5)), {"average": INT8}),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_may_be_tensors(kind: str) -> None:
+    """A learning rate, a scale and a decision on the device are read by the kernels, never by the host."""
+    shapes, options = KINDS[kind]
+    plain = stepped(bucket(*shapes, **options, lr=0.25), 0.5)
+    given = stepped(bucket(*shapes, **options, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
+    assert same(plain, given)
+    assert not same(plain, everything(bucket(*shapes, **options)))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_without_commit(kind: str) -> None:
+    shapes, options = KINDS[kind]
+    before = everything(bucket(*shapes, **options))
+    after = stepped(bucket(*shapes, **options), torch.tensor(math.nan), torch.tensor(False))
+    assert same(before, after)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_equals_the_reference(kind: str) -> None:
+    """Of more rows and columns than a tile has, with an average and residuals that are no zeros."""
+    shapes, options = KINDS[kind]
+    ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
+    stepped(ours)
+    kernels.BACKENDS["reference"].came([exact]).step()
+    torch.testing.assert_close(ours.norms, exact.norms, rtol=2e-5 if kind.startswith("int8") else 1e-6, atol=0)
+    for name, columns in ours.state.items():
+        for mine, true in zip(columns, exact.state[name], strict=True):
+            if mine.dtype == INT8:
+                assert (mine.int() - true.int()).abs().max() <= 1
+            else:
+                torch.testing.assert_close(mine, true, rtol=8e-3 if mine.dtype == BF16 else 1e-5, atol=1e-6)
+
+
+@interpreted
+def test_the_same_bits_from_run_to_run() -> None:
+    assert same(*(stepped(bucket((30, 700), (17, 5))) for _ in range(2)))
+
+
+@interpreted
+def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
+    size, ends = 2**31 + 5, (slice(0, stepper.CHUNK), slice(2**31, None))
+    options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
+    # A threshold beyond reach, since the size of u is divided by that of the tensor.
+    big, small = (bucket((stepper.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
+    for held in (big.params, big.grads, *big.state.values()):
+        values, held[0] = held[0], torch.empty(size, dtype=held[0].dtype)
+        held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
+    kernel = came.Came([big])
+    (part,) = kernel.parts
+    assert isinstance(part, came_part.CamePart)
+    part.sums.zero_()  # of the chunks whose programs do not run
+    only_the_first_and_the_last(len(part.owners), monkeypatch)
+    kernel.step()
+    monkeypatch.undo()
+    stepped(small)
+    for ours, theirs in zip(everything(big)[:3], everything(small)[:3], strict=True):
+        assert torch.cat([ours[end] for end in ends]).equal(theirs)
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert_large", "vit_small", "resnet50", "llama_1b", "one"])
+@pytest.mark.parametrize(("dtype", "limit"), [(F32, 0.02), (BF16, 0.02)], ids=str)
+def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> None:
+    """The memory that a step works in, beside the parameters'."""
+    shapes = [torch.Size(shape) for shape in SHAPES[name]()]
+    cuts = [tiles.cut(shape, "matrix") for shape in shapes]
+    factored = [cut for cut in cuts if 2 * (cut.height + cut.width) < cut.height * cut.width]
+    scratch = sum(4 * (cut.row_parts + cut.col_parts) + 24 * cut.tiles + 12 * cut.pieces for cut in factored)
+    assert scratch <= limit * dtype.itemsize * sum(shape.numel() for shape in shapes)
+
+
+# ---- where it does not work ---------------------------------------------------------------------------------------
+
+GPU = torch.zeros(70, 70, 3, 3, device="meta")  # stands for a tensor on a device that this machine does not have
+
+
+@compiled
+def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "DEVICES", ("meta",))
+    monkeypatch.setattr(device, "broken", lambda _: None)
+    assert came.why_not(GPU, OPTIONS) is None
+    assert came.why_not(GPU[0], replace(OPTIONS, factor="last_two")) is None
+    assert "centralisation" in str(came.why_not(GPU, replace(OPTIONS, centre=True)))
+    name, reason = kernels.pick("auto", GPU, replace(OPTIONS, factor="last_two"))
+    assert (name, "4900 matrices of 3 x 3 are too many" in reason) == ("foreach", True)

@@ -1,0 +1,162 @@
+"""Triton's kernels without a GPU: all variants compiled for several GPUs, and launches on one that is only pretended.
+
+`test_triton_versions.py` runs this file under other versions of Triton. The tests that are not slow compile a few
+variants that together have every value of every constant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+pytest.importorskip("triton")
+
+from bighorn import Came, Lamb
+from bighorn.kernels.triton import device, stepper
+from tests.support import kernel_variants
+from tests.support.cases import Kind, set_gradients
+from tests.support.fake_gpu import Driver, compiled_while_numbers_change
+from tests.support.kernel_compilation import (
+    TARGETS,
+    all_in_amdgcn,
+    build,
+    found_in_amdgcn,
+    found_in_ptx,
+    spilled_by_amdgcn,
+    spilled_by_ptxas,
+)
+from tests.support.kernel_variants import Variant
+from tests.support.triton_compat import VERSION, missing
+from tests.support.triton_interpreter import compiled
+
+NO_SPILLS = (3, 6)
+"""The ptxas of older versions is an older one, which may keep a few bytes in memory."""
+
+VARIANTS = [] if device.interpreted() else kernel_variants.variants()
+COVERING = kernel_variants.covering(VARIANTS)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, id=v.id, marks=[] if v.id in COVERING else [pytest.mark.slow]) for v in VARIANTS],
+)
+def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, tmp_path: Path) -> None:
+    backend = TARGETS[variant.target][0]
+    if reason := missing(backend):
+        pytest.skip(reason)
+    constants = dict(variant.constants)
+    kernel = build(variant.kernel, variant.pointers, constants, dict(variant.options), variant.target)
+    spilled = spilled_by_ptxas(kernel, tmp_path) if backend == "cuda" else spilled_by_amdgcn(kernel)
+    if VERSION < NO_SPILLS:
+        if spilled:
+            print(f"{variant.id} spills {spilled} bytes")
+        return
+    assert spilled == 0
+    wide = lamb_wide(variant.name, constants) if variant.name in LAMB else came_wide(variant.name, constants)
+    found = found_in_ptx(kernel) if backend == "cuda" else all_in_amdgcn(kernel)
+    assert all(a >= b for a, b in zip(found, wide, strict=True)), (found, wide)
+    if variant.name in LAMB and backend == "cuda":
+        assert found == wide
+    # Others have no basic block that both loads and stores.
+    if variant.name == "lamb_moments" and wide[1] and not constants["M_FORM"] and backend == "hip":
+        stores = wide[1] // 2
+        assert found_in_amdgcn(kernel) == (wide[0] - stores, stores)
+
+
+LAMB = ("square_sums", "lamb_factors", "lamb_moments", "shard_totals", "lamb_norms", "lamb_apply")
+KEPT = {"kahan": 16, "master": 32}
+"""Bits that are kept beside each element of a parameter."""
+
+
+def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
+    """How many loads and stores of 128 bits a thread has on the main path, and on that for misaligned gradients."""
+    if name not in ("lamb_moments", "lamb_apply"):
+        return (1, 0) if name == "square_sums" else (0, 0)
+    each = constants["BLOCK"] // device.THREADS
+    bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S", "V"))]
+    x, g, m, v, kept = (each * width // 128 for width in (*bits, KEPT.get(constants["ROUNDING"], 0)))
+    if name == "lamb_apply":
+        return x + kept + m + v, x + kept
+    moved = x + kept + m + (1 + constants["AMSGRAD"]) * v
+    return 2 * moved + g, 2 * moved
+
+
+def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
+    """As `lamb_wide`, at least."""
+    each = constants["BLOCK"] // device.THREADS if "BLOCK" in constants else 8
+    bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in "XGS")]
+    x, g, s, v, kept = (each * width // 128 for width in (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0)))
+    coded = "S" in constants and constants["S"].primitive_bitwidth == 8
+    return {
+        "came_squares": (g, 0),
+        "came_update_squares": (g, 0),
+        "came_known_squares": (g, 0),
+        "came_average": (g + s, 0 if coded else s),
+        "came_apply": (x + kept + s, x + kept),
+        "came_second_moment": (g + v, v),
+        "came_move": (x + kept if coded else x + kept + g + s + v, x + kept if coded else x + kept + s),
+    }.get(name, (0, 0))
+
+
+# ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
+
+
+@compiled
+def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
+    params = [Parameter(torch.randn(size)) for size in (3 * stepper.CHUNK + 1, 0, 17, 5)]
+    set_gradients(params, [torch.randn(p.shape) for p in params])
+    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "adapt": False}]
+    optimizer = Lamb(groups, weight_decay=0.1, backend="triton")
+    optimizer.step()
+    # 4 chunks, and one for each of the others; the second pass leaves out the tensor that does not adapt.
+    assert driver.launched == [("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4), ("lamb_apply", 6)]
+
+    driver.launched.clear()
+    Lamb(params, weight_decay=0.1, adam=True, backend="triton", max_grad_norm=1.0).step()
+    assert driver.launched == [("square_sums", 7), ("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4)]
+
+
+@compiled
+def test_a_came_step_takes_eight_launches_and_four(driver: Driver) -> None:
+    params = [Parameter(torch.randn(shape)) for shape in ((600, 300), (20, 30), (0,), (17,), (stepper.CHUNK + 1,))]
+    set_gradients(params, [torch.randn(p.shape) for p in params])
+    Came(params, lr=0.1, backend="triton").step()
+    lines = 3 + 2 + 1 + 1
+    assert driver.launched == [
+        ("came_squares", 3 * 2 + 1),
+        ("came_lines", lines),
+        ("came_update_squares", 3 * 2 + 1),
+        ("came_totals", 2),
+        ("came_average", 3 * 2 + 1),
+        ("came_lines", lines),
+        ("came_apply", 3 * 2 + 1),
+        ("came_figures", 2),
+        ("came_second_moment", 1 + 1 + 2),
+        ("came_totals", 3),
+        ("came_move", 1 + 1 + 2),
+        ("came_figures", 3),
+    ]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("kind", "launches", "compilations"),
+    # Each once, but the averages of squares and of residuals, and kernels that all tensors share, in two variants.
+    [(Lamb, 5, 5), (Came, 2 + 8 + 4, 12)],
+    ids=["lamb", "came"],
+)
+def test_nothing_is_compiled_again_when_numbers_change(
+    kind: Kind, launches: int, compilations: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = compiled_while_numbers_change(kind, monkeypatch)
+    assert len(driver.launched) == 4 * launches
+    assert len(names) == compilations
+    assert set(names) == {name for name, _ in driver.launched}

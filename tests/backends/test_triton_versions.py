@@ -1,0 +1,62 @@
+"""The kernels compile under every Triton that is claimed; `make test` and `make slow` unpack these versions."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.triton_interpreter import compiled
+
+pytest.importorskip("triton")
+
+OLDEST, OF_TORCH_2_11 = "3.3.1", "3.6.0"
+OTHERS = ("3.4.0", "3.5.1", "3.8.0", "3.9.0")
+"""The version of constraints.txt is missing here: the whole test suite runs with it."""
+
+UNPACKED = Path(sys.prefix) / "tritons"
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("version", "which"),
+    [
+        *((version, "not slow") for version in (OLDEST, OF_TORCH_2_11)),
+        *(pytest.param(version, "", marks=SLOW) for version in (OLDEST, OF_TORCH_2_11, *OTHERS)),
+    ],
+    ids=lambda value: {"not slow": "covering", "": "everything"}.get(value, value),
+)
+def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
+    """Where this Triton does not know a target, the output has a line with the reason; it counts spills before 3.6."""
+    folder = UNPACKED / version
+    if not folder.is_dir():
+        pytest.skip(f"no Triton {version} beside the environment: `make .venv/tritons/{version}` unpacks it")
+    file = Path(__file__).with_name("test_triton_compile.py")
+    workers = ["-n", "auto"] if which == "" else []
+    # Warnings of other versions are no failures.
+    command = [sys.executable, "-m", "pytest", str(file), "-m", which, "-W", "default", "-rsP", *workers]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=3500 if which == "" else 800,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert f"triton {version}" in done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 50
+
+
+def test_make_unpacks_them() -> None:
+    makefile = Path(__file__).parents[2].joinpath("Makefile").read_text()
+    for name, versions in (("TRITONS", (OLDEST, OF_TORCH_2_11)), ("MORE_TRITONS", OTHERS)):
+        assert re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE).group(1).split() == [*versions]  # type: ignore[union-attr]

@@ -1,0 +1,309 @@
+"""What is saved, loaded, copied and pickled goes on bitwise as if it had never stopped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from tests.support.case_tensors import BLOCKS, FEW
+from tests.support.cases import CASES, Case, Kind, set_gradients
+from tests.support.optimizer_runs import (
+    BY_ID,
+    CASE,
+    OWN,
+    Net,
+    advance,
+    assert_bitwise,
+    assert_same_everything,
+    backward,
+    copies,
+    model,
+    runs,
+    saved_and_loaded,
+)
+
+KEPT = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.id)
+def test_weights_only_checkpoint_continues_bitwise(case: Case) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(2))
+    others = copies(parameters)
+    other = case.optimizer(others, "auto")
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert_same_everything(parameters, optimizer, others, other)
+    advance(case, parameters, optimizer, range(2, 4))
+    advance(case, others, other, range(2, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+CHECKPOINTED = [
+    *("paper-v5", "everything", "clip-skip", "both-by-name", "amsgrad", "mixed-paper-v5", "stacked"),
+    "float32-states-bfloat16-paper-v5",
+    "bfloat16-paper-v5",
+    "complex64-paper-v5",
+    *("came-published", "came-everything", "came-clip-skip", "came-no-decay-by-name", "came-mixed-published"),
+    *("came-relative-step", "came-stacked", "came-two-groups-options", "came-bfloat16-published"),
+    *(
+        "came-float32-states-bfloat16-published",
+        "came-bfloat16-states-int8-last-two",
+        "came-float32-states-int8-stacked",
+    ),
+    *(
+        *("float32-states-int8-paper-v5", "float16-states-float16-adagrad", "bfloat16-states-int8-stacked"),
+        *("bfloat16-weights-stochastic-everything", "float16-weights-kahan-paper-v5", "bfloat16-weights-master-adamw"),
+        *("came-float16-weights-stochastic-published", "came-bfloat16-weights-kahan-states-int8-stacked"),
+        "came-bfloat16-weights-master-everything",
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
+def test_load_state_dict_continues_bitwise(case: Case, backend: str) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    others = copies(parameters)
+    at_hand = {} if case.options.get("relative_step") else {"lr": 7.0}
+    other = case.optimizer(others, backend, weight_decay=0.9, **at_hand)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["weight_decay"] == optimizer.param_groups[0]["weight_decay"]
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    advance(case, parameters, optimizer, range(2, 4))
+    advance(case, others, other, range(2, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
+def test_a_copy_continues_bitwise(case: Case, way: str, backend: str) -> None:
+    """Everything that was given at construction must be in the copy, the exclusions and the clip too."""
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    set_gradients(parameters, [None] * len(parameters))
+    both = (parameters, optimizer)
+    others, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    assert others[0] is not parameters[0]
+    advance(case, parameters, optimizer, range(2, 4))
+    advance(case, others, other, range(2, 4))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    others, other = copy.deepcopy((parameters, case.optimizer(parameters, backend)))
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    advance(case, others, other, range(2))
+    assert_same_everything(parameters, optimizer, others, other)
+    other.add_param_group({"params": [("added", Parameter(torch.ones(2)))]})
+    assert other.param_groups[1]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_loaded_moments_keep_their_dtype_whatever_the_parameters(dtype: torch.dtype, kind: Kind) -> None:
+    """torch's own load_state_dict would cast the float32 moments of a bfloat16 parameter to bfloat16."""
+    case = Case("low", {}, FEW, dtype=dtype).of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(2))
+    other = case.optimizer(copies(parameters), "auto")
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    states = list(other.state.values())
+    assert states
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_declared_state_dtype(dtype: torch.dtype, kind: Kind, backend: str) -> None:
+    """It holds for LAMB's moments and for CAME's momentum, whose other averages stay in float32."""
+    case = Case("declared", {"state_dtype": torch.bfloat16}, FEW, dtype=dtype).of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    other = case.optimizer(copies(parameters), backend)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for each in (optimizer, other):
+        for state in each.state.values():
+            declared = {"exp_avg", "exp_avg_sq"} if kind is Lamb else {"exp_avg"}
+            assert {name for name in state if state[name].dtype is torch.bfloat16} == declared
+            assert {state[name].dtype for name in state.keys() - declared} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_momentum_in_8_bits_and_its_statistics(dtype: torch.dtype) -> None:
+    """Who asks for 8 bits gets them, with scales and statistics that are wide."""
+    case = Case("declared", {"state_dtype": "int8"}, BLOCKS, dtype=dtype).of(Came)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(2))
+    other = case.optimizer(copies(parameters), "auto")
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for each in (optimizer, other):
+        for parameter, state in each.state.items():
+            in_8_bits = parameter.dim() > 1 and parameter.numel() >= 4096
+            assert (state["exp_avg"].dtype is torch.int8) == ("exp_avg_scale" in state) == in_8_bits
+            statistics = state.keys() - {"step", "exp_avg", "exp_avg_scale"}
+            assert {state[name].dtype for name in statistics} == {torch.float32}
+
+
+def test_default_state_dtypes(kind: Kind) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        parameter = Parameter(torch.ones(7, 5, dtype=dtype))
+        optimizer = kind([parameter], lr=0.1)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        expected = torch.float64 if dtype is torch.float64 else torch.float32
+        state = dict(optimizer.state[parameter])
+        assert state.pop("step").dtype is torch.float32
+        assert {value.dtype for value in state.values()} == {expected}
+
+
+def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options(kind: Kind) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    new = "trust_ratio_bounds" if kind is Lamb else "decay_rate"
+    del state["param_groups"][0][new]
+    other = case.optimizer(copies(parameters), "auto")
+    other.load_state_dict(state)
+    assert other.param_groups[0][new] is None
+
+
+SCHEDULED: dict[str, float] = {
+    "initial_lr": 0.1,
+    "max_lr": 0.3,
+    "min_lr": 0.01,
+    "swa_lr": 0.05,
+    "max_momentum": 0.95,
+    "base_momentum": 0.85,
+}
+
+
+def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
+    """They lie in groups, and so in checkpoints, and in groups that another optimizer is built from."""
+    net = model()
+    groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
+    optimizer = kind(groups, lr=0.1)
+    other = kind(optimizer.param_groups, lr=0.1)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for each in (optimizer, other):
+        assert {key: each.param_groups[0][key] for key in SCHEDULED} == SCHEDULED
+        assert not each.param_groups[1].keys() & SCHEDULED.keys()
+
+
+def test_a_one_cycle_schedule_is_resumed(kind: Kind) -> None:
+    """What it needs for that lies in the groups."""
+
+    def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, last_epoch=steps.start - 1)
+        for step in steps:
+            net.zero_grad()
+            backward(net, step)
+            optimizer.step()
+            scheduler.step()
+        return optimizer.state_dict()
+
+    whole, resumed = model(), model()
+    go(whole, range(9))
+    go(resumed, range(4, 9), saved_and_loaded(go(resumed, range(4))))
+    assert_bitwise(list(whole.parameters()), list(resumed.parameters()))
+
+
+def test_load_state_dict_hooks_still_run(kind: Kind) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(1))
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert calls == ["pre", "post"] * 2
+
+
+def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(kind: Kind, backend: str) -> None:
+    """DCP makes the state by a step at lr = 0 with zero gradients."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net, untouched = model(), model()
+    optimizer = kind(net.named_parameters(), lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
+    state = get_optimizer_state_dict(net, optimizer)
+    assert set(state["state"]) == {name for name, _ in net.named_parameters()}
+    assert_bitwise(list(net.parameters()), list(untouched.parameters()))
+    assert all(p.grad is None for p in net.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for state_of_one in optimizer.state.values():
+        assert not any(value.any() for value in state_of_one.values())
+
+
+def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(kind: Kind, backend: str) -> None:
+    """The dummy step is not counted: the first real one is corrected as the first."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net, other = model(), model()
+    optimizer = kind(net.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    twin = kind(other.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    get_optimizer_state_dict(net, optimizer)
+    for network, each in ((net, optimizer), (other, twin)):
+        backward(network)
+        each.step()
+    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), twin)
+
+
+def test_a_real_step_at_lr_0_counts(kind: Kind, backend: str) -> None:
+    """As a warm-up from 0 takes it: the moments and the count move, the parameters do not."""
+    net, untouched = model(), model()
+    optimizer = kind(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend)
+    backward(net)
+    optimizer.step()
+    assert_bitwise(list(net.parameters()), list(untouched.parameters()))
+    for state in optimizer.state.values():
+        assert state["step"] == 1
+        assert state["exp_avg"].any()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_distributed_checkpoint_continues_bitwise(flatten: bool, kind: Kind, backend: str) -> None:
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, **OWN[kind]}
+    net = model()
+    optimizer = kind(net.named_parameters(), lr=0.1, backend=backend, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+    state = saved_and_loaded(get_optimizer_state_dict(net, optimizer, options=how))
+    other = copy.deepcopy(net)
+    other.zero_grad()
+    fresh = kind(other.named_parameters(), lr=0.5, backend=backend, **options)
+    before = copies(list(other.parameters()))
+    set_optimizer_state_dict(other, fresh, state, options=how)
+    assert_bitwise(list(other.parameters()), before)
+    for network, each in ((net, optimizer), (other, fresh)):
+        each.zero_grad()
+        backward(network, 3)
+        each.step()
+    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)

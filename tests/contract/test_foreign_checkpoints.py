@@ -1,0 +1,410 @@
+"""Checkpoints of other optimizers: the run goes on as it would have there, and the note says what was done.
+
+Also the version of our own checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bighorn import Came, ConvertedStateWarning, Lamb
+from bighorn.optim.foreign import FORMATS
+from tests.support import peer_formulas
+from tests.support.case_tensors import FEW, Leaf
+from tests.support.cases import LEFT_OUT, Case, Kind, set_gradients
+from tests.support.optimizer_runs import (
+    CASE,
+    advance,
+    assert_bitwise,
+    assert_same_everything,
+    backward,
+    copies,
+    model,
+    saved_and_loaded,
+)
+
+LEAVES = tuple(leaf for leaf in FEW if leaf.name != "empty")
+VALUES = Case("foreign", {}, LEAVES)
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A peer, and ours as it has to be constructed to go on as the peer would."""
+
+    id: str
+    name: str
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    kind: Kind = Lamb
+    options: Mapping[str, Any] = field(default_factory=dict)
+    says: tuple[str, ...] = ()
+    """What the note has beyond the peer's name."""
+    absent: str | None = None
+    without: tuple[str, ...] = ()
+    """Options that the checkpoint brings and some backends leave to others."""
+
+
+def timm(**options: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    return lambda groups: peer_formulas.installed_timm_lamb()(groups, **options)
+
+
+def came_pytorch(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    came: torch.optim.Optimizer = pytest.importorskip("came_pytorch").CAME(groups, lr=0.1, clip_threshold=0.8)
+    return came
+
+
+ADAMW: dict[str, Any] = {"adam": True, "decay_mode": "decoupled"}
+ADAM: dict[str, Any] = {"adam": True, "decay_mode": "l2"}
+GROUPED_STEPS = "each group's count of steps is its parameters' own"
+
+RUNS = (
+    Run("adamw", "torch's AdamW", torch.optim.AdamW, options=ADAMW),
+    Run("adamw-ratio", "torch's AdamW", torch.optim.AdamW, options={"adam": True}),
+    Run("adam", "torch's Adam", lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.99)), options=ADAM),
+    Run("adam-maximize", "torch's Adam", lambda groups: torch.optim.Adam(groups, maximize=True), options=ADAM),
+    Run(
+        "adamw-amsgrad",
+        "torch's AdamW",
+        lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+        options=ADAMW,
+        says=("amsgrad=True is second_moment='amsgrad'",),
+    ),
+    Run(
+        "timm",
+        "timm's Lamb",
+        timm(),
+        options={"max_grad_norm": 1.0},
+        says=(
+            "trust_clip=False is trust_ratio_bounds=None",
+            "caution=False is cautious=False",
+            "decoupled_decay=False is decay_mode='ratio'",
+            GROUPED_STEPS,
+        ),
+        absent=peer_formulas.TIMM_ABSENT,
+    ),
+    Run(
+        "timm-lambc",
+        "timm's Lamb",
+        timm(trust_clip=True, always_adapt=True, decoupled_decay=True, max_grad_norm=None, grad_averaging=False),
+        says=(
+            "trust_clip=True is trust_ratio_bounds=(0.0, 1.0)",
+            "caution=False is cautious=False",
+            "decoupled_decay=True is decay_mode='decoupled'",
+            GROUPED_STEPS,
+        ),
+        absent=peer_formulas.TIMM_ABSENT,
+    ),
+    Run(
+        "timm-cautious",
+        "timm's Lamb",
+        timm(caution=True, bias_correction=False, max_grad_norm=None),
+        options={"trust_ratio_bounds": (0.5, 2.0)},  # the checkpoint knows better
+        says=(
+            "trust_clip=False is trust_ratio_bounds=None",
+            "caution=True is cautious=True",
+            "decoupled_decay=False is decay_mode='ratio'",
+            GROUPED_STEPS,
+        ),
+        absent=peer_formulas.TIMM_ABSENT,
+        without=("cautious",),
+    ),
+    Run(
+        "came",
+        "came-pytorch's CAME",
+        came_pytorch,
+        kind=Came,
+        options={"lr": 7.0},
+        says=("its state means factor='last_two'",),
+    ),
+)
+
+
+def in_groups(parameters: list[Parameter]) -> list[dict[str, Any]]:
+    """Two groups that differ in what a group holds."""
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    return [{"params": decayed, "lr": 0.1, "weight_decay": 0.1}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
+
+
+def go(optimizer: torch.optim.Optimizer, parameters: list[Parameter], steps: range) -> None:
+    for step in steps:
+        set_gradients(parameters, VALUES.gradients(step))
+        optimizer.step()
+
+
+def bare(parameters: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": group["params"]} for group in in_groups(parameters)]
+
+
+def trained(run: Run, steps: int = 3) -> tuple[list[Parameter], torch.optim.Optimizer]:
+    if run.absent:
+        pytest.skip(run.absent)
+    parameters = VALUES.parameters()
+    theirs = run.make(in_groups(parameters))
+    go(theirs, parameters, range(steps))
+    return parameters, theirs
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
+def test_a_run_goes_on_as_it_would_have_gone_on_there(run: Run, backend: str) -> None:
+    if set(run.without) & set(LEFT_OUT.get(backend, ())):
+        pytest.skip(f"{backend} leaves out {run.without}")
+    theirs, peer = trained(run)
+    ours = copies(theirs)
+    optimizer = run.kind(bare(ours), backend=backend, **run.options)
+    with pytest.warns(ConvertedStateWarning) as caught:
+        optimizer.load_state_dict(saved_and_loaded(peer.state_dict()))
+    assert [str(warning.message) for warning in caught] == [
+        "; ".join([f"state_dict is a checkpoint of {run.name} (2 groups), and was converted", *run.says])
+    ]
+    go(optimizer, ours, range(3, 6))
+    go(peer, theirs, range(3, 6))
+    for leaf, a, b in zip(LEAVES, ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=leaf.name)
+        assert optimizer.state[a]["step"] == 6
+
+
+def apex_checkpoint(leaves: list[peer_formulas.Leaf]) -> dict[str, Any]:
+    """What `apex.optimizers.FusedLAMB.state_dict()` would hold: its groups have what its constructor puts there."""
+    group = {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+    group |= {"grad_averaging": True, "max_grad_norm": 1.0, "step": leaves[0].t, "params": list(range(len(leaves)))}
+    state = {i: {"exp_avg": torch.tensor(leaf.m), "exp_avg_sq": torch.tensor(leaf.v)} for i, leaf in enumerate(leaves)}
+    return {"state": state, "param_groups": [group]}
+
+
+def test_a_run_of_apex_goes_on_as_its_formula_would(backend: str) -> None:
+    """Apex itself needs CUDA to be imported, so its formula takes the steps."""
+    flat = Case("apex", {}, (Leaf("weight", (35,)), Leaf("bias", (17,), fill="small")))
+    leaves = [peer_formulas.Leaf(f"{i}", p.tolist()) for i, p in enumerate(flat.parameters())]
+
+    def go_on(steps: range) -> None:
+        for step in steps:
+            for leaf, gradient in zip(leaves, flat.gradients(step), strict=True):
+                assert gradient is not None
+                leaf.g = gradient.tolist()
+            peer_formulas.apex(leaves, 0.1)
+
+    go_on(range(3))
+    ours = [Parameter(torch.tensor(leaf.x)) for leaf in leaves]
+    optimizer = Lamb.like("apex", ours, lr=7.0, backend=backend)
+    with pytest.warns(ConvertedStateWarning, match=f"{GROUPED_STEPS}. Note: checkpoints of .* do not tell use_nvlamb"):
+        optimizer.load_state_dict(saved_and_loaded(apex_checkpoint(leaves)))
+    for step in range(3, 6):
+        set_gradients(ours, flat.gradients(step))
+        optimizer.step()
+    go_on(range(3, 6))
+    for a, leaf in zip(ours, leaves, strict=True):
+        torch.testing.assert_close(a, torch.tensor(leaf.x), rtol=1e-5, atol=1e-6)
+        assert optimizer.state[a]["step"] == 6
+
+
+# ---- the note ---------------------------------------------------------------------------------------------------
+
+
+def note(optimizer: Lamb | Came, state: dict[str, Any]) -> str:
+    with pytest.warns(ConvertedStateWarning) as caught:
+        optimizer.load_state_dict(state)
+    (warning,) = caught
+    assert warning.filename == __file__
+    return str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says"),
+    [
+        ("adamw", {}, ["adam=False stays, where torch's AdamW has True"]),
+        (
+            "adamw",
+            {"adam": True, "decay_mode": "l2"},
+            ["decay_mode='l2' stays, where torch's AdamW has 'decoupled' or"],
+        ),
+        ("adam", {"adam": True}, ["decay_mode='ratio' stays, where torch's Adam has 'l2'"]),
+        (
+            "adam",
+            {"adam": True, "decay_mode": "l2", "second_moment": "amsgrad", "bias_correction": False},
+            ["bias_correction=False stays", "second_moment='amsgrad' stays, where torch's Adam has 'adam'"],
+        ),
+        ("timm", {}, ["max_grad_norm=1.0 is for the constructor, which was given None"]),
+        ("timm-lambc", {"max_grad_norm": 2.0}, ["max_grad_norm=None is for the constructor, which was given 2.0"]),
+        ("timm", {"max_grad_norm": 1.0, "adam": True}, ["adam=True stays, where timm's Lamb has False"]),
+        ("came", {"lr": 1.0, "decay_rate": 0.8}, ["decay_rate=0.8 stays, where came-pytorch's CAME has None"]),
+    ],
+)
+def test_the_note_says_in_what_the_next_steps_will_differ(run: str, options: Any, says: list[str]) -> None:
+    row = next(each for each in RUNS if each.id == run)
+    parameters, peer = trained(row, steps=1)
+    _, *notes = note(row.kind(bare(copies(parameters)), **options), saved_and_loaded(peer.state_dict())).split(
+        " Note: "
+    )
+    assert len(notes) == len(says)
+    assert all(said in text for said, text in zip(says, notes, strict=True))
+
+
+def test_groups_of_torch_before_2_7_do_not_tell_adam_from_adamw() -> None:
+    parameters, peer = trained(RUNS[0], steps=1)
+    state = copy.deepcopy(peer.state_dict())
+    for group in state["param_groups"]:
+        del group["decoupled_weight_decay"]
+    optimizer = Lamb(bare(copies(parameters)), adam=True)
+    assert 'torch\'s Adam or AdamW do not tell its decay_mode, "decoupled" for AdamW' in note(optimizer, state)
+
+
+def test_every_kind_of_checkpoint_is_on_the_page() -> None:
+    assert {row.name for row in FORMATS} == {run.name for run in RUNS} | {"torch's Adam or AdamW", "apex's FusedLAMB"}
+    for row in FORMATS:
+        assert row.name in PAGE.read_text()
+
+
+# ---- what is taken over, and what is not ------------------------------------------------------------------------
+
+
+def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:
+    """What torch's AdamW has made of some parameters, the last gradients much smaller than the first."""
+    torch.manual_seed(13)
+    parameters = [Parameter(torch.randn(7, 3)), Parameter(torch.full((9,), 1e-20))]
+    adamw = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01, **options)
+    for scale in (1.0, 1e-3):
+        for parameter in parameters:
+            parameter.grad = scale * torch.randn_like(parameter)
+        adamw.step()
+    return parameters, adamw
+
+
+def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(backend: str) -> None:
+    parameters, adamw = after_adamw(weight_decay=0.2, maximize=True)
+    own = {"adapt": False, "decay_mode": "l2", "bias_correction": "lr"}
+    groups: list[dict[str, Any]] = [{"params": [parameters[0]], **own}, {"params": [parameters[1]]}]
+    optimizer = Lamb(groups, lr=7.0, trust_ratio_bounds=(0.0, 2.0), backend=backend)
+    keys = optimizer.param_groups[0].keys()
+    note(optimizer, saved_and_loaded(adamw.state_dict()))
+    first, second = optimizer.param_groups
+    assert first.keys() == second.keys() == keys
+    assert {key: first[key] for key in own} == own
+    assert (second["adapt"], second["decay_mode"], second["bias_correction"]) == (True, "ratio", True)
+    for group in (first, second):
+        assert (group["lr"], group["weight_decay"], group["maximize"]) == (0.01, 0.2, True)
+        assert group["trust_ratio_bounds"] == (0.0, 2.0)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [3, 3]
+
+
+def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
+    """Its maximum is gone on with by amsgrad alone, which without one starts from the second moment."""
+    runs = []
+    for second_moment, keep in (("adam", True), ("adam", False), ("amsgrad", True), ("amsgrad", False)):
+        parameters, adamw = after_adamw(amsgrad=True)
+        state = copy.deepcopy(adamw.state_dict())
+        for group in state["param_groups"]:
+            group["amsgrad"] = False
+        for each in state["state"].values():
+            assert not each["max_exp_avg_sq"].equal(each["exp_avg_sq"])
+            if not keep:
+                del each["max_exp_avg_sq"]
+        groups = [{"params": [p]} for p in parameters]
+        optimizer = Lamb(groups, weight_decay=0.1, second_moment=second_moment, backend=backend)  # type: ignore[arg-type]
+        note(optimizer, state)
+        if second_moment == "amsgrad" and not keep:
+            assert all(each["max_exp_avg_sq"].equal(each["exp_avg_sq"]) for each in optimizer.state.values())
+        optimizer.step()
+        runs.append(parameters)
+    with_maximum, without, maximum, started_anew = runs
+    assert_bitwise(with_maximum, without)
+    assert not maximum[0].equal(started_anew[0])
+    assert not maximum[0].equal(without[0])
+
+
+def test_a_fresh_checkpoint_and_parameters_without_state(backend: str) -> None:
+    """A peer that has not stepped yet, and parameters that never had a gradient there."""
+    parameters = VALUES.parameters()
+    optimizer = Lamb(bare(parameters), backend=backend, **ADAMW)
+    note(optimizer, torch.optim.AdamW(in_groups(copies(parameters))).state_dict())
+    assert not optimizer.state
+    assert [group["schedule_step"] for group in optimizer.param_groups] == [0, 0]
+    go(optimizer, parameters, range(1))
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_cannot_be_gone_on_with_is_refused_and_changes_nothing() -> None:
+    theirs = VALUES.parameters()
+    adam = torch.optim.Adam(in_groups(theirs))
+    go(adam, theirs, range(1))
+    parameters = copies(theirs)
+    came = Came(bare(parameters), lr=0.1)
+    go(came, parameters, range(1))
+    before = copy.deepcopy(came.state_dict())
+    with pytest.raises(ValueError, match="a checkpoint of torch's Adam, whose state is not Came's: load it into Lamb"):
+        came.load_state_dict(adam.state_dict())
+    unknown = copy.deepcopy(adam.state_dict())
+    unknown["param_groups"][0]["lookahead"] = 5
+    lamb = Lamb(bare(copies(theirs)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvertedStateWarning)
+        with pytest.raises(ValueError, match=r"param_groups\[0\].*unknown option 'lookahead'"):
+            lamb.load_state_dict(unknown)
+    with pytest.raises(ConvertedStateWarning):  # who makes it an error is left with what there was
+        lamb.load_state_dict(adam.state_dict())
+    assert not lamb.state
+    assert repr(came.state_dict()) == repr(before)
+
+
+def test_an_option_of_timm_without_a_counterpart_is_refused() -> None:
+    if peer_formulas.TIMM_ABSENT:
+        pytest.skip(peer_formulas.TIMM_ABSENT)
+    parameters = VALUES.parameters()
+    peer = timm(decoupled_decay=True, corrected_weight_decay=True)(in_groups(parameters))
+    with pytest.raises(ValueError, match="corrected_weight_decay=True, which is not known: give weight_decay a sched"):
+        Lamb(bare(parameters)).load_state_dict(peer.state_dict())
+
+
+# ---- our own ----------------------------------------------------------------------------------------------------
+
+
+def test_the_format_version_is_in_every_group_and_stays_there(kind: Kind) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    net = model()
+    optimizer = kind(net.named_parameters(), lr=0.1)
+    backward(net)
+    optimizer.step()
+    optimizer.add_param_group({"params": [("added", Parameter(torch.ones(2)))]})
+    assert [group["format_version"] for group in saved_and_loaded(optimizer.state_dict())["param_groups"]] == [1, 1]
+    assert kind(optimizer.param_groups, lr=0.1).param_groups[0]["format_version"] == 1
+    one = kind(net.named_parameters(), lr=0.1)
+    flat: dict[str, Any] = get_optimizer_state_dict(
+        net, one, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    assert {flat[f"param_groups.{name}.format_version"] for name, _ in net.named_parameters()} == {1}
+
+
+def test_a_checkpoint_of_the_time_before_versions_is_ours(kind: Kind) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, "auto")
+    advance(case, parameters, optimizer, range(1))
+    state = saved_and_loaded(optimizer.state_dict())
+    for group in state["param_groups"]:
+        del group["format_version"]
+    others = copies(parameters)
+    other = case.optimizer(others, "auto")
+    other.load_state_dict(state)
+    assert all(group["format_version"] == 1 for group in other.param_groups)
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, True, 1.0])
+def test_a_checkpoint_of_a_newer_format_is_refused(version: object, kind: Kind) -> None:
+    optimizer = kind([Parameter(torch.ones(3))], lr=0.1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["format_version"] = version
+    with pytest.raises(ValueError, match=f"format_version={version!r}, but this bighorn reads 1 and older"):
+        optimizer.load_state_dict(state)

@@ -1,0 +1,358 @@
+"""Gradient release: the same run bit for bit, without the gradients; and everything with which it cannot work."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+from bighorn import Lamb, LossScaler, TailOverlap, groups, release_gradients, schedules
+from bighorn.cli.ranks import end_process_group
+from tests.distributed.test_process_group import run_ranks
+from tests.support.cases import Case, Kind, set_gradients
+from tests.support.optimizer_runs import BY_ID, assert_bitwise, assert_same_everything, copies, runs
+
+STEPS = 3
+TRIED = (
+    *("paper-v5", "both-by-name", "amsgrad-in-lr", "two-groups-options", "mixed-paper-v5", "complex64-paper-v5"),
+    *("came-published", "came-relative-step", "came-two-groups-options", "came-float32-states-int8-last-two"),
+)
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.LayerNorm(70), nn.Linear(70, 90), nn.Tanh(), nn.Linear(90, 3))
+
+
+def make(kind: Kind, net: nn.Module, **options: Any) -> Any:
+    return kind(net.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **options})
+
+
+def loss_of(net: nn.Module, step: int) -> Tensor:
+    value: Tensor = net(torch.randn(4, 9, generator=torch.Generator().manual_seed(step))).square().mean()
+    return value
+
+
+# ---- it is the same step --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "case"), runs([BY_ID[name] for name in TRIED]), indirect=["backend"])
+def test_one_after_the_other_is_all_at_once(backend: str, case: Case) -> None:
+    """Last parameter first, as backward has them; the late and the missing ones too."""
+    whole = case.parameters()
+    single = copies(whole)
+    optimizers = [case.optimizer(parameters, backend) for parameters in (whole, single)]
+    for step in range(STEPS):
+        for parameters, optimizer in zip((whole, single), optimizers, strict=True):
+            case.set_lr(optimizer, step)
+            set_gradients(parameters, case.gradients(step))
+        for parameter in reversed(single):
+            if parameter.grad is not None:
+                optimizers[1].step_ahead(parameter)
+                assert parameter.grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bitwise(single, whole)
+    for ours, theirs in zip(single, whole, strict=True):
+        assert_bitwise(list(optimizers[1].state[ours].values()), list(optimizers[0].state[theirs].values()))
+
+
+def test_a_training(kind: Kind) -> None:
+    """With groups, a schedule, telemetry, step hooks and a parameter that the model does not use at every step."""
+    nets = network(), network()
+    plain, released = (
+        kind(
+            groups.by_rules(net.named_parameters(), [groups.Rule("^5", lr=0.03)]),
+            lr=schedules.Cosine(0.1, 8),
+            weight_decay=0.1,
+        )
+        for net in nets
+    )
+    release_gradients(nets[1], released)
+    ended = []
+    released.register_step_post_hook(lambda *_: ended.append(len(ended)))
+    for step in range(6):
+        for net, optimizer in zip(nets, (plain, released), strict=True):
+            (loss_of(net, step) if step != 3 else net[0](torch.ones(9)).square().mean()).backward()
+            optimizer.step()
+        assert all(parameter.grad is None for parameter in nets[1].parameters())
+        plain.zero_grad()
+        names, mine = plain.telemetry().names, released.telemetry().names
+        assert sorted(names) == sorted(mine)
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert [group["schedule_step"] for group in released.param_groups] == [6, 6]
+    assert ended == list(range(6))
+
+
+def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    most = 0
+
+    def count(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(parameter.grad is not None for parameter in net.parameters()))
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    assert most == 0  # each is gone before the next is there
+
+
+def test_tied_weights_step_once(kind: Kind) -> None:
+    """Autograd adds their gradients up before it hands them over."""
+    results = []
+    for released in (False, True):
+        net = network()
+        net[5] = nn.Linear(70, 90)
+        net[5].weight = net[3].weight
+        net[4] = nn.Linear(90, 70)
+        optimizer = make(kind, net)
+        if released:
+            release_gradients(net, optimizer)
+        for step in range(3):
+            loss_of(net, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((list(net.parameters()), optimizer))
+    assert_same_everything(*results[1], *results[0])
+
+
+def test_a_torch_scheduler_and_a_closure(kind: Kind) -> None:
+    nets = network(), network()
+    optimizers = [make(kind, net) for net in nets]
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    release_gradients(nets[1], optimizers[1])
+    for step in range(3):
+        for net, optimizer, scheduler in zip(nets, optimizers, schedulers, strict=True):
+
+            def closure(net: nn.Module = net) -> Tensor:
+                loss = loss_of(net, step)  # noqa: B023 - called at once
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.zero_grad()
+            assert optimizer.step(closure) > 0
+            scheduler.step()
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+
+
+SHARDED = """
+    import sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    from bighorn import Came, Lamb, release_gradients
+
+    rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    beside = dist.new_group(backend="gloo")
+
+    def network(sharded):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3)).double()
+        for layer in (net[0], net[2], net) if sharded else ():
+            fully_shard(layer)
+        return net
+
+    for kind, calls in ((Lamb, 1), (Came, 2)):
+        nets = network(False), network(True), network(True)
+        optimizers = [kind(net.named_parameters(), lr=0.1, weight_decay=0.1) for net in nets]
+        whole, released, back = zip(nets, optimizers)
+        release_gradients(*released)
+
+        def train(steps, net, optimizer):
+            for step in steps:
+                torch.manual_seed(step)
+                data = torch.randn(4, 9, dtype=torch.float64)
+                with CommDebugMode() as comms:
+                    net(data if net is whole[0] else data[2 * rank : 2 * rank + 2]).square().mean().backward()
+                    optimizer.step()
+                if net is not released[0]:
+                    optimizer.zero_grad()
+            counts = {str(op): count for op, count in comms.get_comm_counts().items()}
+            return sum(count for op, count in counts.items() if "reduce" in op and "scatter" not in op)
+
+        train(range(3), *whole)
+        assert train(range(3), *released) >= 4  # each parameter's own
+        assert all(p.grad is None for p in released[0].parameters())
+
+        # A save that goes on beside the next steps holds what was there when it was asked for.
+        model, state = get_state_dict(*released)
+        # With a group of its own: its messages would mix with the training's.
+        saving = async_save(
+            {"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}", process_group=beside
+        )
+        train(range(3, 5), *released)
+        saving.result()
+        model, state = get_state_dict(*back)
+        load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}")
+        set_state_dict(*back, model_state_dict=model, optim_state_dict=state)
+        assert train(range(3, 5), *back) == calls
+        train(range(3, 5), *whole)
+        for net in (released[0], back[0]):
+            for ours, theirs in zip(net.parameters(), whole[0].parameters()):
+                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
+"""
+
+
+def test_reduced_gradients_of_fsdp2(tmp_path: Path) -> None:
+    """And a state that is saved asynchronously between two steps, loaded and continued without release."""
+    run_ranks(SHARDED, 2, str(tmp_path / "store"), str(tmp_path))
+
+
+def test_it_can_be_undone(kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net)
+    release = release_gradients(net, optimizer)
+    release.remove()
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    assert not optimizer.state
+    release_gradients(net, optimizer)
+
+
+def test_a_state_of_a_step_that_has_begun_can_be_loaded(kind: Kind) -> None:
+    """Which is how to go on after an error in the middle of a backward."""
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    saved = optimizer.state_dict()
+    next(net[5].parameters()).register_hook(lambda _: 1 / 0)  # type: ignore[no-untyped-call]
+    with pytest.raises(ZeroDivisionError):
+        loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+    optimizer.load_state_dict(saved)
+    net[5].requires_grad_(False)
+    loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def test_nothing_keeps_the_model_alive(kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    there = weakref.ref(net[0].weight)
+    del net, optimizer
+    gc.collect()
+    assert there() is None
+
+
+# ---- with what it cannot work ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
+def test_an_option_that_needs_all_gradients(option: dict[str, Any], kind: Kind) -> None:
+    net = network()
+    with pytest.raises(ValueError, match=rf"{next(iter(option))}=.* looks at all gradients first; leave it out"):
+        release_gradients(net, make(kind, net, **option))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    end_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_parallel_gradients_are_not_there_yet(kind: Kind) -> None:
+    ddp = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match=r"fully_shard.*or TailOverlap"):
+        release_gradients(ddp, make(kind, ddp))
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    with pytest.raises(RuntimeError, match=r"fully_shard.*or TailOverlap"):
+        DistributedDataParallel(net)(torch.ones(4, 9))
+    optimizer = make(kind, ddp)
+    overlap = TailOverlap(ddp, optimizer)
+    with pytest.raises(ValueError, match="step pre-hooks"):
+        release_gradients(ddp.module, optimizer)
+    del overlap
+
+
+def test_what_is_no_such_thing() -> None:
+    net = network()
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not list"):
+        release_gradients(list(net.parameters()), Lamb(net.parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not Sequential"):
+        release_gradients(net, net)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"AdamW, which has no step_ahead.*: use Lamb or Came"):
+        release_gradients(net, torch.optim.AdamW(net.parameters()))
+
+
+def test_a_gradient_that_nobody_would_take(kind: Kind) -> None:
+    net = network()
+    with pytest.raises(ValueError, match=r"does not hold the trainable parameter 2.weight: add it, or freeze it"):
+        release_gradients(net, kind(net[0].named_parameters("0"), lr=0.1))
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    with pytest.raises(ValueError, match=r"0.weight has a hook for its gradient already"):
+        release_gradients(net, optimizer)
+    with pytest.raises(ValueError, match="is no parameter of this optimizer"):
+        optimizer.step_ahead(torch.ones(3, requires_grad=True))
+
+
+def test_gradients_cannot_be_accumulated(kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(RuntimeError, match=r"5\.\w+ has taken this step already.*call optimizer.step\(\) after each"):
+        loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+    assert_bitwise(list(net.parameters()), before)
+
+
+def test_a_parameter_of_two_reentrant_checkpoints(kind: Kind) -> None:
+    """Each hands over its own part of the gradient."""
+    net = nn.Sequential(nn.Linear(9, 9), nn.Tanh())
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    inner = checkpoint(net, torch.ones(4, 9, requires_grad=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="reentrant"):
+        checkpoint(net, inner, use_reentrant=True).sum().backward()
+
+
+def test_a_weight_that_backward_needs_again(kind: Kind) -> None:
+    """Autograd must know that it has changed, whatever the kernels were written in."""
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    loss = loss_of(net, 0)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(), torch.amp.GradScaler("cpu")], ids=["ours", "torch"])
+def test_a_scaler_is_refused(scaler: torch.amp.GradScaler, kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net)
+    release_gradients(net, optimizer)
+    scaler.scale(loss_of(net, 0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        (RuntimeError, AssertionError), match=r"a gradient scaler has scaled|No inf checks were recorded"
+    ):
+        scaler.step(optimizer)

@@ -1,0 +1,153 @@
+"""What torch.optim.Optimizer promises, and what trainers and schedulers rely on: a learning rate, and
+other options, that change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from tests.support.case_tensors import FEW
+from tests.support.cases import KINDS, Case, Kind, set_gradients, set_lr
+from tests.support.optimizer_runs import CASE, advance, assert_bitwise, backward, copies, model, saved_and_loaded
+
+
+def test_tensor_lr_is_the_same_as_a_float(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    results = []
+    for lr in (torch.tensor(0.125), 0.125):
+        parameters = case.parameters()
+        optimizer = case.optimizer(parameters, backend, lr=lr)
+        for step, factor in enumerate((1.0, 0.5)):
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(0.125 * factor)
+                else:
+                    group["lr"] = 0.125 * factor
+            set_gradients(parameters, case.gradients(step))
+            optimizer.step()
+        results.append(parameters)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-7, atol=1e-8)
+
+
+def test_tensor_lr_survives_a_checkpoint(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend, lr=torch.tensor(0.1))
+    set_gradients(parameters, case.gradients(0))
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].fill_(0.03)
+    other = case.optimizer(copies(parameters), backend, lr=torch.tensor(0.5))
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert other.param_groups[0]["lr"] == torch.tensor(0.03)
+
+
+def test_a_scheduler_drives_groups_of_one_tensor_lr_apart(kind: Kind) -> None:
+    """Torch's schedulers fill a Tensor lr in place; groups that share one would all get the last group's rate."""
+    net = model()
+    groups = [{"params": net.first.parameters()}, {"params": net.last.parameters()}]
+    optimizer = kind(groups, lr=torch.tensor(0.1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step])
+    backward(net)
+    optimizer.step()
+    scheduler.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])
+
+
+def test_each_group_has_a_tensor_lr_of_its_own(kind: Kind) -> None:
+    """The first keeps the caller's, who may write into it."""
+    lr, parameters = torch.tensor(0.1), copies([Parameter(torch.ones(2))] * 4)
+    optimizer = kind([{"params": [p], "lr": lr} for p in parameters[:3]], lr=0.1)
+    optimizer.add_param_group({"params": [parameters[3]], "lr": lr})
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == 4
+    assert [group["lr"] for group in optimizer.param_groups] == [lr] * 4
+    assert kind(parameters, lr=lr).param_groups[0]["lr"] is lr
+
+
+@pytest.mark.parametrize("when", ["construction", "later"])
+def test_a_tensor_lr_that_requires_grad_is_detached(when: str, kind: Kind, backend: str) -> None:
+    lr = torch.tensor(0.5, requires_grad=True)
+    parameter, other = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    parameter.grad, other.grad = torch.ones(3), torch.ones(3)
+    optimizer = kind([parameter], lr=lr if when == "construction" else 0.1, backend=backend)
+    optimizer.param_groups[0]["lr"] = lr if when == "later" else optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    kind([other], lr=0.5, backend=backend).step()
+    assert_bitwise([parameter], [other])
+    assert not optimizer.param_groups[0]["lr"].requires_grad
+    copy.deepcopy(optimizer)
+
+
+def test_a_scheduler_changes_the_step(kind: Kind, backend: str) -> None:
+    scheduled, by_hand = model(), model()
+    one = kind(scheduled.parameters(), lr=0.2, weight_decay=0.1, backend=backend)
+    two = kind(by_hand.parameters(), lr=0.2, weight_decay=0.1, backend=backend)
+    scheduler = torch.optim.lr_scheduler.StepLR(one, step_size=1, gamma=0.5)
+    for step in range(3):
+        set_lr(two, 0.2 * 0.5**step)
+        for net, optimizer in ((scheduled, one), (by_hand, two)):
+            optimizer.zero_grad()
+            backward(net, step)
+            optimizer.step()
+        scheduler.step()
+    assert_bitwise(list(scheduled.parameters()), list(by_hand.parameters()))
+
+
+CHANGES: dict[Kind, dict[str, Any]] = {
+    Lamb: {
+        "betas": (0.3, 0.4),
+        "eps": 0.5,
+        "adapt": False,
+        "adam": True,
+        "bias_correction": "lr",
+        "trust_ratio_bounds": (0.1, 0.2),
+        "decay_mode": "decoupled",
+        "stacked": True,
+        "grad_averaging": False,
+    },
+    Came: {
+        "betas": (0.3, 0.4, 0.5),
+        "eps": (0.1, 0.5),
+        "clip_threshold": 0.3,
+        "decay_rate": 0.8,
+        "scale_parameter": True,
+        "bias_correction": True,
+        "state_dtype": "bfloat16",
+    },
+}
+for changes in CHANGES.values():
+    changes |= {"lr": 0.5, "weight_decay": 0.7, "maximize": True, "grad_centralization": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(kind, name, id=f"{kind.algorithm.name}-{name}") for kind in KINDS for name in CHANGES[kind]],
+    indirect=["kind"],
+)
+def test_a_value_written_into_a_group_counts_from_the_next_step(name: str, kind: Kind, backend: str) -> None:
+    """Nothing of an earlier step is remembered: a fresh optimizer built with the value goes the same way."""
+    change = {name: CHANGES[kind][name]}
+    case = Case("written", {}, tuple(leaf for leaf in FEW if len(leaf.shape) >= 2)).of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    others = copies(parameters)
+    other = case.optimizer(others, backend)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    unchanged = copies(parameters)
+    third = case.optimizer(unchanged, backend)
+    third.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.param_groups[0].update(change)
+    optimizer.param_groups[0].update(change)
+    for tensors, each in ((parameters, optimizer), (others, other), (unchanged, third)):
+        set_gradients(tensors, case.gradients(2))
+        each.step()
+    assert_bitwise(parameters, others)
+    assert any(not a.equal(b) for a, b in zip(parameters, unchanged, strict=True)), "the change had no effect"

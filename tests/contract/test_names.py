@@ -1,0 +1,220 @@
+"""Names of parameters: the same whatever a model is wrapped in, and exclusions that match none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from bighorn import Lamb, groups
+from bighorn.cli.ranks import end_process_group
+from bighorn.names import common_prefix, unwrapped
+from tests.support.cases import Kind
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+EXCLUDED = ["bias", r"^1\."]
+
+
+class Holder(nn.Module):
+    """Has a submodule that is truly called `module`, and another parameter if it is asked for one."""
+
+    def __init__(self, scale: bool) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        if scale:
+            self.scale = nn.Parameter(torch.ones(3))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """The group of a single process, for DistributedDataParallel."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    end_process_group()
+
+
+def compiled(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend="eager")  # type: ignore[return-value]
+
+
+def checkpointed(net: nn.Module) -> nn.Module:
+    for name, child in net.named_children():
+        setattr(net, name, checkpoint_wrapper(child))
+    return net
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compile": compiled,
+    "ddp": DistributedDataParallel,
+    "compile-of-ddp": lambda net: compiled(DistributedDataParallel(net)),
+    "ddp-of-compile": lambda net: DistributedDataParallel(compiled(net)),
+    "checkpoint": checkpointed,
+    "ddp-of-compile-of-checkpoint": lambda net: DistributedDataParallel(compiled(checkpointed(net))),
+}
+GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "pairs": lambda net: {"params": net.named_parameters()},
+    "names": lambda net: {"params": net.parameters(), "names": net},
+    "mapping": lambda net: {"params": net.parameters(), "names": dict(net.named_parameters())},
+    "groups": lambda net: {"params": [{"params": [pair]} for pair in net.named_parameters()]},
+    "generators": lambda net: {"params": [{"params": net.named_parameters()}]},
+    "rules": lambda net: {"params": groups.by_rules(net.named_parameters(), [groups.Rule("^1", lr=0.1)])},
+}
+
+
+def trained(net: nn.Module, kind: Kind, given: dict[str, Any], **options: Any) -> Any:
+    exclusions: dict[str, Any] = {"exclude_from_weight_decay": EXCLUDED}
+    if kind is Lamb:
+        exclusions["exclude_from_layer_adaptation"] = EXCLUDED
+    optimizer = kind(**given, lr=0.1, weight_decay=0.1, **exclusions, **options)
+    step(net, optimizer)
+    return optimizer
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for i, p in enumerate(net.parameters()):
+        p.grad = torch.linspace(-1, 1, p.numel()).view_as(p) + i
+    optimizer.step()
+
+
+def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [name for group in optimizer.param_groups for name in group["param_names"]]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.usefixtures("group")
+def test_a_wrapped_model_steps_as_the_plain_one(wrapper: str, given: str, kind: Kind) -> None:
+    """The README's pattern `^1\\.` used to match nothing there, without a word."""
+    plain, wrapped = model(), WRAPPERS[wrapper](model())
+    theirs, ours = trained(plain, kind, GIVEN[given](plain)), trained(wrapped, kind, GIVEN[given](wrapped))
+    assert sorted(names_of(ours)) == sorted(names_of(theirs)) == sorted(NAMES)
+    assert ours.telemetry().names == theirs.telemetry().names
+    for p, q in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert p.equal(q)
+
+
+@pytest.mark.parametrize("wrapper", ["compile", "ddp"])
+@pytest.mark.usefixtures("group")
+def test_checkpoints_of_wrapped_models_are_those_of_plain_ones(wrapper: str, kind: Kind) -> None:
+    """In both directions, and where another optimizer, which keeps the prefixes, has written the names."""
+    plain, wrapped = model(), WRAPPERS[wrapper](model())
+    ours, theirs = (trained(net, kind, GIVEN["pairs"](net)) for net in (wrapped, plain))
+    assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+    saved = ours.state_dict()
+    saved["param_groups"][0]["param_names"] = [name for name, _ in wrapped.named_parameters()]
+    theirs.load_state_dict(saved)
+    assert names_of(theirs) == NAMES
+    step(plain, theirs)
+    step(wrapped, ours)
+    for p, q in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert p.equal(q)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_submodule_called_module_keeps_its_name(kind: Kind) -> None:
+    net = Holder(scale=True)
+    expected = ["scale", "module.weight", "module.bias"]
+    assert names_of(kind(net.named_parameters(), lr=0.1)) == expected
+    assert names_of(kind(DistributedDataParallel(net).named_parameters(), lr=0.1)) == expected
+    alone = kind([{"params": [("scale", net.scale)]}], lr=0.1)
+    alone.add_param_group({"params": [("module.weight", net.module.weight)]})
+    assert names_of(alone) == ["scale", "module.weight"]
+    part = kind(net.module.parameters(), lr=0.1, names=net)
+    assert names_of(part) == ["module.weight", "module.bias"]
+    part.load_state_dict(part.state_dict())
+    assert names_of(part) == ["module.weight", "module.bias"]
+    assert groups.by_rules(net.named_parameters(), [groups.Rule(r"^module\.")])[0]["params"][0][0] == "module.weight"
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_that_joins_later_loses_the_same_prefix(kind: Kind) -> None:
+    named = list(DistributedDataParallel(model()).named_parameters())
+    optimizer = kind(named[:2], lr=0.1)
+    optimizer.add_param_group({"params": named[2:]})
+    assert names_of(optimizer) == NAMES
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.usefixtures("group")
+def test_a_model_that_is_all_one_module(wrapped: bool, kind: Kind) -> None:
+    """Its names look like a wrapped model's, and lose `module.` with and without a wrapper."""
+    net: nn.Module = Holder(scale=False)
+    net = DistributedDataParallel(net) if wrapped else net
+    assert names_of(kind(net.named_parameters(), lr=0.1)) == ["weight", "bias"]
+
+
+def test_prefixes() -> None:
+    assert common_prefix([]) == common_prefix(["module"]) == ""
+    assert common_prefix(["module.module.a", "module.module.b.c"]) == "module.module."
+    assert unwrapped("_fsdp_wrapped_module.0._checkpoint_wrapped_module.weight") == "0.weight"
+    assert unwrapped("_orig_mod") == "_orig_mod"
+
+
+def test_exclusions_that_match_nothing(kind: Kind) -> None:
+    for option in ("exclude_from_weight_decay", "exclude_from_layer_adaptation")[: 2 if kind is Lamb else 1]:
+        net = model()
+        exclusion: dict[str, Any] = {option: [r"^module\.1\.", "LayerNorm"]}
+        with pytest.raises(ValueError, match=rf"(?s)^{option}.*'1\..*module\."):
+            kind(net.named_parameters(), lr=0.1, **exclusion)
+        with pytest.warns(UserWarning, match=rf"^{option}: 'norm' matches none of 4.*'1\."):
+            kind(net.named_parameters(), lr=0.1, **(exclusion | {option: ["bias", "norm"]}))
+
+
+def test_exclusions_that_are_not_complained_about(kind: Kind, group: None) -> None:
+    """Other spellings of what matches; parameters that are frozen; what another stage of a pipeline holds."""
+    del group
+    net = nn.ModuleDict({"dense": nn.Linear(4, 4), "LayerNorm": nn.LayerNorm(4)})
+    kind(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["LayerNorm", "layer_norm", "bias"])
+    kind(net["dense"].parameters(), lr=0.1, names=net, exclude_from_weight_decay=["LayerNorm"])
+    stage: dict[str, Any] = {
+        "process_group": dist.group.WORLD,
+        "max_grad_norm": 1.0,
+        "exclude_from_weight_decay": ["embedding"],
+    }
+    kind(net.named_parameters(), lr=0.1, **stage)
+    kind(net.named_parameters(), lr=0.1, exclude_from_weight_decay=lambda name, _: "embedding" in name)
+
+
+def test_rules_have_the_names_of_the_bare_model() -> None:
+    net = compiled(model())
+    taken = groups.by_rules(net.named_parameters(), [groups.Rule(r"^1\.")])
+    assert [name for name, _ in taken[0]["params"]] == NAMES[2:]
+    with pytest.raises(ValueError, match=r"matches no name; the nearest are '0\.weight', '1\.weight'"):
+        groups.by_rules(net.named_parameters(), [groups.Rule(r"^_orig_mod\.1\.")])
+
+
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_an_empty_group_among_named_ones(empty_first: bool, kind: Kind) -> None:
+    """As Hugging Face's Trainer makes of LoRA, where no trained parameter decays."""
+    net = model()
+    given: list[dict[str, Any]] = [{"params": list(net.parameters())}, {"params": [], "weight_decay": 0.1}]
+    pairs: list[dict[str, Any]] = [{"params": list(net.named_parameters())}, {"params": []}]
+    for params, names in ((given, net), (pairs, None)):
+        optimizer = kind(params[::-1] if empty_first else params, lr=0.1, names=names)
+        step(net, optimizer)
+        assert names_of(optimizer) == NAMES
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_callable_gets_the_bare_name() -> None:
+    seen: list[str] = []
+
+    def excluded(name: str, param: Tensor) -> bool:
+        del param
+        seen.append(name)
+        return False
+
+    net = compiled(model())
+    step(net, Lamb(net.named_parameters(), lr=0.1, exclude_from_weight_decay=excluded))
+    assert seen == NAMES

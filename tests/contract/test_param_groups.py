@@ -1,0 +1,169 @@
+"""What torch.optim.Optimizer promises, and what trainers and schedulers rely on: parameters, their groups and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from tests.support.cases import KINDS, Kind
+from tests.support.optimizer_runs import OWN, assert_bitwise, backward, figures, model
+
+
+def test_it_is_a_torch_optimizer(kind: Kind) -> None:
+    assert isinstance(kind(model().parameters(), lr=0.1), torch.optim.Optimizer)
+
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "generator": lambda net: net.parameters(),
+    "list": lambda net: list(net.parameters()),
+    "dicts": lambda net: [{"params": [p]} for p in net.parameters()],
+    "dict-of-one-tensor": lambda net: [{"params": p} for p in net.parameters()],
+    "named": lambda net: net.named_parameters(),
+    "named-dicts": lambda net: [{"params": [pair]} for pair in net.named_parameters()],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_params_in_every_form(form: str, kind: Kind, backend: str) -> None:
+    results = []
+    for make in (FORMS["list"], FORMS[form]):
+        net = model()
+        optimizer = kind(make(net), lr=0.1, weight_decay=0.1, backend=backend)
+        backward(net)
+        optimizer.step()
+        results.append(list(net.parameters()))
+    assert_bitwise(*results)
+
+
+@pytest.mark.parametrize("form", ["list", "dicts"])
+@pytest.mark.parametrize("names", ["module", "mapping"])
+def test_names_for_bare_parameters(form: str, names: str, kind: Kind) -> None:
+    named, bare = model(), model()
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5, "exclude_from_weight_decay": ["bias", r"^norm\."]}
+    first = kind(named.named_parameters(), **options)
+    given = bare if names == "module" else dict(bare.named_parameters())
+    second = kind(FORMS[form](bare), names=given, **options)
+    for net, optimizer in ((named, first), (bare, second)):
+        backward(net)
+        optimizer.step()
+    assert_bitwise(list(named.parameters()), list(bare.parameters()))
+    without = model()
+    plain = kind(without.parameters(), lr=0.1, weight_decay=0.5)
+    backward(without)
+    plain.step()
+    assert not without.first.bias.equal(named.first.bias)
+
+
+def test_a_group_overrides_the_defaults(kind: Kind, backend: str) -> None:
+    """Two groups with their own options are two optimizers with those options."""
+    together, apart = model(), model()
+    groups = [
+        {"params": together.first.parameters(), "lr": 0.1, "weight_decay": 0.3},
+        {"params": together.last.parameters(), **OWN[kind]},
+    ]
+    one = kind(groups, lr=0.02, weight_decay=0.1, backend=backend)
+    two = kind(apart.first.parameters(), lr=0.1, weight_decay=0.3, backend=backend)
+    three = kind(apart.last.parameters(), lr=0.02, weight_decay=0.1, backend=backend, **OWN[kind])
+    for step in range(3):
+        backward(together, step)
+        backward(apart, step)
+        for optimizer in (one, two, three):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_bitwise(list(together.parameters()), list(apart.parameters()))
+
+
+def test_late_add_param_group(kind: Kind, backend: str) -> None:
+    """A parameter that joins late takes its own first step, as in an optimizer of its own."""
+    together, apart = model(), model()
+    one = kind(together.first.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    two = kind(apart.first.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    three = kind(apart.last.parameters(), lr=0.05, weight_decay=0.1, backend=backend)
+    for step in range(4):
+        if step == 2:
+            one.add_param_group({"params": list(together.last.parameters()), "lr": 0.05})
+        for net in (together, apart):
+            net.zero_grad()
+            backward(net, step)
+        one.step()
+        two.step()
+        if step >= 2:
+            three.step()
+    assert_bitwise(list(together.parameters()), list(apart.parameters()))
+
+
+def test_frozen_parameters_stay(kind: Kind, backend: str) -> None:
+    net = model()
+    net.first.weight.requires_grad_(False)
+    before = net.first.weight.detach().clone()
+    optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    backward(net)
+    optimizer.step()
+    assert net.first.weight.equal(before)
+    assert net.first.weight not in optimizer.state
+
+
+STACKED: dict[Kind, list[dict[str, Any]]] = {
+    Lamb: [{}, {"decay_mode": "decoupled"}, {"trust_ratio_bounds": (0, 0.5)}, {"grad_centralization": True}],
+    Came: [{}, {"factor": "last_two"}, {"scale_parameter": True}, {"grad_centralization": True}],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [(kind, group) for kind in KINDS for group in STACKED[kind]], indirect=["kind"], ids=str
+)
+def test_a_stacked_parameter_is_its_slices(group: dict[str, Any], kind: Kind, backend: str) -> None:
+    torch.manual_seed(8)
+    stacked = Parameter(torch.randn(3, 6, 7))
+    slices = [Parameter(row.clone()) for row in stacked.detach()]
+    one = kind([{"params": [stacked], "stacked": True, **group}], lr=0.1, weight_decay=0.1, backend=backend)
+    two = kind([{"params": slices, **group}], lr=0.1, weight_decay=0.1, backend=backend)
+    for _ in range(3):
+        stacked.grad = torch.randn(3, 6, 7)
+        for part, gradient in zip(slices, stacked.grad, strict=True):
+            part.grad = gradient.clone()
+        one.step()
+        two.step()
+    torch.testing.assert_close(stacked.detach(), torch.stack([p.detach() for p in slices]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("group", [{"stacked": True}, {"grad_centralization": True}], ids=str)
+def test_nothing_but_an_empty_parameter(
+    group: dict[str, Any], shape: tuple[int, ...], max_grad_norm: float | None, kind: Kind, backend: str
+) -> None:
+    parameter = Parameter(torch.zeros(shape))
+    optimizer = kind([{"params": [parameter], **group}], lr=0.1, max_grad_norm=max_grad_norm, backend=backend)
+    for step in range(2):
+        parameter.grad = torch.zeros(shape)
+        optimizer.step()
+        assert optimizer.state[parameter]["step"] == step + 1
+    rows = shape[0] if "stacked" in group else 1
+    *_, last = figures(optimizer.telemetry()).values()
+    assert last.tolist() == [1.0] * rows
+
+
+def test_came_takes_learning_rates_from_its_groups() -> None:
+    """It used to ask for one although every group had one."""
+    net = model()
+    optimizer = Came([{"params": [p], "lr": 0.1} for p in net.parameters()])
+    whole = model()
+    other = Came(whole.parameters(), lr=0.1)
+    for each, stepping in ((net, optimizer), (whole, other)):
+        backward(each)
+        stepping.step()
+    assert_bitwise(list(net.parameters()), list(whole.parameters()))
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"^lr is missing"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    groups[0]["lr"] = 0.1
+    with pytest.raises(ValueError, match=r"^lr is missing"):
+        Came(groups)

@@ -1,0 +1,390 @@
+"""What may stand for a learning rate or a weight decay, what drives it, and what becomes of it in a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn import Parameter
+
+from bighorn import Came, ConvertedStateWarning, Lamb
+from bighorn.schedules import Cosine, Polynomial, WarmUp
+from tests.support.error_checks import refused
+
+LRS = (0.1, 0.05, 0.2, 0.08)
+
+
+def falling(step: int) -> float:
+    return 0.1 / (step + 1)
+
+
+def weights() -> list[Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 5), (7,))]
+
+
+def step(params: list[Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+
+
+def trained(steps: int, make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> list[Tensor]:
+    params = weights()
+    optimizer = make(params)
+    for seed in range(steps):
+        step(params, optimizer, seed)
+    return [param.detach() for param in params]
+
+
+def by_hand(steps: int, kind: type[Lamb] | type[Came] = Lamb, **options: Any) -> list[Tensor]:
+    """The same training with values written into the groups before each step."""
+    params = weights()
+    optimizer = kind(params, lr=0.0, **{"weight_decay": 0.1, **options})
+    for seed in range(steps):
+        optimizer.param_groups[0]["lr"] = LRS[seed]
+        step(params, optimizer, seed)
+    return [param.detach() for param in params]
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "list": lambda: list(LRS),
+    "tuple": lambda: LRS,
+    "generator": lambda: (lr for lr in LRS),
+    "tensor": lambda: torch.tensor(LRS, dtype=torch.float64),
+    "dict-values": lambda: dict(enumerate(LRS)).values(),
+    "function": lambda: LRS.__getitem__,
+    "tensor-valued-function": lambda: lambda s: torch.tensor(LRS[s], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_every_form_is_the_same_training(form: str, kind: type[Lamb] | type[Came]) -> None:
+    ours = trained(4, lambda params: kind(params, lr=FORMS[form](), weight_decay=0.1))
+    assert all(map(torch.equal, ours, by_hand(4, kind)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_weight_decay(form: str) -> None:
+    def make(params: list[Parameter]) -> Lamb:
+        return Lamb(params, lr=0.1, weight_decay=FORMS[form]())
+
+    params = weights()
+    optimizer = Lamb(params, lr=0.1)
+    for seed in range(4):
+        optimizer.param_groups[0]["weight_decay"] = LRS[seed]
+        step(params, optimizer, seed)
+    assert all(map(torch.equal, trained(4, make), [param.detach() for param in params]))
+
+
+def test_groups_have_forms_of_their_own_and_late_ones_join_the_count() -> None:
+    a, b, c = weights()[0], weights()[1], Parameter(torch.ones(3))
+    groups: list[dict[str, Any]] = [{"params": [a], "lr": 0.5}, {"params": [b], "weight_decay": [0.3, 0.2, 0.1]}]
+    optimizer = Lamb(groups, lr=falling)
+    for seed in range(2):
+        step([a, b], optimizer, seed)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1 / 2]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+    optimizer.add_param_group({"params": [c]})
+    step([a, b, c], optimizer, 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1 / 3, 0.1 / 3]
+    assert optimizer.defaults["lr"] == 0.1
+
+
+def test_a_schedule_can_be_written_into_a_group() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=0.5)
+    step(params, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = falling
+    assert "cpu" in optimizer.explain() or "foreach" in optimizer.explain()
+    for seed in (1, 2):
+        step(params, optimizer, seed)
+        assert optimizer.param_groups[0]["lr"] == 0.1 / (seed + 1)
+
+
+def test_the_value_in_the_group_is_the_one_last_used() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for seed in range(3):
+        step(params, optimizer, seed)
+        assert optimizer.param_groups[0]["lr"] == 0.1 / (seed + 1)
+
+
+def test_a_value_written_by_hand_holds_for_one_step_that_does_not_count() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling, weight_decay=[0.3, 0.2, 0.1])
+    step(params, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = 0.7
+    step(params, optimizer, 1)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.7, 0.3)
+    step(params, optimizer, 2)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1 / 2, 0.2)
+
+
+def test_a_call_that_a_scaler_skips_counts() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    before = [param.detach().clone() for param in params]
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    step(params, optimizer, 0)
+    del optimizer.found_inf  # type: ignore[attr-defined]
+    assert all(map(torch.equal, params, before))
+    step(params, optimizer, 1)
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 2
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
+def test_a_step_without_gradients_counts() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    optimizer.step()
+    step(params, optimizer, 0)
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 2
+
+
+# ---- checkpoints and copies ---------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[list[Parameter]], Lamb | Came]] = {
+    "cosine": lambda params: Lamb(params, lr=Cosine(0.1, 6).after_warmup(2), weight_decay=[0.1 * i for i in range(9)]),
+    "from-zero": lambda params: Lamb(params, lr=WarmUp(0.1, 4), weight_decay=0.1),
+    "list": lambda params: Lamb(params, lr=[0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1], weight_decay=0.1),
+    "relative_step": lambda params: Came(params, relative_step=True, weight_decay=0.1),
+    "warmup_init": lambda params: Came(params, relative_step=True, warmup_init=True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("way", ["load", "weights_only", "deepcopy", "pickle"])
+def test_a_copy_goes_on_where_the_schedule_was(name: str, way: str, tmp_path: Any) -> None:
+    whole = trained(6, SCHEDULES[name])
+    params = weights()
+    optimizer: Any = SCHEDULES[name](params)
+    for seed in range(3):
+        step(params, optimizer, seed)
+    if way == "deepcopy":
+        optimizer = copy.deepcopy(optimizer)
+    elif way == "pickle":
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    else:
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        fresh = [Parameter(param.detach().clone()) for param in params]
+        optimizer = SCHEDULES[name](fresh)
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    params = optimizer.param_groups[0]["params"]
+    for seed in range(3, 6):
+        step(params, optimizer, seed)
+    assert all(map(torch.equal, [param.detach() for param in params], whole))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torchs_distributed_checkpoint_moves_nothing(name: str) -> None:
+    """It makes a fresh optimizer step at lr 0 with gradients of zero, so that there is state to describe."""
+    model = torch.nn.Linear(6, 5)
+    optimizer = SCHEDULES[name](list(model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    first = [group["lr"] for group in optimizer.param_groups]
+    state = get_optimizer_state_dict(model, optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [group["lr"] for group in optimizer.param_groups] == first
+    assert all(group["schedule_step"] == 0 for group in optimizer.param_groups)
+
+    other = copy.deepcopy(model)
+    fresh = SCHEDULES[name](list(other.parameters()))
+    set_optimizer_state_dict(other, fresh, state)
+    untouched = copy.deepcopy(model)
+    plain = SCHEDULES[name](list(untouched.parameters()))
+    for seed in range(3):
+        for net, opt in ((model, optimizer), (other, fresh), (untouched, plain)):
+            step(list(net.parameters()), opt, seed)
+    for key, value in untouched.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+        assert torch.equal(other.state_dict()[key], value)
+
+
+def test_a_checkpoint_without_a_count_goes_on_at_its_steps() -> None:
+    params = weights()
+    adamw = torch.optim.AdamW(params, lr=0.1)
+    for seed in range(3):
+        step(params, adamw, seed)
+    optimizer = Lamb(params, lr=falling)
+    with pytest.warns(ConvertedStateWarning):
+        optimizer.load_state_dict(adamw.state_dict())
+    step(params, optimizer, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
+
+
+# ---- torch's own schedulers ---------------------------------------------------------------------------------------
+
+
+def test_a_torch_scheduler_works_on_a_plain_learning_rate() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    seen = []
+    for seed in range(3):
+        step(params, optimizer, seed)
+        seen.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert seen == [0.1, 0.05, 0.025]
+
+
+def test_a_torch_scheduler_beside_a_schedule_is_refused() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\].*initial_lr"):
+        step(params, optimizer, 0)
+    assert not optimizer.state
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("empty", [], ValueError, "lr.*empty|lr.*at least"),
+    ("nan", [0.1, math.nan], ValueError, "lr.*nan"),
+    ("infinity", [0.1, math.inf], ValueError, "lr.*inf"),
+    ("negative", [0.1, -0.1], ValueError, r"lr.*-0\.1"),
+    ("words", ["a"], TypeError, "lr.*'a'"),
+    ("endless", itertools.repeat(0.1), ValueError, "lr.*end"),
+    ("string", "0.1", TypeError, "lr.*number.*schedule"),
+    ("set", {0.1}, TypeError, "lr.*number"),
+    ("none", None, TypeError, "lr.*number"),
+    ("class", WarmUp, TypeError, "lr.*number"),
+    ("matrix", torch.ones(2, 2), ValueError, "lr.*one real number"),
+    ("starts-negative", lambda _: -1.0, ValueError, r"lr.*step 0.*-1\.0"),
+    ("says-nothing", lambda _: None, TypeError, "lr.*step 0.*None"),
+]
+
+
+@pytest.mark.parametrize(("value", "error", "message"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_a_bad_form_is_refused_at_construction(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"(?is){message}"):
+        Lamb(weights(), lr=value)
+
+
+def refusal(optimizer: Lamb | Came, params: list[Parameter], error: type[Exception], message: str) -> None:
+    with refused(params, optimizer, error, message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.2], torch.tensor([0.1, 0.2])])
+def test_past_the_end_nothing_changes(values: Iterable[float]) -> None:
+    params = weights()
+    groups: list[dict[str, Any]] = [{"params": params[:1], "lr": falling}, {"params": params[1:], "lr": values}]
+    optimizer = Lamb(groups)
+    for seed in range(2):
+        step(params, optimizer, seed)
+    for _ in range(2):
+        refusal(optimizer, params, ValueError, r"param_groups\[1\]: the schedule of lr at step 2: .*2 values")
+
+
+def test_a_schedule_that_turns_bad_changes_nothing() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=lambda s: 0.1 - 0.1 * s, weight_decay=lambda s: 0.1 * (s + 1))
+    for seed in range(2):
+        step(params, optimizer, seed)
+    refusal(optimizer, params, ValueError, r"lr.*step 2.*-0\.1")
+
+
+def test_a_bad_gradient_takes_the_schedules_value_back() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    step(params, optimizer, 0)
+    params[1].grad = torch.ones(7).to_sparse()
+    lr = optimizer.param_groups[0]["lr"]
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == lr
+    step(params, optimizer, 1)
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 2
+
+
+def test_a_count_that_is_none_in_a_checkpoint() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["schedule_step"] = -1
+    with pytest.raises(ValueError, match=r"param_groups\[0\].*schedule_step=-1"):
+        optimizer.load_state_dict(state)
+
+
+def test_relative_step_and_its_refusals() -> None:
+    params = weights()
+    optimizer = Came(params, relative_step=True, warmup_init=True)
+    for seed in range(3):
+        step(params, optimizer, seed)
+        assert optimizer.param_groups[0]["lr"] == 1e-6 * (seed + 1)
+    assert Came(params, relative_step=True).param_groups[0]["lr"] == 1e-2
+    with pytest.raises(ValueError, match=r"warmup_init.*relative_step"):
+        Came(params, lr=0.1, warmup_init=True)
+    with pytest.raises(ValueError, match=r"relative_step.*lr"):
+        Came(params, lr=0.1, relative_step=True)
+    with pytest.raises(ValueError, match="lr is missing"):
+        Came(params)
+
+
+# ---- order_params -------------------------------------------------------------------------------------------------
+
+
+def test_order_params_orders_what_is_visited() -> None:
+    a, b = weights()
+    c = Parameter(torch.ones(2, 3))
+    ordered: dict[str, Any] = {"order_params": [("c", c), b, a]}
+    optimizer = Lamb([{"params": [("a", a), ("c", c)]}, {"params": [("b", b)]}, ordered])
+    assert len(optimizer.param_groups) == 2
+    step([a, b, c], optimizer, 0)
+    assert optimizer.telemetry().names == ("c", "b", "a")
+    assert copy.deepcopy(optimizer)._order == optimizer._order == [(0, 1), (1, 0), (0, 0)]
+    late = Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [("late", late)]})
+    step([a, b, c, late], optimizer, 1)
+    assert optimizer.telemetry().names == ("c", "b", "a", "late")
+
+
+def test_order_params_changes_no_result() -> None:
+    def make(params: list[Parameter]) -> Lamb:
+        return Lamb([{"params": params}, {"order_params": params[::-1]}], lr=0.1, weight_decay=0.1, max_grad_norm=1.0)
+
+    plain = trained(3, lambda params: Lamb(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0))
+    for ours, theirs in zip(trained(3, make), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_order_params_is_checked() -> None:
+    a, b = weights()
+    both: list[dict[str, Any]] = [{"params": [a]}, {"params": [b]}]
+    for ordered, error, message in (
+        ([a], ValueError, "every parameter.*1 of the groups' 2"),
+        ([a, b, Parameter(torch.ones(1))], ValueError, "1 are in no group"),
+        ([a, b, a], ValueError, "twice"),
+        ([a, 3], TypeError, "must hold the parameters"),
+        (None, TypeError, "order_params must be parameters"),
+        (a, TypeError, r"order_params must be a list, not a Parameter: pass \[tensor\]"),
+        ({a, b}, TypeError, "order_params must be ordered"),
+    ):
+        with pytest.raises(error, match=message):
+            Lamb([*both, {"order_params": ordered}])
+    with pytest.raises(ValueError, match="given 2 times"):
+        Lamb([*both, {"order_params": [a, b]}, {"order_params": [b, a]}])
+    with pytest.warns(UserWarning, match="mean nothing there: lr"):
+        Lamb([*both, {"order_params": [a, b], "lr": 0.1}])
+    with pytest.raises(ValueError, match="constructor"):
+        Lamb(both).add_param_group({"order_params": [a, b]})
+
+
+def test_a_polynomial_is_what_mindspore_users_give() -> None:
+    params = weights()
+    optimizer = Lamb(params, lr=Polynomial(lr=0.1, end_lr=0.01, decay_steps=4, power=0.5))
+    step(params, optimizer, 0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)

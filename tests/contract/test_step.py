@@ -1,0 +1,315 @@
+"""What torch.optim.Optimizer promises, and what trainers and schedulers rely on: steps, and the gradients
+that they are taken with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
+
+from bighorn import Came
+from tests.support.case_tensors import ZOO, Leaf, arranged
+from tests.support.cases import Case, Kind, set_gradients
+from tests.support.error_checks import refused
+from tests.support.optimizer_runs import (
+    BY_ID,
+    CASE,
+    OWN,
+    advance,
+    assert_bitwise,
+    assert_same_everything,
+    backward,
+    copies,
+    figures,
+    model,
+    runs,
+)
+
+
+def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(kind: Kind, backend: str) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=1e-3, backend=backend)
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        return backward(net)
+
+    with torch.no_grad():
+        first, second = (optimizer.step(closure).detach() for _ in range(2))
+    assert second.item() < first.item()
+    assert optimizer.step() is None
+
+
+def test_what_is_no_closure(kind: Kind) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1)
+    loss = backward(net)
+    with refused(
+        list(net.parameters()), optimizer, TypeError, r"closure must be a function.*not a Tensor: call loss\."
+    ):
+        optimizer.step(loss)  # type: ignore[arg-type]
+
+
+def test_step_hooks(kind: Kind) -> None:
+    """In torch's order, with torch's arguments; and none once they are removed."""
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1)
+    calls: list[tuple[object, ...]] = []
+    handles = [
+        register(lambda *given, name=name: calls.append((name, *given)))
+        for name, register in {
+            "own pre": optimizer.register_step_pre_hook,
+            "own post": optimizer.register_step_post_hook,
+            "global pre": register_optimizer_step_pre_hook,
+            "global post": register_optimizer_step_post_hook,
+        }.items()
+    ]
+    backward(net)
+    optimizer.step()
+    assert calls == [
+        (name, optimizer, (optimizer,), {}) for name in ("global pre", "own pre", "own post", "global post")
+    ]
+    for handle in handles:
+        calls.clear()
+        handle.remove()
+        optimizer.step(closure=None)
+        names = {name for name, *_ in calls}
+        assert len(names) == len(calls) == len(handles) - 1 - handles.index(handle)
+        assert all(given == [optimizer, (optimizer,), {"closure": None}] for _, *given in calls)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_profiler_sees_one_step(hooked: bool, kind: Kind) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1)
+    if hooked:
+        optimizer.register_step_post_hook(lambda *_: None)
+    backward(net)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        optimizer.step()
+    name = f"Optimizer.step#{kind.__name__}.step"
+    assert [event.count for event in profiled.key_averages() if event.key == name] == [1]
+
+
+def test_a_step_without_any_gradient_is_a_no_op(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    before = copies(parameters)
+    optimizer = case.optimizer(parameters, backend)
+    assert optimizer.step() is None
+    assert_bitwise(parameters, before)
+    assert not optimizer.state
+
+
+def test_only_parameters_with_gradients_get_state_and_count_steps(kind: Kind, backend: str) -> None:
+    leaves = (Leaf("always", (5,)), Leaf("late", (5,), grad="late"), Leaf("gap", (5,), grad="gap"), ZOO[10])
+    case = Case("counts", {}, leaves).of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    set_gradients(parameters, case.gradients(0))
+    optimizer.step()
+    assert [p in optimizer.state for p in parameters] == [True, False, True, False]
+    gap = parameters[2].detach().clone()
+    set_gradients(parameters, case.gradients(1))
+    optimizer.step()
+    assert parameters[2].equal(gap)
+    assert [int(optimizer.state[p]["step"]) for p in parameters[:3]] == [2, 1, 1]
+
+
+def test_the_late_step_is_corrected_as_a_first_step(kind: Kind, backend: str) -> None:
+    early, late, fresh = (Parameter(torch.ones(9, 9)) for _ in range(3))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": True, "backend": backend}
+    options |= {"decay_rate": 0.8} if kind is Came else {}
+    optimizer = kind([early, late], **options)
+    for _ in range(3):
+        early.grad = torch.full((9, 9), 0.5)
+        optimizer.step()
+    late.grad = torch.linspace(0.1, 2, 81).view(9, 9)
+    optimizer.step()
+    fresh.grad = torch.linspace(0.1, 2, 81).view(9, 9)
+    kind([fresh], **options).step()
+    assert late.equal(fresh)
+
+
+@pytest.mark.parametrize("periods", [3, 5], ids=["few-sets", "many-sets"])
+def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> None:
+    """Together as each alone, whatever is remembered of one set of parameters while another takes its steps."""
+
+    def make() -> list[dict[str, Any]]:
+        torch.manual_seed(4)
+        tensors = [torch.randn(shape) for shape in ((5,), (4, 3), (3, 2, 2), (300,), (6, 5), (2, 3, 2, 2))]
+        tensors[3:5] = [tensors[3].bfloat16(), arranged(tensors[4], "strided")]
+        own: dict[int, dict[str, Any]] = {3: {"stacked": True}, 4: OWN[kind]}
+        return [{"params": [Parameter(x)], **own.get(x.dim(), {})} for x in tensors]
+
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "backend": backend}
+    together, alone = kind(make(), **options), [kind([group], **options) for group in make()]
+    for step in range(24):
+        torch.manual_seed(step)
+        taking_part = set()
+        for i, (group, each) in enumerate(zip(together.param_groups, alone, strict=True)):
+            (ours,), (theirs,) = group["params"], each.param_groups[0]["params"]
+            group["lr"] = each.param_groups[0]["lr"] = 0.1 / (1 + step % 7)
+            ours.grad = theirs.grad = None
+            if step == 14:
+                ours.data = ours.data.clone()  # while it takes no part, or while it does
+            if (step + i) % (1 + i % periods) == 0:
+                ours.grad = torch.randn(ours.shape).to(ours.dtype)
+                theirs.grad = ours.grad.clone()
+                taking_part.add(f"param_groups[{i}].params[0]")
+            each.step()
+        together.step()
+        assert {name[: len("param_groups[i].params[0]")] for name in together.telemetry().names} == taking_part
+    for group, each in zip(together.param_groups, alone, strict=True):
+        assert_same_everything(group["params"], together, each.param_groups[0]["params"], each)
+
+
+REPEATED = ["paper-v5", "everything", "mixed-paper-v5", "large-paper-v5"]
+REPEATED += ["came-published", "came-everything", "came-mixed-published", "came-large-published"]
+
+
+@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in REPEATED), indirect=["backend"])
+def test_two_runs_are_bitwise_equal(case: Case, backend: str) -> None:
+    both = []
+    for _ in range(2):
+        parameters = case.parameters()
+        optimizer = case.optimizer(parameters, backend)
+        advance(case, parameters, optimizer, range(3))
+        both.append((parameters, optimizer))
+    (ours, one), (theirs, two) = both
+    assert_same_everything(ours, one, theirs, two)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_kept_or_reallocated(set_to_none: bool, kind: Kind, backend: str) -> None:
+    kept, fresh = model(), model()
+    one = kind(kept.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    two = kind(fresh.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    for step in range(4):
+        one.zero_grad(set_to_none=set_to_none)
+        assert all((p.grad is None) == (set_to_none or step == 0) for p in kept.parameters())
+        backward(kept, step)
+        one.step()
+        backward(fresh, step)
+        for p in fresh.parameters():
+            assert p.grad is not None
+            p.grad = p.grad.clone()
+        two.step()
+        two.zero_grad()
+    assert_bitwise(list(kept.parameters()), list(fresh.parameters()))
+
+
+def test_gradients_written_in_place_between_steps(kind: Kind, backend: str) -> None:
+    parameter, other = Parameter(torch.ones(20)), Parameter(torch.ones(20))
+    parameter.grad = torch.zeros(20)
+    one = kind([parameter], lr=0.1, weight_decay=0.1, backend=backend)
+    two = kind([other], lr=0.1, weight_decay=0.1, backend=backend)
+    for step in range(3):
+        values = torch.linspace(-1, step + 1.0, 20)
+        parameter.grad.copy_(values)
+        other.grad = values
+        one.step()
+        two.step()
+    assert_bitwise([parameter], [other])
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("numbers", ["real", "complex"])
+def test_a_gradient_that_becomes_a_lazy_view_of_the_same_memory(
+    numbers: str, max_grad_norm: float | None, kind: Kind, backend: str
+) -> None:
+    """`z.conj()` and its imaginary part have the address and strides of `z`, but are negated on reading."""
+    z = torch.randn(6, dtype=torch.complex64)
+    views = (z, z.conj(), z) if numbers == "complex" else (z.imag, z.conj().imag, z.imag)
+    parameter = Parameter(torch.ones(6, dtype=views[0].dtype))
+    (other,) = copies([parameter])
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": max_grad_norm, "backend": backend}
+    one, two = kind([parameter], **options), kind([other], **options)
+    for view in views:
+        parameter.grad, other.grad = view, view.resolve_conj().resolve_neg().clone()
+        one.step()
+        two.step()
+        assert_same_everything([parameter], one, [other], two)
+
+
+@pytest.fixture(params=[torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    runs(BY_ID[name] for name in ("clip-skip", "stacked", "came-clip-skip", "came-everything", "came-stacked")),
+    indirect=["backend"],
+)
+def test_torchs_default_dtype_changes_nothing(case: Case, backend: str) -> None:
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(2))
+    ours = figures(optimizer.telemetry())
+    torch.set_default_dtype(torch.float32)
+    others = case.parameters()
+    other = case.optimizer(others, backend)
+    advance(case, others, other, range(2))
+    assert_same_everything(parameters, optimizer, others, other)
+    for name, column in figures(other.telemetry()).items():
+        assert ours[name].dtype is torch.float32
+        assert ours[name].equal(column), name
+
+
+OVERFLOWING: dict[str, Any] = {"float32": {}, "int8": {"state_dtype": "int8"}, "clip": {"max_grad_norm": 2.0**64}}
+
+
+@pytest.mark.parametrize("options", OVERFLOWING.values(), ids=OVERFLOWING)
+def test_squares_beyond_float32_are_skipped(options: dict[str, Any], kind: Kind, backend: str) -> None:
+    """One element of 3e19 made all 524,288 weights of a matrix NaN, even with skip_nonfinite."""
+    weight = Parameter(torch.ones(64, 128))
+    optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
+    one = torch.zeros(64, 128)
+    one[3, 5] = 3e19
+    for count, gradient in enumerate((one, torch.full((64, 128), 6e17)), 1):
+        weight.grad = gradient
+        optimizer.step()
+        assert weight.equal(torch.ones(64, 128))
+        assert int(optimizer.telemetry().skipped) == count
+    weight.grad = torch.ones(64, 128)
+    optimizer.step()
+    assert int(optimizer.telemetry().skipped) == 2
+    assert not weight.equal(torch.ones(64, 128))
+
+
+@pytest.mark.parametrize("norm", [0.99 * 2.0**53, 2.0**40])
+@pytest.mark.parametrize("spread", [False, True])
+def test_squares_up_to_the_limit_are_stepped(norm: float, spread: bool, kind: Kind, backend: str) -> None:
+    for options in (OVERFLOWING["float32"], OVERFLOWING["int8"]):
+        weight = Parameter(torch.ones(64, 128))
+        optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
+        for _ in range(3):
+            weight.grad = torch.full((64, 128), norm / 8192**0.5) if spread else torch.ones(64, 128)
+            if not spread:
+                weight.grad[3, 5] = norm
+            optimizer.step()
+        assert int(optimizer.telemetry().skipped) == 0
+        assert weight.isfinite().all()
+        assert not weight.equal(torch.ones(64, 128))
+
+
+def test_a_clip_brings_squares_back_into_float32(kind: Kind, backend: str) -> None:
+    weight = Parameter(torch.ones(64, 128))
+    optimizer = kind([weight], lr=0.1, skip_nonfinite=True, max_grad_norm=1.0, backend=backend)
+    weight.grad = torch.full((64, 128), 3e19)
+    optimizer.step()
+    assert int(optimizer.telemetry().skipped) == 0
+    assert weight.isfinite().all()
+    assert not weight.equal(torch.ones(64, 128))

@@ -1,0 +1,282 @@
+"""Parameters, gradients and state that move, change their form or are replaced between steps."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from bighorn.kernels import codec
+from bighorn.state import MOMENT_DTYPES
+from tests.support.case_tensors import BLOCKS, ZOO, Leaf, arranged
+from tests.support.cases import Case, Kind, Optimizer
+from tests.support.optimizer_runs import advance, assert_bitwise, assert_same_everything, backward, copies, model
+
+
+def continues_from(optimizer: Optimizer, parameter: Parameter, backend: str) -> tuple[Parameter, Optimizer]:
+    """A plain contiguous copy of the parameter, and an optimizer for it that has the same state but no history."""
+    other = Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
+    fresh = type(optimizer)([other], lr=0.1, weight_decay=0.1, backend=backend)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other, fresh
+
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "other-storage": lambda data: data.clone(),
+    "other-values": lambda data: data * 2,
+    "transposed-view-at-the-same-address": lambda data: data.t(),
+    "transposed-copy": lambda data: arranged(data, "transposed"),
+    "strided-copy": lambda data: arranged(data, "strided"),
+    "misaligned-copy": lambda data: arranged(data, "misaligned"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_moved_parameter_is_noticed(move: str, kind: Kind, backend: str) -> None:
+    torch.manual_seed(9)
+    parameter = Parameter(torch.randn(9, 9))
+    optimizer = kind([parameter], lr=0.1, weight_decay=0.1, backend=backend)
+    for _ in range(2):
+        parameter.grad = torch.randn(9, 9)
+        optimizer.step()
+    parameter.data = MOVES[move](parameter.data)
+    other, fresh = continues_from(optimizer, parameter, backend)
+    for _ in range(2):
+        gradient = torch.randn(9, 9)
+        parameter.grad, other.grad = gradient, gradient.clone()
+        optimizer.step()
+        fresh.step()
+    torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["moved", "loaded"])
+@pytest.mark.parametrize("shape", [(520, 512, 1, 1), (520, 1, 23, 23), (64, 48, 10, 10)], ids=str)
+def test_another_memory_format(shape: tuple[int, ...], way: str, kind: Kind, backend: str) -> None:
+    """Strides of dims of size 1 say nothing, yet they differ. Tensors as large as these are worked on in pieces."""
+    results = []
+    for name in (backend, "reference"):
+        torch.manual_seed(6)
+        parameter = Parameter(torch.randn(shape))
+        # A first step of Came is 11 times as long, and so is its rounding.
+        lr = 0.1 if kind is Lamb else 0.01
+        optimizer = kind([parameter], lr=lr, weight_decay=0.1, backend=name)
+        for step in range(3):
+            if step == 1 and name == backend:
+                state = copy.deepcopy(optimizer.state_dict())
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+                if way == "loaded":
+                    optimizer = kind([parameter], lr=lr, backend=name)
+                    optimizer.load_state_dict(state)
+            parameter.grad = torch.randn(shape)
+            optimizer.step()
+        results.append((parameter.detach(), dict(optimizer.state[parameter])))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_moves_to_another_group(kind: Kind, backend: str) -> None:
+    first, moving, last = parameters = [Parameter(torch.ones(3)) for _ in range(3)]
+    groups = [{"params": [first], "lr": 0.5}, {"params": [moving, last], "lr": 0.0}]
+    optimizer = kind(groups, lr=0.1, maximize=True, backend=backend)  # uphill, so that the weight norm stays off 0
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    before = copies(parameters)
+    assert not first.equal(torch.ones(3))
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(0))
+    optimizer.step()
+    assert not moving.equal(before[1])
+    assert last.equal(torch.ones(3))
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [2, 2, 2]
+
+
+EXTRAS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "leftover": lambda state: state.update(max_exp_avg_sq=torch.full_like(state["exp_avg"], 9.0)),
+    "another-tensor": lambda state: state.update(ema=torch.zeros(3)),
+    "no-tensor": lambda state: state.update(note=None),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_else_lies_in_the_state_changes_nothing(extra: str, kind: Kind, backend: str) -> None:
+    """Neither where all is kept in the scratch, nor beyond it, nor where a small norm is taken again."""
+    runs = []
+    for added in (False, True):
+        torch.manual_seed(7)
+        large = torch.randn(2_200_000 if kind is Lamb else (600, 512))
+        parameters = [Parameter(large), Parameter(torch.full((8,), 1e-20)), Parameter(torch.ones(8))]
+        optimizer = kind(parameters, lr=0.1, weight_decay=0.1, backend=backend)
+        for step in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+                if step and added and parameter is not parameters[2]:
+                    EXTRAS[extra](optimizer.state[parameter])
+            optimizer.step()
+        runs.append((parameters, optimizer))
+    assert_bitwise(runs[0][0], runs[1][0])
+    if extra != "leftover":
+        assert len(runs[1][1].state[runs[1][0][0]]) == len(runs[0][1].state[runs[0][0][0]]) + 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("amsgrad", "adam"), ("amsgrad", "adagrad"), ("adam", "amsgrad"), ("adagrad", "adam")]
+)
+def test_another_second_moment_from_now_on(before: str, after: str, backend: str) -> None:
+    """The state of before is gone on with, as far as it is of use; some parameters have none yet."""
+    case = Case("switched", {}, (*ZOO, Leaf("later", (6, 4), grad="late")))
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend, second_moment=before)
+    advance(case, parameters, optimizer, range(1))
+    others = copies(parameters)
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in state["state"].values():
+        each.pop("max_exp_avg_sq", None)
+        if after == "amsgrad":
+            each["max_exp_avg_sq"] = each["exp_avg_sq"].clone()
+    state["param_groups"][0]["second_moment"] = after
+    other = case.optimizer(others, backend, second_moment=after)
+    other.load_state_dict(state)
+    optimizer.param_groups[0]["second_moment"] = after
+    advance(case, parameters, optimizer, range(1, 3))
+    advance(case, others, other, range(1, 3))
+    assert_bitwise(parameters, others)
+
+
+def momentum(state: dict[str, Tensor]) -> Tensor:
+    if "exp_avg_scale" not in state:
+        return state["exp_avg"].float()
+    return codec.decode(state["exp_avg"], state["exp_avg_scale"])
+
+
+@pytest.mark.parametrize("kind", [Came], indirect=True)
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(MOMENT_DTYPES, 2)])
+def test_another_dtype_of_the_momentum_from_now_on(before: str, after: str, kind: Kind, backend: str) -> None:
+    """Whether it is written into the group or into the checkpoint, whose groups win over those at hand."""
+    case = Case("recoded", {"state_dtype": before}, BLOCKS).of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(1))
+    others, state = copies(parameters), copy.deepcopy(optimizer.state_dict())
+    other = case.optimizer(others, backend)
+    state["param_groups"][0]["state_dtype"] = after
+    other.load_state_dict(state)
+    for ours, theirs in zip(parameters, others, strict=True):
+        if ours not in optimizer.state:
+            continue
+        old, new = optimizer.state[ours], other.state[theirs]
+        small = ours.numel() < 4096 or ours.dim() < 2
+        assert new["exp_avg"].dtype == (torch.float32 if small and after == "int8" else MOMENT_DTYPES[after])
+        torch.testing.assert_close(
+            momentum(new), momentum(old), rtol=2**-8, atol=float(momentum(old).abs().max()) / 254
+        )
+    optimizer.param_groups[0]["state_dtype"] = after
+    advance(case, parameters, optimizer, range(1, 3))
+    advance(case, others, other, range(1, 3))
+    assert_same_everything(parameters, optimizer, others, other)
+
+
+@pytest.mark.parametrize("shape", ["shorter-view", "transposed-view"])
+def test_a_parameter_that_changed_shape_before_its_first_step(shape: str, kind: Kind, backend: str) -> None:
+    parameter = Parameter(torch.randn(6, 4))
+    optimizer = kind([parameter], lr=0.1, weight_decay=0.1, backend=backend)
+    whole = parameter.detach()
+    before = whole.clone()
+    parameter.data = whole[:2] if shape == "shorter-view" else whole.t()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    if shape == "shorter-view":
+        assert whole[2:].equal(before[2:]), "wrote beyond the view"
+    assert not whole[:2].equal(before[:2])
+
+
+@pytest.mark.parametrize("shape", ["shorter-view", "transposed-view"])
+def test_a_parameter_that_changed_shape_after_a_step_is_refused(shape: str, kind: Kind, backend: str) -> None:
+    parameter = Parameter(torch.randn(6, 4))
+    optimizer = kind([parameter], lr=0.1, weight_decay=0.1, backend=backend)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    whole = parameter.detach()
+    before = whole.clone()
+    parameter.data = whole[:2] if shape == "shorter-view" else whole.t()
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises((ValueError, RuntimeError), match="shape"):
+        optimizer.step()
+    assert whole.equal(before)
+    assert optimizer.state[parameter]["step"] == 1
+
+
+def test_a_module_cast_to_bfloat16_keeps_its_float32_moments(kind: Kind, backend: str) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    backward(net)
+    optimizer.step()
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in net.parameters()]
+    net.to(torch.bfloat16)
+    other = copy.deepcopy(net)
+    fresh = kind(other.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, moment in zip(net.parameters(), moments, strict=True):
+        assert optimizer.state[p]["exp_avg"].equal(moment)
+    for network, each in ((net, optimizer), (other, fresh)):
+        each.zero_grad()
+        backward(network, 1)
+        each.step()
+    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)
+    assert all(optimizer.state[p]["exp_avg"].dtype is torch.float32 for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", ["auto", "foreach", "reference"])
+def test_a_module_cast_to_float64(name: str, kind: Kind) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1, backend=name)
+    backward(net)
+    optimizer.step()
+    net.double()
+    single = copy.deepcopy(net).float()
+    other = kind(single.parameters(), lr=0.1, weight_decay=0.1, backend="reference")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for network, each in ((net, optimizer), (single, other)):
+        each.zero_grad()
+        backward(network, 1)
+        each.step()
+    for a, b in zip(net.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=1e-4, atol=1e-6)
+        assert optimizer.state[a]["step"] == 2
+
+
+def test_state_replaced_by_the_caller_is_noticed(kind: Kind, backend: str) -> None:
+    parameter = Parameter(torch.ones(10, 5))
+    optimizer = kind([parameter], lr=0.1, weight_decay=0.1, backend=backend)
+    parameter.grad = torch.linspace(-1, 1, 50).view(10, 5)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    for name in state.keys() - {"step"}:
+        state[name] = torch.linspace(2, 3, state[name].numel()).view_as(state[name])
+    other, fresh = continues_from(optimizer, parameter, backend)
+    other.grad = torch.linspace(-1, 1, 50).view(10, 5)
+    optimizer.step()
+    fresh.step()
+    assert_same_everything([parameter], optimizer, [other], fresh)
+
+
+def test_a_parameter_taken_out_of_its_group_stays(kind: Kind, backend: str) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1, backend=backend)
+    backward(net)
+    optimizer.step()
+    taken = optimizer.param_groups[0]["params"].pop(0)
+    before = taken.detach().clone()
+    optimizer.step()
+    assert taken.equal(before)
+    optimizer.param_groups[0]["params"] = [taken]
+    rest = net.last.weight.detach().clone()
+    optimizer.step()
+    assert not taken.equal(before)
+    assert net.last.weight.equal(rest)

@@ -1,0 +1,194 @@
+"""The figures of the last step: as the optimizer gives them, and as scalars for loggers, every so many steps."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb, telemetry
+from tests.support.cases import Kind
+from tests.support.optimizer_runs import CASE, OWN, advance, assert_bitwise, backward, copies, figures, model
+
+
+def test_telemetry_is_of_its_own_step(kind: Kind, backend: str) -> None:
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    advance(case, parameters, optimizer, range(1))
+    first = figures(optimizer.telemetry())
+    kept = {name: column.clone() for name, column in first.items()}
+    advance(case, parameters, optimizer, range(1, 2))
+    for name, column in figures(optimizer.telemetry()).items():
+        assert first[name].equal(kept[name])
+        assert not column.equal(kept[name])
+
+
+def test_telemetry_has_one_entry_for_each_parameter_or_slice(kind: Kind, backend: str) -> None:
+    net = nn.Linear(3, 4)
+    groups: list[dict[str, Any]] = [
+        {"params": [("weight", net.weight)], "stacked": True},
+        {"params": [("bias", net.bias)]},
+    ]
+    optimizer = kind(groups, lr=0.1, backend=backend)
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    told = optimizer.telemetry()
+    assert len(told.names) == 5
+    assert told.names[-1] == "bias"
+    for column in figures(told).values():
+        assert column.shape == (5,)
+        assert column.dtype is torch.float32
+
+
+# ---- for loggers -----------------------------------------------------------------------------------------------------
+
+OURS = {Lamb: ("weight_norm", "update_norm", "trust_ratio"), Came: ("update_rms", "clip_factor", "confidence")}
+
+
+def stepped(kind: Kind, **options: Any) -> tuple[torch.nn.Module, Any]:
+    net = model()
+    pairs = list(net.named_parameters())
+    groups: list[dict[str, Any]] = [{"params": pairs[:2], "lr": 0.5}, {"params": pairs[2:]}]
+    optimizer = kind(groups, lr=0.25, **{"weight_decay": 0.1, **OWN[kind], **options})
+    backward(net)
+    optimizer.step()
+    return net, optimizer
+
+
+def test_every_figure_has_a_tag_for_every_layer(kind: Kind, backend: str) -> None:
+    net, optimizer = stepped(kind, backend=backend)
+    values = telemetry.scalars(optimizer)
+    told, layers = optimizer.telemetry(), [name for name, _ in net.named_parameters()]
+    assert list(told.names) == layers
+    tags = [f"{figure}/{layer}" for figure in (*OURS[kind], "lr", "effective_lr") for layer in layers]
+    assert list(values) == [*tags, "skipped_steps"]
+    assert all(type(value) is float for value in values.values())
+    for figure, column in figures(told).items():
+        assert [values[f"{figure}/{layer}"] for layer in layers] == column.tolist()
+    for layer in layers:
+        lr = 0.5 if layer in layers[:2] else 0.25
+        assert values[f"lr/{layer}"] == lr
+        assert values[f"effective_lr/{layer}"] == lr * values[f"{OURS[kind][-1]}/{layer}"]
+
+
+def test_the_learning_rate_is_that_of_the_step_and_not_what_was_written_since(kind: Kind, backend: str) -> None:
+    _, optimizer = stepped(kind, backend=backend)
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0  # as a scheduler does after a step
+    assert {telemetry.scalars(optimizer)[f"lr/{name}"] for name in optimizer.telemetry().names} == {0.5, 0.25}
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    by_tensor = kind([param], lr=torch.tensor(0.25), backend=backend)
+    by_tensor.step()
+    assert by_tensor.telemetry().lr.tolist() == [0.25]
+
+
+def test_rows_of_several_buckets_and_slices_come_in_order(kind: Kind, backend: str) -> None:
+    """Groups, exclusions, dtypes and stacks divide parameters among buckets; telemetry is in the parameters' order."""
+    torch.manual_seed(0)
+    shapes = {"a": (4, 3), "b": (3,), "stack": (2, 5, 4), "c": (4, 3), "d": (3,)}
+    params = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    params["c"] = Parameter(params["c"].detach().bfloat16())
+    own = [{"params": [("stack", params["stack"])], "stacked": True, "lr": 0.5}]
+    rest = [{"params": [(name, p) for name, p in params.items() if name != "stack"]}]
+    optimizer = kind(rest + own, lr=0.25, weight_decay=0.1, exclude_from_weight_decay=["b"], backend=backend)
+    for p in params.values():
+        p.grad = torch.randn_like(p)
+    before = copies(list(params.values()))
+    optimizer.step()
+    told = optimizer.telemetry()
+    assert told.names == ("a", "b", "c", "d", "stack[0]", "stack[1]")
+    assert told.lr.tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5]
+    if isinstance(optimizer, Lamb):
+        start = dict(zip(params, before, strict=True))
+        whole = [start[name] for name in "abcd"] + list(start["stack"].unbind())
+        expected = torch.stack([tensor.detach().float().norm() for tensor in whole])
+        torch.testing.assert_close(optimizer.telemetry().weight_norm, expected)
+    else:
+        alone = kind([("d", before[-1])], lr=0.25, weight_decay=0.1, backend=backend)
+        before[-1].grad = params["d"].grad
+        alone.step()
+        torch.testing.assert_close(figures(alone.telemetry())["update_rms"][0], figures(told)["update_rms"][3])
+
+
+def test_there_is_nothing_to_tell_before_the_first_step(kind: Kind) -> None:
+    assert telemetry.scalars(kind(model().named_parameters(), lr=0.1)) == {}
+
+
+def test_a_step_that_was_skipped_is_counted(kind: Kind) -> None:
+    net, optimizer = stepped(kind, skip_nonfinite=True)
+    next(net.parameters()).grad = next(net.parameters()).detach() * torch.inf
+    optimizer.step()
+    assert telemetry.scalars(optimizer)["skipped_steps"] == 1.0
+
+
+def test_the_host_waits_for_the_device_once(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = stepped(kind)
+    waits: list[str] = []
+
+    def counting(name: str) -> Any:
+        original = getattr(Tensor, name)
+
+        def counted(*args: Any) -> Any:
+            waits.append(name)
+            return original(*args)
+
+        return counted
+
+    for name in ("tolist", "item", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, counting(name))
+    telemetry.scalars(optimizer)
+    assert waits == ["tolist"]
+
+
+def test_every_so_many_steps(kind: Kind) -> None:
+    net, optimizer = stepped(kind)
+    told: list[tuple[int, dict[str, float]]] = []
+    handle = telemetry.log_every(optimizer, 2, lambda values, step: told.append((step, values)))
+    for _ in range(5):
+        backward(net)
+        optimizer.step()
+    assert [step for step, _ in told] == [2, 4]
+    assert all(values.keys() == telemetry.scalars(optimizer).keys() for _, values in told)
+    handle.remove()
+    optimizer.step()
+    assert len(told) == 2
+
+
+def test_reports_change_nothing(kind: Kind) -> None:
+    net, optimizer = stepped(kind)
+    other, watched = stepped(kind)
+    telemetry.log_every(watched, 1, lambda *_: None)
+    for network, each in ((net, optimizer), (other, watched)):
+        for step in range(3):
+            backward(network, step)
+            each.step()
+    assert_bitwise(list(net.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "optim"])
+def test_an_optimizer_is_found_in_its_wrappers(name: str, kind: Kind) -> None:
+    _, optimizer = stepped(kind)
+    wrapped: Any = types.SimpleNamespace(**{name: types.SimpleNamespace(**{name: optimizer})})
+    assert telemetry.scalars(wrapped) == telemetry.scalars(optimizer)
+
+
+def test_what_is_refused() -> None:
+    net = model()
+    with pytest.raises(TypeError, match="a Lamb or a Came, not AdamW"):
+        telemetry.scalars(torch.optim.AdamW(net.parameters()))
+    optimizer = Lamb(net.parameters())
+    for steps, error, message in (
+        (0, ValueError, "steps=0 is out of range: it must be an integer, at least 1"),
+        (True, TypeError, "must be an integer, not True"),
+        (2.0, TypeError, r"must be an integer, not 2\.0 \(float\)"),
+    ):
+        with pytest.raises(error, match=message):
+            telemetry.log_every(optimizer, steps, print)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="log must be a function of the scalars and the step, not 'wandb'"):
+        telemetry.log_every(optimizer, 1, "wandb")  # type: ignore[arg-type]

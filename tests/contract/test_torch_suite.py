@@ -1,0 +1,289 @@
+"""Both optimizers as entries of the table by which torch tests its own, held to what its test_optim.py asks of these.
+
+The table and its machinery are installed with torch; the tests are not, and are written anew here under their names.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
+
+from bighorn import Came, Lamb
+from tests.support.cases import Kind
+
+pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", ImportWarning)  # of hypothesis, which nothing here uses
+    from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput
+
+CPU = torch.device("cpu")
+NO_PARAMS: Any = None
+"""As in torch's own table."""
+
+
+def inputs_of_lamb(device: torch.device, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
+    del device, dtype
+    return [
+        OptimizerInput(NO_PARAMS, {}, desc="default"),
+        OptimizerInput(NO_PARAMS, {"lr": 0.01}, desc="non-default lr"),
+        OptimizerInput(NO_PARAMS, {"lr": torch.tensor(0.01)}, desc="tensor lr"),
+        OptimizerInput(NO_PARAMS, {"betas": (torch.tensor(0.8), torch.tensor([0.9]))}, desc="tensor betas"),
+        OptimizerInput(NO_PARAMS, {"weight_decay": 0.1}, desc="nonzero weight_decay"),
+        OptimizerInput(NO_PARAMS, {"weight_decay": 0.1, "maximize": True}, desc="maximize"),
+        OptimizerInput(NO_PARAMS, {"second_moment": "amsgrad"}, desc="amsgrad"),
+        OptimizerInput(NO_PARAMS, {"adam": True, "decay_mode": "decoupled"}, desc="AdamW"),
+        OptimizerInput(NO_PARAMS, {"backend": "foreach"}, desc="foreach"),
+    ]
+
+
+def inputs_of_came(device: torch.device, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
+    del device, dtype
+    betas = tuple(torch.tensor(beta) for beta in (0.8, 0.9, 0.99))
+    return [
+        OptimizerInput(NO_PARAMS, {"lr": 0.01}, desc="default"),
+        OptimizerInput(NO_PARAMS, {"lr": torch.tensor(0.01)}, desc="tensor lr"),
+        OptimizerInput(NO_PARAMS, {"lr": 0.01, "betas": betas}, desc="tensor betas"),
+        OptimizerInput(NO_PARAMS, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}, desc="maximize"),
+        OptimizerInput(NO_PARAMS, {"lr": 0.01, "bias_correction": True}, desc="bias_correction"),
+        OptimizerInput(NO_PARAMS, {"relative_step": True}, desc="relative_step"),
+        OptimizerInput(NO_PARAMS, {"lr": 0.01, "backend": "foreach"}, desc="foreach"),
+    ]
+
+
+OPTIMIZERS: dict[Any, Any] = {Lamb: inputs_of_lamb, Came: inputs_of_came}
+INFOS = [OptimizerInfo(kind, optim_inputs_func=inputs, supported_impls=()) for kind, inputs in OPTIMIZERS.items()]
+INPUTS = [
+    pytest.param(info.optim_cls, given.kwargs, id=f"{info.name}-{given.desc}")
+    for info in INFOS
+    for given in info.optim_inputs_func(device=CPU)
+]
+EACH = pytest.mark.parametrize(("kind", "options"), INPUTS)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((10, 5), (64, 16), (10,), ())]
+
+
+def set_gradients(params: list[Parameter], seed: int = 2) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def stepped(kind: Kind, options: dict[str, Any], steps: int = 3, dtype: torch.dtype = torch.float32) -> Any:
+    params = parameters(dtype)
+    optimizer = kind(params, **copy.deepcopy(options))
+    for step in range(steps):
+        set_gradients(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+def assert_goes_on_alike(params: list[Parameter], one: Optimizer, others: list[Parameter], other: Optimizer) -> None:
+    for step in range(2):
+        for mine, optimizer in ((params, one), (others, other)):
+            set_gradients(mine, 50 + step)
+            optimizer.step()
+    for p, q in zip(params, others, strict=True):
+        assert p.equal(q)
+
+
+@EACH
+def test_state_dict_deterministic(kind: Kind, options: dict[str, Any]) -> None:
+    """With the state of every parameter, and of one that has had no gradient yet."""
+    params, optimizer = stepped(kind, options)
+    others = [Parameter(p.detach().clone()) for p in params]
+    other = kind(others, **copy.deepcopy(options))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_goes_on_alike(params, optimizer, others, other)
+
+
+@EACH
+def test_save_load_equality_with_weights_only(kind: Kind, options: dict[str, Any], tmp_path: Any) -> None:
+    _, optimizer = stepped(kind, options)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert loaded["param_groups"] == optimizer.state_dict()["param_groups"]
+    for key, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(loaded["state"][key][name], value) for name, value in state.items())
+
+
+@EACH
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_deepcopy_copies_all_public_attributes(way: str, kind: Kind, options: dict[str, Any]) -> None:
+    params, optimizer = stepped(kind, options)
+    both = (params, optimizer)
+    others, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    assert {name for name in vars(optimizer) if name[0] != "_"} == {name for name in vars(other) if name[0] != "_"}
+    assert_goes_on_alike(params, optimizer, others, other)
+
+
+@EACH
+def test_step_is_noop_when_params_have_no_grad(kind: Kind, options: dict[str, Any]) -> None:
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    kind(params, **options).step()
+    assert all(p.equal(q) for p, q in zip(params, before, strict=True))
+
+
+@EACH
+def test_step_is_noop_for_empty_grads(kind: Kind, options: dict[str, Any]) -> None:
+    empty = Parameter(torch.empty(5, 0))
+    optimizer = kind([empty], **options)
+    empty.grad = torch.empty(5, 0)
+    optimizer.step()
+    assert empty.shape == (5, 0)
+
+
+@EACH
+def test_complex(kind: Kind, options: dict[str, Any]) -> None:
+    """A complex parameter steps as its real view does."""
+    params, _ = stepped(kind, options, dtype=torch.complex64)
+    reals = [Parameter(torch.view_as_real(p.detach()).clone()) for p in parameters(torch.complex64)]
+    twins = parameters(torch.complex64)
+    optimizer = kind(reals, **copy.deepcopy(options))
+    for step in range(3):
+        set_gradients(twins, step)
+        for real, twin in zip(reals, twins, strict=True):
+            assert twin.grad is not None
+            real.grad = torch.view_as_real(twin.grad)
+        optimizer.step()
+    for p, real in zip(params, reals, strict=True):
+        torch.testing.assert_close(torch.view_as_real(p.detach()), real.detach())
+
+
+@EACH
+def test_forloop_goes_right_direction(kind: Kind, options: dict[str, Any]) -> None:
+    weight, bias = Parameter(torch.randn(10, 5)), Parameter(torch.randn(10))
+    optimizer, inputs = kind([weight, bias], **options), torch.randn(5)
+    uphill = options.get("maximize", False)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight.mv(inputs) + bias).pow(2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return -loss if uphill else loss
+
+    first = closure().item()
+    for _ in range(20):
+        assert isinstance(optimizer.step(closure), Tensor)
+    assert closure().item() < first
+
+
+@EACH
+def test_can_load_older_state_dict(kind: Kind, options: dict[str, Any]) -> None:
+    """Without keys that came later: those of one version ago, and of a group that says only lr."""
+    params, optimizer = stepped(kind, options)
+    saved = optimizer.state_dict()
+    saved["param_groups"] = [
+        {name: value for name, value in group.items() if name not in ("schedule_step", "maximize")}
+        for group in saved["param_groups"]
+    ]
+    others = [Parameter(p.detach().clone()) for p in params]
+    other = kind(others, **copy.deepcopy(options))
+    other.load_state_dict(saved)
+    assert_goes_on_alike(params, optimizer, others, other)
+
+
+def test_param_group_with_lrscheduler_goes_right_direction(kind: Kind) -> None:
+    """Tensors as learning rates of groups, filled in place."""
+    weight, bias = Parameter(torch.randn(10, 5)), Parameter(torch.randn(10))
+    groups: list[dict[str, Any]] = [{"params": [weight], "lr": torch.tensor(0.05)}, {"params": [bias]}]
+    optimizer = kind(groups, lr=torch.tensor(0.01))
+    schedulers: list[Any] = [lr_scheduler.StepLR(optimizer, 5, 0.9), lr_scheduler.ReduceLROnPlateau(optimizer)]
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (weight.mv(torch.ones(5)) + bias).pow(2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedulers[0].step()
+        schedulers[1].step(loss.detach())
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert float(optimizer.param_groups[0]["lr"]) < 0.05
+
+
+def momenta(base: float, most: float) -> dict[str, Any]:
+    return {"base_momentum": torch.tensor(base), "max_momentum": torch.tensor(most)}
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
+    "one-cycle-tensors": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 8, **momenta(0.85, 0.95)),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=True),
+    "cyclic-tensors": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, **momenta(0.8, 0.9)),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
+    ),
+    "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_learning_rate_schedulers(scheduler: str, tensor: bool, kind: Kind) -> None:
+    """Those that cycle momentum write betas, where torch's optimizers take tensors of one element."""
+    results = []
+    for written in (False, True):
+        params = parameters()
+        optimizer = kind(params, lr=torch.tensor(0.05) if tensor else 0.05)
+        driven = SCHEDULERS[scheduler](optimizer)
+        for step in range(6):
+            set_gradients(params, step)
+            if written:
+                group = optimizer.param_groups[0]
+                group["betas"] = tuple(torch.tensor([float(beta)], dtype=torch.float64) for beta in group["betas"])
+            optimizer.step()
+            driven.step()
+        assert all(isinstance(beta, (float, Tensor)) for beta in optimizer.param_groups[0]["betas"])
+        results.append(params)
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_betas_in_tensors_are_checked(kind: Kind) -> None:
+    rest = (0.9,) if kind is Lamb else (0.9, 0.99)
+    for beta in (torch.tensor(1.5), torch.tensor([0.1, 0.2]), torch.tensor(0.5j)):
+        with pytest.raises((TypeError, ValueError), match=r"^betas\[0\]"):
+            kind(parameters(), lr=0.1, betas=(beta, *rest))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", ["plain", "schedule", "tensor", "two"])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_an_optimizer_made_in_a_compiled_function(way: str, kind: Kind) -> None:
+    """It used to lose what it had set before a graph break: no attribute '_default_schedules'."""
+    weight = Parameter(torch.ones(3, 4))
+
+    def made(inputs: Tensor) -> tuple[Tensor, Any]:
+        groups = [{"params": [weight], "lr": torch.tensor(0.1) if way == "tensor" else 0.1}]
+        lr: Any = (lambda _: 0.1) if way == "schedule" else 0.1
+        optimizers = [kind(groups if way == "tensor" else [weight], lr=lr) for _ in range(1 + (way == "two"))]
+        scaled = optimizers[-1].param_groups[0]["lr"] * inputs
+        return scaled, optimizers[-1]
+
+    scaled, optimizer = torch.compile(made, backend="eager")(torch.ones(2))
+    torch.testing.assert_close(scaled, torch.full((2,), 0.1))
+    weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert not weight.equal(torch.ones(3, 4))
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+    optimizer.load_state_dict(optimizer.state_dict())

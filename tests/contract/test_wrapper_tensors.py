@@ -1,0 +1,193 @@
+"""Tensors without memory of their own: those that hold other tensors, those of no values, and those that were freed.
+
+Their address is 0, which compiled kernels would read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
+
+from bighorn.cli.ranks import end_process_group
+from tests.support.cases import Kind
+
+SHAPE = (70, 80)
+
+
+class Float8Weight(torch.Tensor):
+    """As torchao's WeightWithDynamicFloat8CastTensor: it holds a tensor, and gives others for what is computed."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Float8Weight:
+        made: Float8Weight = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.held = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> Any:
+        del types
+        args, kwargs = tree_map_only(cls, lambda wrapper: wrapper.held, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        keeps = func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.view.default)
+        return cls(out) if keeps else out
+
+
+def values(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def two(seed: int) -> Tensor:
+    made: Tensor = TwoTensor(values(seed), values(seed + 10))  # type: ignore[no-untyped-call]
+    return made
+
+
+def shifted(first: int, seed: int) -> Tensor:
+    return values(first + seed)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return tensor.held if isinstance(tensor, Float8Weight) else tensor
+
+
+def train(kind: Kind, params: Sequence[Tensor], grads: Callable[[int], Tensor], **options: Any) -> Any:
+    optimizer = kind([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, weight_decay=0.1, **options)
+    for step in range(3):
+        for i, p in enumerate(params):
+            p.grad = grads(100 * i + step)
+        optimizer.step()
+    return optimizer
+
+
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"max_grad_norm": 0.5, "skip_nonfinite": True},
+    "int8": {"state_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_float8_weights(options: dict[str, Any], kind: Kind) -> None:
+    """Two of them, since both have the address 0 and so seemed to share memory."""
+    ours, theirs = [[Parameter(values(i)) for i in range(3)] for _ in range(2)]
+    wrapped = [Parameter(Float8Weight(p.detach())) for p in ours[:2]] + ours[2:]
+    optimizer = train(kind, wrapped, values, **options)
+    train(kind, theirs, values, **options, backend="reference")
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+    assert "group 0: reference 2 tensors" in optimizer.explain()
+    assert "without memory" in optimizer.explain()
+
+
+def test_two_tensors(kind: Kind) -> None:
+    """Each of the two takes its own steps."""
+    both = Parameter(two(0))
+    train(kind, [both], two)
+    for part, first in (("a", 0), ("b", 10)):
+        alone = Parameter(values(first))
+        train(kind, [alone], partial(shifted, first), backend="reference")
+        torch.testing.assert_close(getattr(both, part), alone.detach())
+
+
+@pytest.mark.parametrize("where", ["grad", "state"])
+def test_wrappers_beside_a_plain_parameter(where: str, kind: Kind) -> None:
+    """A gradient may become one from one step to the next."""
+    wrapped, alone = Parameter(values(0)), Parameter(values(0))
+    ours, theirs = train(kind, [wrapped], values), train(kind, [alone], values, backend="reference")
+    for p, optimizer in ((wrapped, ours), (alone, theirs)):
+        p.grad = values(7)
+        if p is wrapped and where == "grad":
+            p.grad = Float8Weight(values(7))
+        if p is wrapped and where == "state":
+            optimizer.state[p]["exp_avg"] = Float8Weight(optimizer.state[p]["exp_avg"])
+        optimizer.step()
+    torch.testing.assert_close(wrapped, alone)
+
+
+def unchanged(params: list[Parameter], optimizer: Any, message: str) -> None:
+    before = [p.detach().clone() for p in params if p.data_ptr()]
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert [p.equal(q) for p, q in zip([p for p in params if p.data_ptr()], before, strict=True)] == [True] * len(
+        before
+    )
+    assert [float(state["step"]) for state in optimizer.state.values()] == steps
+
+
+def test_values_that_are_not_there(kind: Kind) -> None:
+    """A gradient of no values is refused by name, before another parameter moves; AdamW raises as well."""
+    params = [Parameter(values(i)) for i in range(2)]
+    optimizer = train(kind, params, values)
+    params[1].grad = FakeTensorMode().from_tensor(values(3))
+    unchanged(params, optimizer, r"(?s)w1 cannot be stepped.*FakeTensor")
+    params[1].grad = values(3)
+    optimizer.step()
+
+
+def test_a_model_of_no_values(kind: Kind) -> None:
+    """As one is that is traced for its memory."""
+    with FakeTensorMode():
+        optimizer = train(kind, [Parameter(torch.randn(SHAPE)) for _ in range(2)], lambda _: torch.randn(SHAPE))
+    assert optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"].shape == SHAPE
+
+
+@pytest.mark.parametrize("where", ["a parameter", "grad", "state"])
+@pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_freed_memory(where: str, backend: str, cached: bool, kind: Kind) -> None:
+    """Whether or not the step before has left a plan; torch.optim.AdamW(fused=False) ends the process."""
+    params = [Parameter(values(i)) for i in range(2)]
+    optimizer = train(kind, params, values, backend=backend)
+    if not cached:
+        optimizer.load_state_dict(optimizer.state_dict())
+    freed, name = {
+        "a parameter": (params[1].data, "w1 has"),
+        "grad": (params[1].grad, "the gradient of w1 has"),
+        "state": (optimizer.state[params[1]]["exp_avg"], "state 'exp_avg' of w1 has"),
+    }[where]
+    assert freed is not None
+    freed.untyped_storage().resize_(0)
+    unchanged(params, optimizer, f"^{name} no memory")
+
+
+def test_backends_that_need_memory(kind: Kind) -> None:
+    for backend in ("cpu", "foreach"):
+        with pytest.raises(ValueError, match=r"(?s)cannot serve.*without memory"):
+            kind([Parameter(Float8Weight(values(0)))], lr=0.1, backend=backend)
+
+
+def test_shards_of_float8_weights(kind: Kind) -> None:
+    """What torchao's fully_shard leaves: DTensors, of which each rank holds such a tensor."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        here = [values(i) for i in range(2)]
+        sharded = [Parameter(DTensor.from_local(Float8Weight(part.clone()), mesh, [Shard(0)])) for part in here]
+        alone = [Parameter(part) for part in here]
+        train(kind, sharded, lambda seed: DTensor.from_local(values(seed), mesh, [Shard(0)]))
+        train(kind, alone, values, backend="reference")
+        for p, q in zip(sharded, alone, strict=True):
+            torch.testing.assert_close(plain(p.to_local()), q)  # type: ignore[attr-defined]
+    finally:
+        end_process_group()

@@ -1,0 +1,303 @@
+"""TailOverlap on real processes, which run tests/support/overlap_worker.py, and on a single one."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
+
+from bighorn import Came, Lamb, TailOverlap
+from bighorn.cli.ranks import end_process_group
+from tests.support import overlap_worker
+from tests.support.processes import Outcome, assert_ended_well, outcomes
+
+
+def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
+    program = Path(overlap_worker.__file__)
+    return outcomes(program, [[rank, world, folder / "store", folder, *scenarios] for rank in range(world)])
+
+
+def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:
+    """What each scenario said on each rank, all run in the same processes: nothing, or a traceback."""
+    assert_ended_well(run_ranks(world, folder, *scenarios))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return said(2, tmp_path_factory.mktemp("two"), *overlap_worker.SCENARIOS)
+
+
+@pytest.mark.parametrize("scenario", overlap_worker.SCENARIOS)
+def test_two_ranks(scenario: str, of_two_ranks: list[dict[str, str]]) -> None:
+    assert [said[scenario] for said in of_two_ranks] == ["", ""]
+
+
+@pytest.mark.parametrize(("world", "scenarios"), [(4, ["lamb", "clip", "groups"]), (3, ["late-overflow"])])
+def test_more_ranks(world: int, scenarios: list[str], tmp_path: Path) -> None:
+    assert said(world, tmp_path, *scenarios) == [dict.fromkeys(scenarios, "")] * world
+
+
+@pytest.mark.parametrize(
+    ("where", "why", "elsewhere"),
+    [
+        ("model", "appears not to match", "Connection closed by peer"),
+        ("forward", "rank 1 has had enough", "one of them has stopped"),
+        ("backward", "ZeroDivisionError", "one of them has stopped"),
+        ("step", "lr=-1.0 is out of range", "one of them has stopped"),
+    ],
+)
+def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, "failing", where)
+    assert 0 not in (first.code, second.code)
+    assert elsewhere in first.errors
+    assert why in second.errors
+
+
+# ---- a single process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    end_process_group()
+
+
+class Wire:
+    """Stands for `torch.distributed.all_reduce`: what it is given is there again when somebody waits for it."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.before = [p.detach().clone() for p in params]
+        self.moved: list[int] = []
+        """At each wait, how many parameters had been stepped."""
+
+    def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Work:
+        return Work(self, tensor)
+
+
+class Work:
+    def __init__(self, wire: Wire, tensor: Tensor) -> None:
+        self.wire, self.tensor, self.arrived = wire, tensor, tensor.clone()
+        tensor.numpy().fill(math.nan)  # whoever does not wait will not find the gradient; and no version is counted
+
+    def wait(self) -> None:
+        moved = [not p.equal(before) for p, before in zip(self.wire.params, self.wire.before, strict=True)]
+        self.wire.moved.append(sum(moved))
+        self.tensor.numpy()[...] = self.arrived.numpy()
+
+
+def waits(make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """How many parameters each bucket of a third step held, and how many had been stepped when it was waited for."""
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    overlap = TailOverlap(ddp, make(ddp.module))
+    for step in range(3):
+        wire = Wire([p.detach() for p in ddp.parameters()])
+        with monkeypatch.context() as patched:
+            patched.setattr(dist, "all_reduce", wire.all_reduce)
+            overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step)))
+        sizes = [len(flight.params) for flight in overlap._flights]
+        overlap.step()
+        overlap.zero_grad()
+        assert all(p.isfinite().all() for p in ddp.parameters())
+    assert len(sizes) > 3
+    return sizes, wire.moved
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: Lamb(model.parameters(), lr=0.01),
+        lambda model: Came(model.parameters(), lr=0.01),
+        lambda model: AdamW(model.parameters(), lr=0.01),
+        lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9),
+    ],
+    ids=["Lamb", "Came", "AdamW", "SGD"],
+)
+def test_a_bucket_is_stepped_before_the_next_is_waited_for(
+    make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, moved = waits(make, monkeypatch)
+    assert moved == [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
+def test_a_global_norm_needs_all_gradients_first(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, moved = waits(lambda model: Lamb(model.parameters(), lr=0.01, **options), monkeypatch)
+    assert moved == [0] * len(sizes)
+
+
+def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
+    """Such as the one by which torch.distributed.checkpoint makes an optimizer create its state."""
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    optimizer = Lamb(ddp.parameters(), lr=0.0)
+    overlap = TailOverlap(ddp, optimizer)
+    overlap.step()
+    assert not optimizer.state
+    for p in ddp.parameters():
+        p.grad = torch.zeros_like(p)
+    overlap.step()
+    assert all(optimizer.state[p]["step"] == 0 for p in ddp.parameters())
+
+
+def test_a_parameter_that_is_not_the_models_is_stepped_too() -> None:
+    ddp, other = overlap_worker.distributed(overlap_worker.network()), nn.Parameter(torch.ones(3))
+    overlap = TailOverlap(ddp, AdamW([*ddp.parameters(), other]))
+    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)) + other.sum())
+    overlap.step()
+    assert not other.eq(1).any()
+
+
+def test_gradients_are_there_again_whatever_happens() -> None:
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    optimizer = AdamW(ddp.parameters())
+    overlap = TailOverlap(ddp, optimizer)
+    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
+    grads = [p.grad for p in ddp.parameters()]
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        overlap.step()
+    assert all(p.grad is grad for p, grad in zip(ddp.parameters(), grads, strict=True))
+
+
+def test_schedules_of_the_optimizer_move_once_a_step() -> None:
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    asked: list[int] = []
+
+    def schedule(step: int) -> float:
+        asked.append(step)
+        return 0.1
+
+    overlap = TailOverlap(ddp, Lamb(ddp.parameters(), lr=schedule))
+    asked.clear()
+    for step in range(4):
+        overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step)))
+        overlap.step()
+        overlap.zero_grad()
+    assert asked == [0, 1, 2, 3]
+
+
+def test_plans_are_kept_however_many_buckets_there_are() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(24)])
+    ddp = overlap_worker.distributed(model, bucket_cap_mb=1e-4)
+    optimizer = Lamb(model.named_parameters(), lr=0.01)
+    overlap = TailOverlap(ddp, optimizer)
+    plans: list[set[int]] = []
+    for step in range(4):
+        overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step).float()))
+        buckets = len(overlap._flights)
+        overlap.step()
+        overlap.zero_grad()
+        plans.append({id(plan) for plan in optimizer._last})
+        names = optimizer.telemetry().names
+    assert buckets > 20
+    assert plans[2] == plans[3]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert optimizer.telemetry().trust_ratio.gt(0).all()
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+class Foreign(SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class InParts(Foreign):
+    def step_in_parts(self, parts: list[list[Tensor]], wait: Callable[[int], None]) -> None:
+        for i in range(len(parts)):
+            wait(i)
+        with torch.no_grad():
+            for p in (p for part in parts for p in part):
+                p.fill_(7)
+
+
+def zero(params: list[nn.Parameter]) -> Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch 2.13 uses there itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+
+
+def test_an_optimizer_with_a_method_for_it_is_accepted() -> None:
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    overlap = TailOverlap(ddp, InParts(ddp.parameters()))
+    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
+    overlap.step()
+    assert all(p.eq(7).all() for p in ddp.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (LBFGS, "LBFGS.*direction"),
+        (SparseAdam, "SparseAdam.*sparse"),
+        (Foreign, "Foreign.*step_in_parts"),
+        (zero, "ZeroRedundancyOptimizer.*between ranks"),
+        (lambda params: SGD(params[1:]), "trainable parameter 0.0.weight"),
+    ],
+    ids=["LBFGS", "SparseAdam", "foreign", "ZeRO", "incomplete"],
+)
+def test_refused_optimizers(make: Callable[[list[nn.Parameter]], Optimizer], reason: str) -> None:
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    with pytest.raises(ValueError, match=reason):
+        TailOverlap(ddp, make(list(ddp.parameters())))
+    TailOverlap(ddp, SGD(ddp.parameters()))
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 3, sparse=True)
+
+
+def test_refused_models() -> None:
+    net = overlap_worker.network()
+    optimizer = SGD(net.parameters())
+    with pytest.raises(TypeError, match=r"DistributedDataParallel, not Sequential.*gradient_as_bucket_view"):
+        TailOverlap(net, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not list"):
+        TailOverlap(overlap_worker.distributed(net), [])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler, not float"):
+        TailOverlap(overlap_worker.distributed(net), optimizer, scaler=2.0)  # type: ignore[arg-type]
+    lookup = Lookup()
+    with pytest.raises(ValueError, match=r"table has sparse gradients.*sparse=False"):
+        TailOverlap(overlap_worker.distributed(lookup), SGD(lookup.parameters()))
+    delayed = overlap_worker.distributed(
+        net,
+        delay_all_reduce_named_params=[("0.0.weight", net.get_parameter("0.0.weight"))],
+        param_to_hook_all_reduce=net.get_parameter("0.0.bias"),
+        bucket_cap_mb=1,  # torch 2.7 takes no fraction here
+    )
+    with pytest.raises(ValueError, match="delay_all_reduce_named_params"):
+        TailOverlap(delayed, optimizer)
+
+
+def test_a_closure_is_refused() -> None:
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    optimizer = AdamW(ddp.parameters())
+    overlap = TailOverlap(ddp, optimizer)
+    with pytest.raises(ValueError, match=r"call the closure, then overlap.step"):
+        overlap.step(lambda: 1.0)
+    with pytest.raises(ValueError, match=r"call the closure, then overlap.step"):
+        optimizer.step(lambda: 1.0)
+    optimizer.step(None)
+
+
+def test_a_scaler_that_is_not_enabled_is_none() -> None:
+    ddp = overlap_worker.distributed(overlap_worker.network())
+    overlap = TailOverlap(ddp, SGD(ddp.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=False))
+    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
+    overlap.step()
+    assert overlap._flights == []

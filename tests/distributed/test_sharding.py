@@ -1,0 +1,89 @@
+"""Sharded parameters on real processes, which run tests/support/sharding_worker.py."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from bighorn import kernels
+from tests.support import sharding_worker, training_digests
+from tests.support.optimizer_runs import BY_ID, advance, assert_bitwise
+from tests.support.processes import assert_ended_well, outcomes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the runs leave: reports, and the checkpoints of two ranks, which others load."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@cache
+def said(world: int, folder: Path) -> list[dict[str, str]]:
+    """What each scenario said on each of so many ranks: nothing, or a traceback."""
+    assert_ended_well(outcomes(Path(sharding_worker.__file__), [[rank, world, folder] for rank in range(world)]))
+    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("scenario", sharding_worker.scenarios(2, Path()))
+def test_two_ranks(scenario: str, folder: Path) -> None:
+    assert [said[scenario] for said in said(2, folder)] == ["", ""]
+
+
+@pytest.mark.parametrize("scenario", sharding_worker.scenarios(4, Path()))
+def test_four_ranks(scenario: str, folder: Path) -> None:
+    said(2, folder)  # for its checkpoints
+    assert [said[scenario] for said in said(4, folder)] == [""] * 4
+
+
+@pytest.mark.parametrize("scenario", sharding_worker.scenarios(1, Path()))
+def test_one_process(scenario: str, folder: Path) -> None:
+    said(2, folder)
+    assert [said[scenario] for said in said(1, folder)] == [""]
+
+
+# ---- one process: a step in rounds, whose sums are whole already --------------------------------------------------
+
+
+def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    for _ in kernel.rounds(grad_scale, commit):
+        pass
+
+
+ROUNDS = ["both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything"]
+
+
+@pytest.mark.parametrize("case", ROUNDS)
+@pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
+def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, on compiled backends, where both run the same arithmetic."""
+    whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
+    advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
+    monkeypatch.setattr(kernels.BACKENDS[backend].lamb, "step", in_rounds)
+    advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
+    assert_bitwise(shards, whole)
+
+
+@pytest.mark.parametrize("case", ["came-published", "came-everything", "came-bfloat16-states-int8-everything"])
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+def test_rounds_are_a_step_of_came(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
+    advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
+    monkeypatch.setattr(kernels.BACKENDS[backend].came, "step", in_rounds)
+    advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
+    assert_bitwise(shards, whole)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rounds_are_a_step_for_large_tensors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that all threads share, and of whose u a step keeps a part."""
+    if not kernels.status()["cpu"].available:
+        pytest.skip(kernels.status()["cpu"].detail)
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # to be restored: digests sets it
+    whole = training_digests.digests(threads)
+    monkeypatch.setattr(kernels.BACKENDS["cpu"].lamb, "step", in_rounds)
+    assert training_digests.digests(threads) == whole

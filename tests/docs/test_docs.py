@@ -1,0 +1,61 @@
+"""The README and the pages in docs: their Python runs as it stands there, and the README's links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+def blocks(text: str) -> list[str]:
+    """The Python blocks of a page, each below as many empty lines as stand above it, so that tracebacks fit."""
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+
+
+def imported(text: str) -> Iterator[str]:
+    """The packages that a page's Python imports."""
+    for node in ast.walk(ast.parse("".join(blocks(text)))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, as one program in an empty folder."""
+    if page.name.startswith("with-"):
+        absent = sorted({name for name in imported(page.read_text()) if find_spec(name) is None})
+        if absent:
+            pytest.skip(f"{', '.join(absent)} not installed: make integrations")
+        warnings.simplefilter("ignore")  # trainers' own
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in blocks(page.read_text()):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    assert blocks("text\n```python\nx = 1\n```\n```\nno\n```\n```python\ny\n```\n") == ["\n\nx = 1\n", "\n" * 8 + "y\n"]
+    assert PAGES
+
+
+def test_what_a_page_imports_is_seen() -> None:
+    assert set(imported("```python\nimport a.b, c\n```\n```python\nfrom d.e import f\n```\n")) == {"a", "c", "d"}
+
+
+def test_the_readme_is_two_screens_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert len(links) > 20

@@ -1,0 +1,245 @@
+"""Checkpoints that are refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came
+from tests.support.cases import KINDS, Kind
+from tests.support.error_checks import refused, stepped, weights
+
+
+def test_a_checkpoint_of_other_shapes(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1]["exp_avg"] = torch.zeros(6)
+    with refused(parameters, optimizer, ValueError, "shape"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_checkpoint_of_another_model(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    others = [Parameter(torch.ones(n)) for n in (2, 3, 4)]
+    other = kind(others, lr=0.7, backend=backend)
+    for parameter in others:
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    with refused(parameters, optimizer, ValueError, "shape"):
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    fewer = kind(others[:2], lr=0.1, backend=backend)
+    with refused(parameters, optimizer, ValueError, "size|group|number"):
+        optimizer.load_state_dict(copy.deepcopy(fewer.state_dict()))
+
+
+@pytest.mark.parametrize("key", ["lr", "betas", "weight_decay"])
+def test_a_checkpoint_with_bad_hyper_parameters(key: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][key] = (2.0, 2.0) if key == "betas" else -1.0
+    with refused(parameters, optimizer, ValueError, key):
+        optimizer.load_state_dict(state)
+
+
+NO_CHECKPOINT: list[Any] = [
+    {},
+    {"state": {}},
+    {"model": 1},
+    "state",
+    {"state": None, "param_groups": None},
+    {"state": {}, "param_groups": {}},
+    {"state": {}, "param_groups": [None]},
+    {"state": {}, "param_groups": [{}]},
+    {"state": {}, "param_groups": [{"params": None}]},
+]
+
+
+@pytest.mark.parametrize("state", NO_CHECKPOINT, ids=str)
+def test_what_is_no_checkpoint(state: Any, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, (ValueError, TypeError, KeyError), "param_groups|state"):
+        optimizer.load_state_dict(state)
+
+
+FOREIGN: dict[str, list[Any]] = {
+    "exp_avg_sq": ["text", math.pi, torch.zeros(4, 3, dtype=torch.complex64)],
+    "step": ["one", -1.0, math.nan, torch.ones(3), torch.tensor(1e38)],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in FOREIGN.items() for value in values], ids=str
+)
+def test_a_checkpoint_with_a_foreign_value(key: str, value: Any, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][key] = value
+    with refused(parameters, optimizer, (ValueError, TypeError), key):
+        optimizer.load_state_dict(state)
+
+
+UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "meta": lambda tensor: tensor.to("meta"),
+    "sparse": lambda tensor: tensor.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_a_checkpoint_with_a_tensor_that_cannot_be_read(how: str, key: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1][key] = UNREADABLE[how](state["state"][1][key])
+    with refused(parameters, optimizer, ValueError, f"'{key}' of .*(meta|sparse).*damaged"):
+        optimizer.load_state_dict(state)
+
+
+PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "no-step": (["step"], {}, "'step'"),
+    "no-exp_avg": (["exp_avg"], {}, "'exp_avg'"),
+    "no-exp_avg_sq": (["exp_avg_sq"], {}, "'exp_avg_sq'"),
+    "misspelt": (["exp_avg_sq"], {"exp_avg_sqr": torch.ones(4, 3)}, "'exp_avg_sq'"),
+    "nothing-but-step": (["exp_avg", "exp_avg_sq"], {}, "'exp_avg'"),
+    "codes-without-scales": ([], {"exp_avg": torch.ones(4, 3, dtype=torch.int8)}, "'exp_avg'.*int8"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_a_state(part: str, kind: Kind, backend: str) -> None:
+    """Going on from it would take steps of a wrong size, whether it was loaded or the rest was deleted."""
+    missing, more, named = PARTS[part]
+    parameters, optimizer = stepped(kind, backend)
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in (state["state"][0], optimizer.state[parameters[0]]):
+        for name in missing:
+            del each[name]
+        each.update(more)
+    with refused(parameters, optimizer, ValueError, named):
+        optimizer.step()
+    fresh = weights()
+    other = kind(fresh, lr=0.1, backend=backend)
+    with refused(fresh, other, ValueError, named):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"])
+def test_a_statistic_that_is_missing_or_of_another_shape(name: str) -> None:
+    parameters, optimizer = stepped(Came)
+    for value, message in ((None, f"{name}'.*Load the matching"), (torch.ones(4, 3), f"{name}'.*shape.*options")):
+        state = copy.deepcopy(optimizer.state_dict())
+        del state["state"][2][name]
+        state["state"][2] |= {} if value is None else {name: value}
+        with refused(parameters, optimizer, ValueError, message):
+            optimizer.load_state_dict(state)
+
+
+def test_scales_that_are_missing_or_of_another_shape(kind: Kind) -> None:
+    """Whether the moments at hand are in 8 bits or not; scales of another shape are those of blocks of another size."""
+    for at_hand in (None, "int8"):
+        for scale in ({}, {"exp_avg_scale": torch.ones(3)}, {"exp_avg_scale": torch.ones(64, 2)}):
+            parameter = Parameter(torch.ones(64, 64))
+            optimizer = kind([parameter], lr=0.1, state_dtype="int8")
+            parameter.grad = torch.ones(64, 64)
+            optimizer.step()
+            state = copy.deepcopy(optimizer.state_dict())
+            state["param_groups"][0]["state_dtype"] = at_hand
+            del state["state"][0]["exp_avg_scale"]
+            state["state"][0] |= scale
+            message = "exp_avg.*blocks are not of 256" if scale else "exp_avg.*int8|lacks 'exp_avg_scale'"
+            with refused([parameter], optimizer, ValueError, message):
+                optimizer.load_state_dict(state)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(-128), "'exp_avg'.*damaged"),
+    "an-infinite-scale": ("exp_avg_scale", lambda scales: scales / 0, "'exp_avg'.*infinite.*damaged"),
+    "a-scale-below-0": ("exp_avg_scale", lambda scales: -scales, "'exp_avg'.*damaged"),
+    "codes-that-are-floats": ("exp_avg", lambda codes: codes.float(), "'exp_avg'.*float32.*damaged"),
+    "codes-of-another-shape": ("exp_avg", lambda codes: codes[:32], "'exp_avg'.*damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("at_hand", [None, "int8"], ids=str)
+def test_damaged_codes(damage: str, at_hand: str | None, kind: Kind) -> None:
+    name, spoil, message = DAMAGE[damage]
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = kind([parameter], lr=0.1, state_dtype="int8")
+    parameter.grad = torch.ones(64, 64)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][name] = spoil(state["state"][0][name])
+    state["param_groups"][0]["state_dtype"] = at_hand
+    with refused([parameter], optimizer, ValueError, message):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("key", ["momentum", "nesterov", "weigth_decay"])
+def test_a_checkpoint_with_options_that_are_not_ours(key: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][key] = 0.0
+    with refused(parameters, optimizer, (ValueError, TypeError), key):
+        optimizer.load_state_dict(state)
+
+
+def test_a_checkpoint_of_sgd(kind: Kind) -> None:
+    others = weights()
+    sgd = torch.optim.SGD(others, momentum=0.9, nesterov=True)
+    for parameter in others:
+        parameter.grad = torch.ones_like(parameter)
+    sgd.step()
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, (ValueError, TypeError), "momentum"):
+        optimizer.load_state_dict(copy.deepcopy(sgd.state_dict()))
+
+
+def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
+    """It names the first option that is not ours."""
+    (other,) = set(KINDS) - {kind}
+    parameters, optimizer = stepped(kind)
+    _, theirs = stepped(other)
+    message = r"param_groups\[0\].*unknown option '(adam|clip_threshold)' and '\w+': the state is another optimizer's"
+    with refused(parameters, optimizer, ValueError, message):
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+
+
+@pytest.mark.parametrize("damage", [None, [1], torch.ones(3)], ids=str)
+def test_a_state_that_is_no_dict(damage: Any, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = optimizer.state_dict()
+    with refused(parameters, optimizer, ValueError, "damaged: its state of 0 is a"):
+        optimizer.load_state_dict({**state, "state": {**state["state"], 0: damage}})
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "b"], "2 names for 3 parameters"),
+        (["a", "b", "a"], "2 parameters called 'a'"),
+        ("abc", "in a list"),
+        (3, "in a list"),
+        (torch.ones(3), "in a list"),
+    ],
+    ids=str,
+)
+def test_names_that_do_not_fit(names: object, message: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = names
+    with refused(parameters, optimizer, ValueError, rf"param_groups\[0\].*{message}"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_state_of_no_parameter(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = optimizer.state_dict()
+    with refused(parameters, optimizer, ValueError, "damaged: it has a state of 99"):
+        optimizer.load_state_dict({**state, "state": {**state["state"], 99: state["state"][0]}})

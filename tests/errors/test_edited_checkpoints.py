@@ -1,0 +1,127 @@
+"""Checkpoints that somebody edited: each is refused with what is wrong, and the optimizer stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from tests.support.cases import Kind
+
+SHAPE = (64, 80)
+Edit = Callable[[dict[str, Any]], object]
+
+
+def top(**values: Any) -> Edit:
+    return lambda saved: saved.update(values)
+
+
+def group(**values: Any) -> Edit:
+    return lambda saved: saved["param_groups"][0].update(values)
+
+
+def state(**values: Any) -> Edit:
+    return lambda saved: saved["state"][0].update(values)
+
+
+def codes(scales: Any) -> Edit:
+    return state(exp_avg=torch.ones(SHAPE, dtype=torch.int8), exp_avg_scale=scales)
+
+
+STEPS: tuple[Any, ...] = (
+    "x",
+    None,
+    math.nan,
+    math.inf,
+    -1,
+    torch.tensor(math.nan),
+    torch.ones(2),
+    torch.tensor(1j),
+    [],
+    torch.tensor([]),
+    torch.empty(1, device="meta"),
+    torch.tensor(1.0).to_sparse(),
+)
+MOMENTS: tuple[Any, ...] = (
+    "x",
+    None,
+    1.0,
+    torch.ones(3),
+    torch.ones(SHAPE, dtype=torch.int64),
+    torch.ones(SHAPE, dtype=torch.complex64),
+    torch.ones(SHAPE).to_sparse(),
+    torch.ones(SHAPE, device="meta"),
+)
+EDITS: dict[str, tuple[str, Edit]] = {
+    "no-state": ("'state'", lambda saved: saved.pop("state")),
+    "no-groups": ("'param_groups'", lambda saved: saved.pop("param_groups")),
+    "state-list": ("'state'", top(state=[])),
+    "state-text": ("'state'", top(state="x")),
+    "groups-dict": ("'param_groups'", top(param_groups={})),
+    "groups-none": ("'param_groups'", top(param_groups=None)),
+    "group-text": (r"param_groups\[0\]", top(param_groups=["x"])),
+    "no-params": (r"param_groups\[0\].*'params'", lambda saved: saved["param_groups"][0].pop("params")),
+    "params-text": ("'params'", group(params="abc")),
+    "params-short": ("(?i)group", group(params=[0])),
+    "params-twice": ("1", group(params=[0, 0, 2])),
+    "params-texts": ("param_groups", group(params=["a", "b", "c"])),
+    "one-group-more": (
+        "groups",
+        lambda saved: saved["param_groups"].append(copy.deepcopy(saved["param_groups"][0])),
+    ),
+    "no-group": ("groups", lambda saved: saved["param_groups"].clear()),
+    "names-short": ("param_names", group(param_names=["a"])),
+    "names-numbers": ("param_names", group(param_names=[1, 2, 3])),
+    "names-text": ("param_names", group(param_names="abc")),
+    "names-twice": ("'a'", group(param_names=["a", "a", "b"])),
+    "names-lists": ("param_names", group(param_names=[[], [], []])),
+    "unknown-option": ("'foo'", group(foo=1)),
+    "unknown-number": ("3", lambda saved: saved["param_groups"][0].update({3: 1})),
+    "newer": ("format_version", group(format_version=99)),
+    "version-text": ("format_version", group(format_version="1")),
+    "count-text": ("schedule_step", group(schedule_step="x")),
+    "count-negative": ("schedule_step", group(schedule_step=-1)),
+    "count-none": ("schedule_step", group(schedule_step=None)),
+    **{
+        f"{name}-{value!r}": (name, group(**{name: value}))
+        for name in ("lr", "betas", "eps", "weight_decay", "maximize", "stacked", "weight_rounding", "rounding_seed")
+        for value in ("x", math.nan, -1)
+    },
+    "state-lacks-moment": ("'exp_avg'", lambda saved: saved["state"][0].pop("exp_avg")),
+    "state-lacks-step": ("'step'", lambda saved: saved["state"][0].pop("step")),
+    "entry-text": ("state of 0", lambda saved: saved["state"].update({0: "x"})),
+    "entry-list": ("state of 0", lambda saved: saved["state"].update({0: [1]})),
+    "entry-of-nothing": ("state of 7", lambda saved: saved["state"].update({7: {}})),
+    **{f"step-{index}": ("'step'", state(step=value)) for index, value in enumerate(STEPS)},
+    **{f"moment-{index}": ("'exp_avg'", state(exp_avg=value)) for index, value in enumerate(MOMENTS)},
+    "codes-without-scales": ("'exp_avg'", state(exp_avg=torch.ones(SHAPE, dtype=torch.int8))),
+    "scales-without-codes": ("'exp_avg'", state(exp_avg_scale=torch.ones(2))),
+    "scales-of-another-shape": ("'exp_avg'", codes(torch.ones(1, 64, 1))),
+    "scales-sparse": ("'exp_avg_scale'", codes(torch.ones(64, 1).to_sparse())),
+    "scales-without-values": ("'exp_avg_scale'", codes(torch.ones(64, 1, device="meta"))),
+    "scales-negative": ("'exp_avg'", codes(-torch.ones(64, 1))),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_checkpoint_is_refused(edit: str, kind: Kind) -> None:
+    message, change = EDITS[edit]
+    params = [Parameter(torch.ones(shape)) for shape in (SHAPE, (5,), (4, 4))]
+    optimizer = kind(list(zip("abc", params, strict=True)), lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    change(saved)
+    with pytest.raises((TypeError, ValueError), match=f"(?s){message}"):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, values in before["state"].items():
+        assert all(torch.equal(after["state"][key][name], value) for name, value in values.items())
+    optimizer.step()

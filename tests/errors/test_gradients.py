@@ -1,0 +1,78 @@
+"""Gradients that are refused, and the step after them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tests.support.cases import Kind, allow_gradients_of
+from tests.support.error_checks import refused, stepped
+
+
+def test_sparse_gradients_name_the_remedy(kind: Kind, backend: str) -> None:
+    embedding = nn.Embedding(10, 3, sparse=True)
+    optimizer = kind(embedding.parameters(), lr=0.1, backend=backend)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with refused([embedding.weight], optimizer, RuntimeError, "sparse.*(dense|SparseAdam|sparse=False)"):
+        optimizer.step()
+
+
+def test_a_sparse_gradient_after_good_ones(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    parameters[0].grad = torch.ones(4, 3).to_sparse()
+    with refused(parameters, optimizer, RuntimeError, "sparse"):
+        optimizer.step()
+
+
+def test_a_gradient_of_another_shape(kind: Kind, backend: str) -> None:
+    """Torch refuses the assignment, but not a parameter that changes under its gradient."""
+    parameters, optimizer = stepped(kind, backend)
+    parameters[1].data = torch.ones(7)
+    with refused(parameters, optimizer, (ValueError, RuntimeError), "shape"):
+        optimizer.step()
+    fresh = Parameter(torch.ones(4, 3))
+    fresh.grad = torch.ones(4, 3)
+    fresh.data = fresh.data.view(3, 4)
+    other = kind([fresh], lr=0.1, backend=backend)
+    with refused([fresh], other, (ValueError, RuntimeError), r"shape.*\(4, 3\)|\(4, 3\).*shape"):
+        other.step()
+
+
+def test_a_gradient_on_another_device(kind: Kind, backend: str) -> None:
+    """Torch lets a gradient on another device through where the parameter reports none of its own (a subclass)."""
+    parameters, optimizer = stepped(kind, backend)
+
+    class Elsewhere(Parameter):
+        @property
+        def grad(self) -> Tensor:  # type: ignore[override]
+            return torch.ones(5, device="meta")
+
+    foreign = Elsewhere(torch.ones(5))
+    optimizer.add_param_group({"params": [foreign]})
+    with refused([*parameters, foreign], optimizer, (ValueError, RuntimeError), "device|meta"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e5m2], ids=str)
+def test_a_gradient_of_another_kind_than_its_parameter(kind: Kind, backend: str, dtype: torch.dtype) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    parameters[1].grad = None
+    allow_gradients_of(parameters[1], None)
+    parameters[1].grad = torch.ones(5).to(dtype)
+    with refused(parameters, optimizer, (ValueError, RuntimeError, TypeError), str(dtype)):
+        optimizer.step()
+
+
+def test_a_step_after_a_refused_one_is_right(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    others, other = stepped(kind, backend)
+    good = parameters[0].grad
+    parameters[0].grad = torch.ones(4, 3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    parameters[0].grad = good
+    optimizer.step()
+    other.step()
+    assert all(a.equal(b) for a, b in zip(parameters, others, strict=True))

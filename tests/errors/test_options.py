@@ -1,0 +1,462 @@
+"""Options that are refused: bad values and unknown names, at construction, in groups and later."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from tests.support.cases import KINDS, Kind
+from tests.support.error_checks import refused, same, snapshot, stepped, weights
+
+
+def test_the_snapshot_sees_a_change(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    for change in (
+        lambda: parameters[2].data.add_(1),
+        lambda: optimizer.state[parameters[0]]["step"].add_(1),
+        lambda: optimizer.state.pop(parameters[1]),
+        lambda: optimizer.param_groups[0].update(lr=0.2),
+    ):
+        before = snapshot(parameters, optimizer)
+        assert same(snapshot(parameters, optimizer), before)
+        change()
+        assert not same(snapshot(parameters, optimizer), before)
+
+
+Value: TypeAlias = "tuple[str, Any, type[Exception]]"
+
+VALUES: list[Value] = [
+    ("lr", -0.1, ValueError),
+    ("lr", math.nan, ValueError),
+    ("lr", math.inf, ValueError),
+    ("lr", 10**400, ValueError),
+    ("lr", "0.1", TypeError),
+    ("lr", True, TypeError),
+    ("lr", torch.tensor(-0.1), ValueError),
+    ("lr", torch.tensor(math.nan), ValueError),
+    ("lr", torch.ones(2, 2), ValueError),
+    ("weight_decay", -0.1, ValueError),
+    ("weight_decay", math.nan, ValueError),
+    ("weight_decay", math.inf, ValueError),
+    ("weight_decay", "0.1", TypeError),
+    ("maximize", 1, TypeError),
+    ("stacked", 2, TypeError),
+    ("grad_centralization", "convolution", ValueError),
+    ("state_dtype", torch.int32, ValueError),
+    ("state_dtype", torch.complex64, ValueError),
+    ("state_dtype", "bf16", ValueError),
+    ("state_dtype", "uint8", ValueError),
+    ("state_dtype", torch.float64, ValueError),
+    ("min_8bit_size", -1, ValueError),
+    ("min_8bit_size", 4000.5, TypeError),
+    ("min_8bit_size", True, TypeError),
+    ("weight_rounding", "stocastic", ValueError),
+    ("weight_rounding", None, ValueError),
+    ("weight_rounding", "kahan", ValueError),  # of parameters in float32
+    ("rounding_seed", -1, ValueError),
+    ("rounding_seed", 2**63, ValueError),
+    ("rounding_seed", 0.5, TypeError),
+]
+OF_LAMB: list[Value] = [
+    ("lr", None, TypeError),
+    ("betas", (1.0, 0.9), ValueError),
+    ("betas", (0.9, 1.0), ValueError),
+    ("betas", (-0.1, 0.9), ValueError),
+    ("betas", (0.9, -1e-9), ValueError),
+    ("betas", (0.9, 1.5), ValueError),
+    ("betas", (math.nan, 0.9), ValueError),
+    ("betas", (0.9, math.nan), ValueError),
+    ("betas", 0.9, TypeError),
+    ("betas", ("a", "b"), TypeError),
+    ("betas", None, TypeError),
+    ("betas", np.array([0.9, 0.99]), TypeError),
+    ("eps", -1e-9, ValueError),
+    ("eps", math.nan, ValueError),
+    ("eps", math.inf, ValueError),
+    ("eps", "small", TypeError),
+    ("adam", 1, TypeError),
+    ("adam", "yes", TypeError),
+    ("adapt", "no", TypeError),
+    ("always_adapt", None, TypeError),
+    ("grad_averaging", 0, TypeError),
+    ("cautious", "very", TypeError),
+    ("bias_correction", "v5", ValueError),
+    ("decay_mode", "decoupeld", ValueError),
+    ("second_moment", "amsgrd", ValueError),
+    ("weight_norm_bounds", (10, 0), ValueError),
+    ("weight_norm_bounds", (-1, 10), ValueError),
+    ("weight_norm_bounds", (0, math.nan), ValueError),
+    ("weight_norm_bounds", (0, 0), ValueError),
+    ("weight_norm_bounds", 10, TypeError),
+    ("weight_norm_bounds", ("0", "10"), TypeError),
+    ("trust_ratio_bounds", (1, 0.5), ValueError),
+    ("trust_ratio_bounds", (-1, 1), ValueError),
+    ("trust_ratio_bounds", (0, 0), ValueError),
+    ("trust_ratio_bounds", (math.nan, 1), ValueError),
+    ("trust_ratio_bounds", "0,1", TypeError),
+]
+OF_CAME: list[Value] = [
+    ("betas", (0.0, 0.999, 0.9999), ValueError),
+    ("betas", (1.0, 0.999, 0.9999), ValueError),
+    ("betas", (0.9, 1.0, 0.9999), ValueError),
+    ("betas", (0.9, 0.999, 1.0), ValueError),
+    ("betas", (0.9, -1e-9, 0.9999), ValueError),
+    ("betas", (0.9, 0.999, math.nan), ValueError),
+    ("betas", (0.9, 0.999), TypeError),
+    ("betas", ("a", "b", "c"), TypeError),
+    ("betas", None, TypeError),
+    ("eps", (0.0, 1e-16), ValueError),
+    ("eps", (1e-30, 0), ValueError),
+    ("eps", (1e-30, -1e-16), ValueError),
+    ("eps", (math.inf, 1e-16), ValueError),
+    ("eps", (1e-30, "small"), TypeError),
+    ("eps", (1e-30, 1e-3, 1e-16), TypeError),
+    ("eps", 1e-30, TypeError),
+    ("clip_threshold", 0.0, ValueError),
+    ("clip_threshold", -1.0, ValueError),
+    ("clip_threshold", math.inf, ValueError),
+    ("clip_threshold", None, TypeError),
+    ("factor", "matrx", ValueError),
+    ("factor", None, ValueError),
+    ("decay_rate", -0.8, ValueError),
+    ("decay_rate", math.nan, ValueError),
+    ("decay_rate", "0.8", TypeError),
+    ("scale_parameter", 1, TypeError),
+    ("scale_eps", 0.0, ValueError),
+    ("scale_eps", "1e-3", TypeError),
+    ("bias_correction", "lr", TypeError),
+]
+OWN_VALUES: dict[Kind, list[Value]] = {Lamb: [*VALUES, *OF_LAMB], Came: [*VALUES, *OF_CAME]}
+WHOLE: list[Value] = [
+    ("max_grad_norm", 0.0, ValueError),
+    ("max_grad_norm", -1.0, ValueError),
+    ("max_grad_norm", math.nan, ValueError),
+    ("max_grad_norm", "1", TypeError),
+    ("skip_nonfinite", 1, TypeError),
+    ("backend", "cuda", ValueError),
+    ("backend", "foreech", ValueError),
+    ("exclude_from_weight_decay", "bias", TypeError),
+    ("exclude_from_weight_decay", [1], TypeError),
+    ("exclude_from_weight_decay", ["("], ValueError),
+    ("exclude_from_weight_decay", torch.nn.LayerNorm, TypeError),
+    ("names", 3, TypeError),
+    ("names", ["a", "b"], TypeError),
+    ("process_group", "WORLD", TypeError),
+    ("process_group", 0, TypeError),
+]
+OWN_WHOLE: dict[Kind, list[Value]] = {
+    Lamb: [
+        *WHOLE,
+        ("exclude_from_layer_adaptation", 3, TypeError),
+        ("exclude_from_layer_adaptation", ["[a"], ValueError),
+    ],
+    Came: [
+        *WHOLE,
+        ("lr", None, ValueError),
+        ("relative_step", 1, TypeError),
+        ("relative_step", True, ValueError),
+        ("warmup_init", True, ValueError),
+        ("warmup_init", "yes", TypeError),
+    ],
+}
+
+
+def for_each(values: dict[Kind, list[Value]]) -> pytest.MarkDecorator:
+    """Run a test with each value of each optimizer."""
+    return pytest.mark.parametrize(
+        ("kind", "name", "value", "error"),
+        [
+            pytest.param(kind, *row, id=f"{kind.algorithm.name}-{row[0]}={str(row[1]).replace(' ', '')[:30]}")
+            for kind, rows in values.items()
+            for row in rows
+        ],
+        indirect=["kind"],
+    )
+
+
+CONSTRUCTOR = {
+    kind: [row for row in OWN_VALUES[kind] if row[0] not in kind.algorithm.group_only] + OWN_WHOLE[kind]
+    for kind in KINDS
+}
+
+
+@for_each(CONSTRUCTOR)
+def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
+    with pytest.raises(error, match=name):
+        kind([("a", weights()[0])], **{"lr": 0.1, name: value})
+
+
+@pytest.mark.parametrize(
+    ("betas", "reason"),
+    [
+        ((0.0, 0.999, 0.9999), r"^betas\[0\]=0.0 .*without momentum it never does"),
+        ((0.9, 0.999, 1.0), r"^betas\[2\]=1\.0 .*would stay at 0"),
+        ((0.9, 0.999, 1), r"^betas\[2\]=1 .*would stay at 0"),
+    ],
+)
+def test_betas_that_came_cannot_divide_by_are_refused_with_the_reason(betas: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Came(weights(), lr=0.1, betas=betas)
+
+
+@for_each(OWN_VALUES)
+def test_a_bad_value_in_a_group(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
+    with pytest.raises(error, match=name):
+        kind([{"params": weights(), name: value}], lr=0.1)
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, error, name):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: value})
+
+
+@for_each(OWN_VALUES)
+def test_a_bad_value_written_into_a_group_later(
+    name: str, value: Any, error: type[Exception], kind: Kind, backend: str
+) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    optimizer.param_groups[0][name] = value
+    for method in (optimizer.step, optimizer.explain):
+        with refused(parameters, optimizer, error, name):
+            method()
+
+
+def test_a_bad_value_written_later_is_told_with_its_group(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    for name, value in (("lr", "0.1"), ("lr", [0.1, math.nan]), ("maximize", 1)):
+        before = optimizer.param_groups[0][name]
+        optimizer.param_groups[0][name] = value
+        with refused(parameters, optimizer, (TypeError, ValueError), rf"param_groups\[0\]: {name}"):
+            optimizer.step()
+        optimizer.param_groups[0][name] = before
+
+
+def test_a_bad_value_in_the_last_group_stops_the_first(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    late = Parameter(torch.ones(3))
+    late.grad = torch.ones(3)
+    optimizer.add_param_group({"params": [late]})
+    optimizer.param_groups[1]["lr"] = -1.0
+    with refused([*parameters, late], optimizer, ValueError, "lr"):
+        optimizer.step()
+
+
+def test_a_negative_tensor_lr_filled_in_later(kind: Kind, backend: str) -> None:
+    parameters = weights()
+    optimizer = kind(parameters, lr=torch.tensor(0.1), backend=backend)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].fill_(-1.0)
+    with refused(parameters, optimizer, ValueError, "lr"):
+        optimizer.step()
+
+
+def test_the_message_tells_the_value(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=re.escape("-0.125")):
+        kind(weights(), lr=-0.125)
+    with pytest.raises(ValueError, match=re.escape("1.25")):
+        kind(weights(), lr=0.1, max_grad_norm=-1.25)
+
+
+def test_zero_is_allowed_where_it_makes_sense(kind: Kind, backend: str) -> None:
+    parameters = weights()
+    before = [p.detach().clone() for p in parameters]
+    zeros: dict[str, Any] = {"betas": (0, 0), "eps": 0} if kind is Lamb else {"betas": (0.9, 0, 0), "decay_rate": 0}
+    optimizer = kind(parameters, lr=0, weight_decay=0, backend=backend, **zeros)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(a.equal(b) for a, b in zip(parameters, before, strict=True))
+
+
+# ---- unknown names ----------------------------------------------------------------------------------------------
+
+MISSPELT = {"beta": "betas", "weigth_decay": "weight_decay", "max_grad_nrom": "max_grad_norm", "learning_rate": "lr"}
+OWN_MISSPELT = {
+    Lamb: MISSPELT | {"trust_ratio_bound": "trust_ratio_bounds"},
+    Came: MISSPELT | {"factr": "factor", "clip_treshold": "clip_threshold", "exclude_from_layer_adaptation": ""},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT[kind]], indirect=["kind"]
+)
+def test_an_unknown_option_suggests_the_nearest(kind: Kind, name: str) -> None:
+    nearest = OWN_MISSPELT[kind][name]
+    with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
+        kind(weights(), lr=0.1, **{name: 0.1})  # type: ignore[arg-type]
+
+
+def test_an_option_of_a_group_is_told_where_it_goes(kind: Kind) -> None:
+    for name in kind.algorithm.group_only:
+        with pytest.raises(TypeError, match=rf"{name!r}, an option of a group: give \[.*{name!r}: \.\.\."):
+            kind(weights(), lr=0.1, **{name: True})  # type: ignore[arg-type]
+
+
+MISSPELT_KEYS = {"weigth_decay": "weight_decay", "learnrate": "", "stcked": "stacked"}
+OWN_MISSPELT_KEYS = {Lamb: MISSPELT_KEYS | {"adpat": "adapt"}, Came: MISSPELT_KEYS | {"factr": "factor", "adapt": ""}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT_KEYS[kind]], indirect=["kind"]
+)
+def test_an_unknown_group_key_suggests_the_nearest(kind: Kind, name: str) -> None:
+    nearest = OWN_MISSPELT_KEYS[kind][name]
+    with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
+        kind([{"params": weights(), name: 0.1}], lr=0.1)
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, TypeError, f"{name!r}.*{nearest and repr(nearest)}"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: 0.1})
+
+
+WRITTEN = MISSPELT_KEYS | {"max_grad_nrom": "max_grad_norm", "weight_decays": "weight_decay", "beta1": "betas"}
+WRITTEN |= {"learning_rate": "lr", "weight_decay_rate": "weight_decay"}  # as others call them
+
+
+@pytest.mark.parametrize("name", [name for name, nearest in WRITTEN.items() if nearest])
+def test_a_misspelt_key_written_into_a_group_later(name: str, kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    optimizer.param_groups[0][name] = 0.0
+    message = rf"param_groups\[0\].*{name!r} \(did you mean {WRITTEN[name]!r}"
+    for method in (optimizer.step, optimizer.explain):
+        with refused(parameters, optimizer, TypeError, message):
+            method()
+    del optimizer.param_groups[0][name]
+    optimizer.step()
+    optimizer.param_groups[0]["fused"] = True
+    with refused(parameters, optimizer, TypeError, "'fused'.*torch.optim.*backend"):
+        optimizer.step()
+
+
+NOTES = ("initial_weight_decay", "lr_scale", "lr_mult", "decay_mult", "wd_multiplier", "is_last_layer", "min_momentum")
+"""What MMEngine, timm, DINO and others write into groups for themselves."""
+
+
+def test_what_trainers_note_in_a_group_stays(kind: Kind) -> None:
+    _, optimizer = stepped(kind)
+    optimizer.param_groups[0] |= dict.fromkeys(NOTES, 0.5)
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    copied.load_state_dict(optimizer.state_dict())
+    copied.step()
+    assert [copied.param_groups[0][name] for name in NOTES] == [0.5] * len(NOTES)
+
+
+OF_THE_WHOLE: dict[str, Any] = {
+    "max_grad_norm": 2.0,
+    "skip_nonfinite": True,
+    "backend": "foreach",
+    "names": {},
+    "exclude_from_weight_decay": ["bias"],
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_WHOLE)
+def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str, kind: Kind) -> None:
+    """But for ZeroRedundancyOptimizer, which writes what the constructor got into every group."""
+    with pytest.raises(ValueError, match=rf"^param_groups\[0\] has {name}=.*belongs to the whole optimizer"):
+        kind([{"params": weights(), name: OF_THE_WHOLE[name]}], lr=0.1)
+    groups = [{"params": weights(), "max_grad_norm": 1.0, "skip_nonfinite": False}]
+    optimizer = kind(groups, lr=0.1, max_grad_norm=1.0)
+    assert not {"max_grad_norm", "skip_nonfinite"} & optimizer.param_groups[0].keys()
+
+
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_torchs_switches_name_ours(name: str, value: bool | None, kind: Kind) -> None:
+    switch: dict[str, Any] = {name: value}
+    with pytest.raises(TypeError, match=f"(?s){name}.*backend"):
+        kind(weights(), lr=0.1, **switch)
+
+
+UNFIT: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
+    "float64-int8": (torch.float64, {"state_dtype": "int8"}, 'torch.float64.*state_dtype="int8"'),
+    "complex-int8": (torch.complex64, {"state_dtype": "int8"}, 'torch.complex64.*state_dtype="int8"'),
+    "float32-master": (torch.float32, {"weight_rounding": "master"}, 'torch.float32.*weight_rounding="master"'),
+    "float32-kahan": (torch.float32, {"weight_rounding": "kahan"}, 'torch.float32.*weight_rounding="kahan"'),
+    "float64-stochastic": (torch.float64, {"weight_rounding": "stochastic"}, "torch.float64.*stochastic"),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+@pytest.mark.parametrize("when", ["at construction", "in a group later", "in a checkpoint"])
+def test_a_precision_that_does_not_fit_the_parameter(unfit: str, when: str, kind: Kind) -> None:
+    dtype, options, message = UNFIT[unfit]
+    parameter = Parameter(torch.ones(64, 64, dtype=dtype))
+    if when == "at construction":
+        with pytest.raises(ValueError, match=message):
+            kind([parameter], lr=0.1, **options)
+        return
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    if when == "in a group later":
+        optimizer.param_groups[0].update(options)
+        with refused([parameter], optimizer, ValueError, message):
+            optimizer.step()
+        return
+    state["param_groups"][0].update(options)
+    with refused([parameter], optimizer, ValueError, message):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "float16"])
+def test_a_running_maximum_in_blocks(state_dtype: str) -> None:
+    with pytest.raises(ValueError, match=f'{state_dtype}.*amsgrad.*state_dtype="float32"'):
+        Lamb(weights(), second_moment="amsgrad", state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize("kind", [Came], indirect=True)
+@pytest.mark.parametrize(
+    "change", [{"factor": "last_two"}, {"stacked": True}, {"factor": "last_two", "stacked": True}], ids=str
+)
+def test_options_that_change_the_shapes_of_statistics_after_a_step(
+    change: dict[str, Any], kind: Kind, backend: str
+) -> None:
+    parameter = Parameter(torch.ones(4, 6, 5))
+    optimizer = kind([parameter], lr=0.1, backend=backend)
+    parameter.grad = torch.ones(4, 6, 5)
+    optimizer.step()
+    optimizer.param_groups[0].update(change)
+    with refused([parameter], optimizer, ValueError, "exp_avg_sq.*made with other options"):
+        optimizer.step()
+
+
+def test_why_a_beta_is_refused_and_how_relative_step_wants_its_learning_rate() -> None:
+    for options, message in (
+        ({"lr": 0.1, "betas": (0.0, 0.9, 0.9)}, r"betas\[0\]=0.*misses the update.*0\.9"),
+        ({"lr": 0.1, "betas": (0.9, 0.9, 1.0)}, r"betas\[2\]=1.0.*in \[0, 1\)"),
+        ({}, "lr is missing.*relative_step"),
+        ({"lr": 0.1, "relative_step": True}, "relative_step.*lr=0.1"),
+        ({"warmup_init": True, "lr": 0.1}, "warmup_init.*relative_step=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Came(weights(), **options)
+    with pytest.raises(ValueError, match=r"relative_step.*lr=0\.1"):
+        Came([{"params": weights(), "lr": 0.1}], relative_step=True)
+
+
+def test_an_option_of_the_whole_optimizer_written_into_a_group_later(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind, max_grad_norm=2.0)
+    optimizer.param_groups[0]["max_grad_norm"] = 2.0  # as ZeroRedundancyOptimizer does
+    optimizer.step()
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    with refused(parameters, optimizer, ValueError, r"max_grad_norm=1\.0, which belongs to the whole optimizer"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "weight_decay"])
+def test_an_option_that_was_removed_from_a_group_is_the_default_again(name: str, kind: Kind) -> None:
+    _, optimizer = stepped(kind)
+    default = optimizer.defaults[name]
+    del optimizer.param_groups[0][name]
+    optimizer.step()
+    assert optimizer.param_groups[0][name] == default

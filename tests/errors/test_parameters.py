@@ -1,0 +1,335 @@
+"""What is no parameter, or none that can be optimized here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from bighorn import Lamb
+from bighorn.cli.ranks import end_process_group
+from tests.support.cases import Kind, Optimizer, allow_gradients_of
+from tests.support.error_checks import Errors, refused, stepped, weights
+
+
+@pytest.mark.parametrize("empty", [[], iter(())], ids=["list", "iterator"])
+def test_an_empty_parameter_list(empty: Any, kind: Kind) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        kind(empty, lr=0.1)
+
+
+EQUAL_NAMES = "params has 2 parameters called 'a': .* prefix"
+PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
+    ("tensor", lambda: torch.ones(3, requires_grad=True), (TypeError, "iterable|list|params")),
+    ("numbers", lambda: [1.0, 2.0], (TypeError, "tensor|param")),
+    ("none", lambda: None, (TypeError, "^params must be parameters, .*None$")),
+    ("text", lambda: "weights", (TypeError, "^params must be parameters, .*'weights'$")),
+    ("module", lambda: nn.Linear(2, 2), (TypeError, r"not a Linear: pass model\.named_parameters")),
+    ("mapping", lambda: {"weight": Parameter(torch.ones(2))}, (TypeError, r"not a dict: pass its items\(\)")),
+    ("group", lambda: {"params": weights()}, (TypeError, r"not a dict: .* \[group\]")),
+    ("set", lambda: set(weights()), (TypeError, "ordered")),
+    ("no-params", lambda: [{"params": None}], (TypeError, "^params must be parameters, .*None$")),
+    ("lists", lambda: [weights(), weights()], (TypeError, "^params must be tensors, but a parameter is a list$")),
+    ("triples", lambda: [("a", weights()[0], 1)], (TypeError, "not tuples of 3$")),
+    ("turned", lambda: [(weights()[0], "a")], (TypeError, "a name is a Parameter$")),
+    ("numbered", lambda: [(0, weights()[0])], (TypeError, r"a name is 0 \(int\)$")),
+    ("mixed", lambda: [{"params": weights()}, weights()[0]], (TypeError, "must be a dict")),
+    ("not-a-leaf", lambda: [torch.ones(3, requires_grad=True) * 2], (ValueError, "no leaf.*pass those")),
+    ("integers", lambda: [torch.ones(3, dtype=torch.int64)], ((ValueError, TypeError), "int64|float")),
+    ("booleans", lambda: [torch.ones(3, dtype=torch.bool)], ((ValueError, TypeError), "bool|float")),
+    ("float8", lambda: [torch.ones(3).to(torch.float8_e4m3fn)], (ValueError, "float8_e4m3fn, .*torch.float16.*cast")),
+    (
+        "half-named",
+        lambda: [("a", Parameter(torch.ones(2))), Parameter(torch.ones(2))],
+        (ValueError, "name all"),
+    ),
+    ("expanded", lambda: [torch.ones(1).expand(4)], (ValueError, "memory.*clone")),
+    ("windows", lambda: [torch.ones(4).as_strided((3, 2), (1, 1))], (ValueError, "memory.*clone")),
+    ("few-names", lambda: [{"params": weights(), "param_names": ["a", "b"]}], (ValueError, "param_names.*2.*3")),
+    ("text-of-names", lambda: [{"params": weights(), "param_names": "abc"}], (TypeError, "param_names.*list.*'abc'$")),
+    ("numbers-for-names", lambda: [{"params": weights(), "param_names": [0, 1, 2]}], (TypeError, "param_names.*0, 1")),
+    ("equal-names", lambda: [(name, p) for name, p in zip("aba", weights(), strict=True)], (ValueError, EQUAL_NAMES)),
+    ("equal-param-names", lambda: [{"params": weights(), "param_names": list("aba")}], (ValueError, EQUAL_NAMES)),
+    ("no-params-key", lambda: [{"lr": 0.1}], ((KeyError, TypeError, ValueError), "params")),
+]
+
+
+@pytest.mark.parametrize(("make", "refusal"), [case[1:] for case in PARAMS], ids=[case[0] for case in PARAMS])
+def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str], kind: Kind) -> None:
+    with pytest.raises(refusal[0], match=refusal[1]):
+        kind(make(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([Parameter(torch.ones(2).to(torch.float8_e5m2))], "float8_e5m2.*cast"),
+        ([Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)], "int8.*cast"),
+        ([("a", Parameter(torch.ones(2))), ("a", Parameter(torch.ones(2)))], EQUAL_NAMES),
+    ],
+    ids=["float8", "int8", "equal-names"],
+)
+def test_what_is_no_late_parameter(params: list[Any], message: str, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, ValueError, message):
+        optimizer.add_param_group({"params": params})
+
+
+def test_a_parameter_whose_dtype_became_one_that_cannot_be_optimized(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    parameters[0].grad = None
+    allow_gradients_of(parameters[0], torch.float32)
+    parameters[0].data = parameters[0].data.to(torch.float8_e4m3fn)
+    parameters[0].grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("view", [torch.ones(1).expand(4), torch.ones(4).as_strided((3, 2), (1, 1))], ids=str)
+def test_a_late_parameter_whose_elements_share_memory(view: Tensor, kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, ValueError, "memory.*clone"):
+        optimizer.add_param_group({"params": [Parameter(view)]})
+
+
+def test_too_few_names_for_a_late_group(kind: Kind) -> None:
+    parameters, optimizer = stepped_named(kind)
+    late = {"params": [Parameter(torch.ones(2)), Parameter(torch.ones(3))], "param_names": ["a"]}
+    with refused(parameters, optimizer, ValueError, "param_names"):
+        optimizer.add_param_group(late)
+
+
+TWICE = r"more than one|duplicate|twice"
+
+
+def test_a_parameter_given_twice(kind: Kind) -> None:
+    parameter = Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=TWICE):
+        kind([parameter, parameter], lr=0.1)
+    with pytest.raises(ValueError, match=TWICE):
+        kind([{"params": [parameter]}, {"params": [parameter]}], lr=0.1)
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, ValueError, TWICE):
+        optimizer.add_param_group({"params": [parameters[0]]})
+
+
+@pytest.mark.parametrize("shape", [(), (5,)], ids=str)
+def test_stacked_needs_slices(shape: tuple[int, ...], kind: Kind) -> None:
+    """Nothing about it becomes clearer later, so construction is where it is said."""
+    with pytest.raises(ValueError, match="stacked"):
+        kind([{"params": [Parameter(torch.ones(shape))], "stacked": True}], lr=0.1)
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, ValueError, "stacked"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(shape))], "stacked": True})
+
+
+def test_exclusions_without_names(kind: Kind) -> None:
+    for option in ("exclude_from_weight_decay", "exclude_from_layer_adaptation")[: 2 if kind is Lamb else 1]:
+        exclusion: dict[str, Any] = {option: ["1.weight"]}
+        with pytest.raises(ValueError, match=r"(?s)name.*named_parameters"):
+            kind(weights(), lr=0.1, **exclusion)
+        parameters, optimizer = stepped_named(kind, **exclusion)
+        with refused(parameters, optimizer, ValueError, "name"):
+            optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+
+
+def test_no_parameters(kind: Kind) -> None:
+    used_up: list[Iterable[Parameter]] = [[], iter(())]
+    for params in used_up:
+        with pytest.raises(ValueError, match=r"params is empty: pass model.named_parameters\(\).*anew"):
+            kind(params, lr=0.1)
+
+
+def test_two_names_for_one_parameter(kind: Kind) -> None:
+    """An exclusion would see one of them."""
+    a, b, _ = weights()
+    with pytest.raises(ValueError, match=r"one parameter 'embed' and 'head'.*names=model"):
+        kind([a, b], lr=0.1, names={"embed": a, "bias": b, "head": a})
+
+
+def test_an_exclusion_of_nothing_needs_no_names(kind: Kind) -> None:
+    parameters = weights()
+    exclusions: dict[str, Any] = {"exclude_from_weight_decay": []}
+    exclusions |= {"exclude_from_layer_adaptation": []} if kind is Lamb else {}
+    optimizer = kind(parameters, lr=0.1, **exclusions)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+
+
+def stepped_named(kind: Kind, **options: Any) -> tuple[list[Parameter], Optimizer]:
+    parameters = weights()
+    optimizer = kind([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], lr=0.1, **options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return parameters, optimizer
+
+
+def test_a_failed_add_param_group_can_be_repeated_rightly(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    late = Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": [late], "lr": -1.0})
+    optimizer.add_param_group({"params": [late], "lr": 1.0})
+    late.grad = torch.ones(3)
+    optimizer.step()
+    assert not late.equal(torch.ones(3))
+    assert len(parameters) == 3
+
+
+def test_a_parameter_whose_elements_share_memory(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    parameters[1].data = torch.ones(1).expand(5)
+    with refused(parameters, optimizer, (ValueError, RuntimeError), "memory|overlap|expand"):
+        optimizer.step()
+
+
+def test_fsdp1_flattened_parameters(kind: Kind) -> None:
+    flat = Parameter(torch.ones(30))
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"(?is)fsdp.*use_orig_params|fsdp.*fully_shard|flatten"):
+        kind([flat], lr=0.1)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    end_process_group()
+
+
+def test_partial_sums(kind: Kind, one_rank: DeviceMesh) -> None:
+    """A parameter, or a gradient, that is still to be added up over ranks."""
+    pending = DTensor.from_local(torch.ones(4), one_rank, [Partial()])
+    with pytest.raises(ValueError, match=r"(?s)Partial.*redistribute"):
+        kind([Parameter(pending)], lr=0.1)
+    parameter = Parameter(distribute_tensor(torch.ones(4), one_rank, [Replicate()]))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = pending
+    with refused([parameter], optimizer, ValueError, "Partial.*redistribute"):
+        optimizer.step()
+    parameter.grad = pending.redistribute(placements=[Replicate()])
+    optimizer.step()
+
+
+def test_a_gradient_that_is_distributed_otherwise(kind: Kind, one_rank: DeviceMesh) -> None:
+    parameter = Parameter(distribute_tensor(torch.ones(4), one_rank, [Shard(0)]))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [[0]]), [Shard(0), Replicate()])
+    with refused([parameter], optimizer, ValueError, "gradient.*redistribute"):
+        optimizer.step()
+
+
+def test_a_state_that_is_distributed_otherwise(kind: Kind, one_rank: DeviceMesh) -> None:
+    parameter = Parameter(torch.ones(4))
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    loaded = optimizer.state_dict()
+    loaded["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4), one_rank, [Shard(0)])
+    with refused([parameter], optimizer, ValueError, "exp_avg.*set_optimizer_state_dict"):
+        optimizer.load_state_dict(loaded)
+
+
+@pytest.mark.parametrize("when", ["construction", "step"])
+def test_the_cpu_backend_on_another_device(when: str) -> None:
+    """`meta` stands in for a CUDA device."""
+    parameter = Parameter(torch.ones(4, device="meta"))
+    parameter.grad = torch.ones(4, device="meta")
+    if when == "construction":
+        with pytest.raises((ValueError, RuntimeError), match=r"(?s)cpu.*meta"):
+            Lamb([parameter], backend="cpu").step()
+        return
+    parameters, optimizer = stepped(Lamb, "cpu") if cpu_works() else (weights(), None)
+    if optimizer is None:
+        pytest.skip("no cpu library")
+    with refused(parameters, optimizer, ValueError, "cpu.*meta"):
+        optimizer.add_param_group({"params": [parameter]})
+        optimizer.step()
+
+
+def cpu_works() -> bool:
+    from bighorn import kernels
+
+    return kernels.status()["cpu"].available
+
+
+def test_parameters_that_were_replaced_behind_their_names(kind: Kind) -> None:
+    """As by DeepSpeed's ZeRO, which puts one flat tensor in the place of all: its norm would be no layer's."""
+    pairs = [("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))]
+    optimizer = kind(pairs, lr=0.1)
+    flat = Parameter(torch.ones(8))
+    flat.grad = torch.ones(8)
+    optimizer.param_groups[0]["params"] = [flat]
+    with refused(
+        [flat], optimizer, ValueError, r"2 names for 1 parameters, which were replaced: DeepSpeed.*shard_update"
+    ):
+        optimizer.step()
+
+
+def test_groups_that_were_not_added(kind: Kind) -> None:
+    """Written into `param_groups` by hand: no schedule, no state and no option of them would be known."""
+    parameters, optimizer = stepped(kind)
+    optimizer.param_groups.append({"params": [Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match=r"2 groups, where 1 were added.*add_param_group\(\)"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    optimizer.step()
+    assert [optimizer.state[p]["step"] for p in parameters] == [2, 2, 2]
+
+
+def test_a_parameter_that_cannot_be_stepped_ahead(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    parameters[0].grad = None
+    with refused(parameters, optimizer, ValueError, r"params\[0\] has no gradient"):
+        optimizer.step_ahead(parameters[0])
+    with refused(parameters, optimizer, ValueError, "^3 is no parameter"):
+        optimizer.step_ahead(3)  # type: ignore[arg-type]
+
+
+def test_parts_that_leave_out_a_gradient(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    with refused(parameters, optimizer, ValueError, "leave out 2 of 3 parameters"):
+        optimizer.step_in_parts([parameters[:1]], lambda _: None)  # type: ignore[list-item]
+
+
+def test_what_is_frozen_has_no_state(kind: Kind) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(requires_grad=False), torch.nn.Linear(4, 2))
+    predicted = kind.state_bytes(net)
+    optimizer = kind(net.named_parameters(), lr=0.1)
+    net(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert predicted == {
+        name: sum(value.nbytes for value in optimizer.state[param].values())
+        for name, param in net.named_parameters()
+        if param in optimizer.state
+    }
+    assert list(predicted) == ["1.weight", "1.bias"]
+
+
+def test_a_parameter_that_was_written_into_a_group_twice(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    optimizer.param_groups[0]["params"].append(parameters[0])
+    with refused(parameters, optimizer, ValueError, "is among the parameters twice"):
+        optimizer.step()
+
+
+def test_a_parameter_is_called_by_its_name(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=r"^body\.weight cannot be optimized as asked for"):
+        kind([("body.weight", Parameter(torch.ones(3, 3)))], lr=0.1, weight_rounding="kahan")
+
+
+def test_state_of_one_name_is_added_up(kind: Kind) -> None:
+    twice = [{"params": [("weight", Parameter(torch.ones(3)))]} for _ in range(2)]
+    [(name, size)] = kind.state_bytes(twice).items()
+    assert (name, size) == ("weight", 2 * kind.state_bytes(twice[:1])["weight"])

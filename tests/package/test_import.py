@@ -1,0 +1,60 @@
+"""What ``import bighorn`` loads: no compiler, and nothing of torch that ``import torch`` leaves out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import torch
+from torch.nn import Parameter
+
+from bighorn import Lamb
+from tests.support.processes import LIMIT
+
+PROGRAM = """
+import sys
+import torch
+before = set(sys.modules)
+import bighorn
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_import_adds_bighorn_alone() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=LIMIT)
+    names = ended.stdout.split()
+    assert "bighorn.optim.lamb" in names
+    packages = {name.partition(".")[0] for name in names}
+    assert packages & {"torch", "triton", "sympy", "numpy"} == set(), names
+
+
+def test_choosing_a_backend_for_the_cpu_loads_no_triton() -> None:
+    """Whichever serves a tensor there: the C library has no float64. (Any optimizer's constructor loads dynamo.)"""
+    program = """
+import sys
+import torch
+from bighorn import kernels
+from bighorn.kernels.triton.trial import OPTIONS
+names = [kernels.pick("auto", torch.ones(3, dtype=dtype), OPTIONS)[0] for dtype in (torch.float32, torch.float64)]
+print(names[1], "triton" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert ended.stdout.split() == ["foreach", "False"]
+
+
+def test_a_function_with_a_step_compiles_around_it() -> None:
+    """Without a warning: dynamo looks at nothing of the step, and catches warnings that are errors."""
+    param = Parameter(torch.ones(3))
+    optimizer = Lamb([param], lr=0.1)
+
+    @torch.compile(backend="eager")
+    def train() -> None:
+        optimizer.step()
+
+    param.grad = torch.ones(3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train()
+    assert [str(warning.message) for warning in seen] == []
+    assert optimizer.state[param]["step"] == 1

@@ -1,0 +1,74 @@
+"""Blocks of int8 codes with a scale each: round trips, edges and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bighorn.kernels import codec
+from tests.support.case_tensors import arranged
+
+
+@pytest.mark.parametrize("exponent", [*range(-149, -120), -20, 0, 20, 127])
+def test_every_code_survives_a_round_trip(exponent: int) -> None:
+    """Above the subnormals; among them a scale has fewer than 127 values beside it, but none is ever off by one."""
+    scale = torch.full((1, 1), 2.0**exponent * (1.5 if exponent > -149 else 1.0))
+    codes = torch.arange(-127, 128, dtype=torch.int8).unsqueeze(0)
+    values = codec.decode(codes, scale)
+    assert values[0, -1] == scale
+    assert values[0, 0] == -scale
+    again, same = codec.encode(values)
+    assert torch.equal(same, scale)
+    assert torch.equal(codec.decode(again, same), values)
+    if exponent >= -126 - 7:
+        assert torch.equal(again, codes)
+
+
+def test_blocks_run_inside_rows_of_dim_0() -> None:
+    values = torch.randn(5, 3, 200) * torch.logspace(-6, 6, 5).view(5, 1, 1)
+    codes, scales = codec.encode(values)
+    assert codes.shape == values.shape
+    assert scales.shape == codec.scales_shape(values.shape) == (5, 3)
+    expected = torch.stack([block.abs().amax(dim=1) for block in torch.split(values.flatten(1), 256, dim=1)], dim=1)
+    assert torch.equal(scales, expected)
+    shards = [codec.encode(shard) for shard in torch.split(values, [1, 3, 1])]
+    assert torch.equal(torch.cat([codes for codes, _ in shards]), codes)
+    assert torch.equal(torch.cat([scales for _, scales in shards]), scales)
+    moved = arranged(values.unsqueeze(-1), "channels_last").squeeze(-1)
+    assert all(torch.equal(a, b) for a, b in zip(codec.encode(moved), (codes, scales), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (0, 4), (4, 0), (3, 1), (2, 255), (2, 256), (2, 257)], ids=str)
+def test_the_codec_takes_any_shape(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape)
+    codes, scales = codec.encode(values)
+    assert (codes.dtype, codes.shape) == (torch.int8, values.shape)
+    assert (scales.dtype, tuple(scales.shape)) == (torch.float32, codec.scales_shape(shape))
+    bound = scales.amax() / 254 * (1 + 1e-5) if scales.numel() else 0.0
+    assert bool(((codec.decode(codes, scales) - values).abs() <= bound).all())
+
+
+def test_the_error_of_a_round_trip() -> None:
+    """Half a percent to one of a normal value's size, in every row whatever the size of the others."""
+    values = torch.randn(64, 1000) * torch.logspace(-6, 6, 64).unsqueeze(1)
+    error = codec.decode(*codec.encode(values)) - values
+    relative = error.norm(dim=1) / values.norm(dim=1)
+    assert 0.005 < relative.median() < 0.008
+    assert relative.max() < 0.01
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
+    codes, scales = codec.encode(torch.zeros(2, 300))
+    assert not codes.any()
+    assert not scales.any()
+    assert not codec.decode(codes, scales).any()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e39])
+def test_what_is_not_finite_shows_in_its_block_alone(value: float) -> None:
+    values = torch.ones(2, 300, dtype=torch.float64)
+    values[1, 270] = value
+    decoded = codec.decode(*codec.encode(values))
+    assert decoded[1, 256:].isnan().all()
+    assert torch.equal(decoded[1, :256], torch.ones(256))
+    assert torch.equal(decoded[0], torch.ones(300))

@@ -1,0 +1,257 @@
+"""The loss scaler beside torch's GradScaler, with every kind of optimizer, loop and gradient."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from bighorn import FixedScale, Lamb, LossScaler, WindowScale
+from tests.support.loss_scaling import ROUGH, backward, optimizers, train_on
+
+
+@optimizers
+def test_it_trains_as_torch_where_they_coincide(make: Callable[..., Optimizer]) -> None:
+    """torch's GradScaler has the policy of WindowScale."""
+    ours, theirs = Parameter(torch.randn(5)), Parameter(torch.empty(5))
+    theirs.data.copy_(ours)
+    scaler = LossScaler(WindowScale(2.0**10, growth_interval=3))
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    one, two = make([ours]), make([theirs])
+    for step, overflow in enumerate(ROUGH):
+        train_on(scaler, one, ours, overflow, 0.1 * step)
+        train_on(torchs, two, theirs, overflow, 0.1 * step)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert scaler.get_scale() == torchs.get_scale()
+        assert torchs.state_dict().items() <= scaler.state_dict().items()
+    assert scaler.state_dict()["scale"] < 2**10
+    assert len(one.state[ours]) == len(two.state[theirs])
+
+
+# ---- optimizers that unscale by themselves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_lamb_unscales_inside_its_step(max_grad_norm: float | None, backend: str) -> None:
+    """Gradients stay scaled, an overflow changes nothing and counts no step, and the clip is in unscaled units."""
+    ours, plain = Parameter(torch.randn(4, 3)), Parameter(torch.empty(4, 3))
+    plain.data.copy_(ours)
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": max_grad_norm, "backend": backend}
+    one, two = Lamb([ours], **options), Lamb([plain], **options)
+    scaler = LossScaler(WindowScale(1024.0, growth_interval=2))
+    for overflow in (False, True, False, False):
+        direction, scale = torch.randn(4, 3), scaler.get_scale()
+        backward(scaler.scale((ours * direction).sum()))
+        assert ours.grad is not None
+        if overflow:
+            ours.grad[0, 0] = torch.nan
+        given, before = ours.grad.clone(), ours.detach().clone()
+        scaler.step(one)
+        scaler.update()
+        torch.testing.assert_close(ours.grad, given, rtol=0, atol=0, equal_nan=True)
+        if overflow:
+            assert ours.equal(before)
+            assert one.state[ours]["step"] == 1
+        else:
+            plain.grad = given / scale
+            two.step()
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+        one.zero_grad()
+    assert one.telemetry().skipped == 1
+    assert one.state[ours]["step"] == two.state[plain]["step"] == 3
+
+
+def test_lamb_says_so_to_nobody_else() -> None:
+    """Lightning clips for no optimizer whose `_step_supports_amp_scaling` is True."""
+    param = Parameter(torch.ones(3))
+    optimizer = Lamb([param])
+    scaler = LossScaler()
+    seen = []
+    optimizer.register_step_pre_hook(lambda self, *_: seen.append(self._step_supports_amp_scaling))
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+    train_on(scaler, optimizer, param, False, 1.0)
+    assert seen == [True]
+    assert not {"_step_supports_amp_scaling", "grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+@optimizers
+def test_a_clip_after_unscale(make: Callable[..., Optimizer]) -> None:
+    """`unscale_`, a clip by hand, `step`: the clipped gradient is what is stepped with, in its own units."""
+    ours, plain = Parameter(torch.randn(6)), Parameter(torch.empty(6))
+    plain.data.copy_(ours)
+    one, two = make([ours]), make([plain])
+    scaler = LossScaler(WindowScale(4096.0))
+    for overflow in ROUGH[:6]:
+        one.zero_grad()
+        direction = torch.randn(6)
+        backward(scaler.scale((ours * direction).sum()))
+        assert ours.grad is not None
+        if overflow:
+            ours.grad[0] = -torch.inf
+        scaler.unscale_(one)
+        torch.nn.utils.clip_grad_norm_([ours], 0.3)
+        scaler.step(one)
+        scaler.update()
+        if not overflow:
+            plain.grad = direction
+            torch.nn.utils.clip_grad_norm_([plain], 0.3)
+            two.step()
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
+
+
+def raising(*_: object) -> None:
+    raise KeyError("in the hook")
+
+
+@optimizers
+def test_a_step_that_raises_leaves_no_scale_behind(make: Callable[..., Optimizer]) -> None:
+    param = Parameter(torch.ones(3))
+    optimizer, scaler = make([param]), LossScaler()
+    backward(scaler.scale(param.sum()))
+    optimizer.register_step_pre_hook(raising)
+    with pytest.raises(KeyError, match="in the hook"):
+        scaler.step(optimizer)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    assert getattr(optimizer, "_step_supports_amp_scaling", None) == (True if optimizer.defaults.get("fused") else None)
+
+
+@optimizers
+def test_stepping_in_spite_of_an_overflow(make: Callable[..., Optimizer]) -> None:
+    """The step is taken, and the policy hears of the overflow all the same."""
+    param = Parameter(torch.ones(3))
+    scaler = LossScaler(WindowScale(8.0), skip_on_overflow=False)
+    train_on(scaler, make([param]), param, True, 1.0)
+    assert not param.isfinite().all()
+    assert scaler.get_scale() == 4.0
+
+
+# ---- loops of all kinds --------------------------------------------------------------------------------------------
+
+
+def test_several_losses_and_optimizers() -> None:
+    """Each optimizer has a verdict of its own, and the scale goes by all of them; an idle one has none."""
+    params = [Parameter(torch.ones(3)) for _ in range(3)]
+    made = [Lamb([params[0]]), torch.optim.AdamW([params[1]]), torch.optim.SGD([params[2]])]
+    scaler = LossScaler(WindowScale(64.0))
+    for loss in scaler.scale([params[0].sum() + params[1].sum(), params[1].square().sum()]):
+        backward(loss)
+    assert params[1].grad is not None
+    params[1].grad[0] = torch.inf
+    for optimizer in made:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [param.equal(torch.ones(3)) for param in params] == [False, True, True]
+    assert scaler.get_scale() == 32.0
+
+
+def test_an_update_without_a_single_gradient() -> None:
+    param = Parameter(torch.ones(3))
+    for optimizer in (Lamb([param]), torch.optim.SGD([param])):
+        scaler = LossScaler()
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.update()
+    assert param.equal(torch.ones(3))
+
+
+def test_accumulated_gradients() -> None:
+    ours, plain = Parameter(torch.ones(4)), Parameter(torch.ones(4))
+    scaler = LossScaler(FixedScale(256.0))
+    optimizer, other = Lamb([ours], lr=0.1, weight_decay=0.1), Lamb([plain], lr=0.1, weight_decay=0.1)
+    for direction in torch.randn(3, 4):
+        backward(scaler.scale((ours * direction).sum() / 3))
+        backward((plain * direction).sum() / 3)
+    scaler.step(optimizer)
+    scaler.update()
+    other.step()
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_autocast_to_float16() -> None:
+    """A gradient that float16 cannot hold without the scale, and a scale that is too large at first."""
+    linear = nn.Linear(8, 1, bias=False)
+    optimizer = Lamb(linear.parameters(), lr=0.1)
+    scaler = LossScaler(WindowScale(2.0**50, backoff_factor=2.0**-8))
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = linear(torch.ones(2, 8))
+        backward(scaler.scale(out.float().mean() * 1e-9))
+        before = linear.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), linear.weight.equal(before)))
+    assert seen == [(2.0**42, True), (2.0**42, False), (2.0**42, False)]
+    assert linear.weight.grad is not None
+    torch.testing.assert_close(linear.weight.grad / scaler.get_scale(), torch.full((1, 8), 1e-9), rtol=1e-2, atol=0)
+
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "float64": lambda: torch.randn(3, dtype=torch.float64),
+    "bfloat16": lambda: torch.randn(3, dtype=torch.bfloat16),
+    "complex": lambda: torch.randn(3, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "strided": lambda: torch.randn(3, 3)[:, 1],
+    "sparse": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.randn(2), (3,), check_invariants=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_gradients(kind: str) -> None:
+    """Unscaled in place, and looked at, beside a plain one."""
+    for bad in (False, True):
+        grad = KINDS[kind]()
+        values = grad._values() if grad.is_sparse else grad
+        if bad:
+            values[1] = torch.nan
+        before = grad.to_dense().clone()
+        params = [Parameter(torch.zeros(3)), Parameter(torch.zeros(3, dtype=grad.dtype))]
+        params[0].grad, params[1].grad = torch.ones(3), grad
+        scaler = LossScaler(WindowScale(8.0))
+        scaler.scale(torch.ones(()))
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        scaler.unscale_(optimizer)
+        (found,) = scaler._found_inf_per_device(optimizer).values()
+        assert found == bad
+        assert params[0].grad.equal(torch.full((3,), 1 / 8))
+        torch.testing.assert_close(grad.to_dense(), before / 8, equal_nan=True)
+
+
+def test_float16_gradients() -> None:
+    """Refused where they would be unscaled in place, fine where the optimizer unscales in float32."""
+    param = Parameter(torch.ones(3, dtype=torch.float16))
+    plain = torch.optim.SGD([("layer.weight", param)])
+    scaler = LossScaler(FixedScale(2.0**10))
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((3,), 2.0**-20 * 2**10, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"layer\.weight is float16.*float32 under autocast"):
+        scaler.step(plain)
+    assert param.grad.equal(torch.full((3,), 2.0**-10, dtype=torch.float16))
+    optimizer = Lamb([param], lr=0.1)
+    scaler.step(optimizer)
+    assert optimizer.state[param]["exp_avg"].allclose(torch.full((3,), 0.1 * 2.0**-20), rtol=1e-6)
+
+
+def test_not_enabled() -> None:
+    param = Parameter(torch.ones(3))
+    optimizer = Lamb([param], lr=0.1)
+    scaler = LossScaler(enabled=False)
+    loss = param.sum()
+    assert scaler.scale(loss) is loss
+    backward(loss)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, None)
+    scaler.update()
+    assert not param.equal(torch.ones(3))
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({"anything": 1})
+    assert not pickle.loads(pickle.dumps(scaler)).is_enabled()

@@ -1,0 +1,246 @@
+"""THE table of cases: every option, shape, layout and dtype that Lamb and Came are tested on, for every backend.
+
+Its rows are in `case_options.py`, its parameters in `case_tensors.py`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb, kernels
+from bighorn.optim.came import CameAlgorithm
+from bighorn.optim.lamb import LambAlgorithm
+from tests.support.case_options import CAME_GROUPS, CAME_OPTIONS, DTYPES, LAMB_GROUPS, LAMB_OPTIONS, in_blocks
+from tests.support.case_tensors import BLOCKS, FEW, HUGE, LARGE, MIXED, SCALES, ZOO, Leaf, arranged, double
+
+Optimizer: TypeAlias = Lamb | Came
+Kind: TypeAlias = type[Lamb] | type[Came]
+KINDS: tuple[Kind, ...] = (Lamb, Came)
+
+BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
+
+LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cautious",),
+    "triton": ("cautious", "grad_centralization"),
+}
+"""The options that a compiled backend leaves to others."""
+
+
+class ExactLamb(Lamb):
+    """Steps float64 parameters too with state in 8 bits, which users are refused: it is what others must compute."""
+
+    class Unrestricted(LambAlgorithm):
+        def why_unfit(self, *_: object) -> None:
+            return None
+
+    algorithm = Unrestricted()
+
+
+class ExactCame(Came):
+    """As `ExactLamb`."""
+
+    class Unrestricted(CameAlgorithm):
+        def why_unfit(self, *_: object) -> None:
+            return None
+
+    algorithm = Unrestricted()
+
+
+LRS = (0.1, 0.05, 0.2, 0.08)
+"""The learning rate changes at every step; it is large because the rounding of a parameter hides a small step."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A set of parameters, their gradients, and the options they are optimised with."""
+
+    id: str
+    options: Mapping[str, Any]
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Mapping[str, Any], ...] = ({},)
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    kind: Kind = Lamb
+
+    def of(self, kind: Kind) -> Case:
+        """The same case for another optimizer."""
+        return replace(self, kind=kind)
+
+    @property
+    def size(self) -> int:
+        return sum(torch.Size(leaf.shape).numel() for leaf in self.leaves)
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {d for leaf in self.leaves for d in (leaf.dtype or self.dtype, self.gradient_dtype(leaf))}
+
+    def gradient_dtype(self, leaf: Leaf) -> torch.dtype:
+        return leaf.grad_dtype or self.grad_dtype or leaf.dtype or self.dtype
+
+    def runs_on(self, backend: str) -> bool:
+        """Whether the specification asks this backend for this case: the compiled ones leave out float64 too."""
+        if backend == "reference":  # it is the specification, to which sizes are nothing
+            return self.leaves is not HUGE
+        if backend not in LEFT_OUT:
+            return True
+        groups = (self.options, *self.groups)
+        left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
+        return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
+
+    def in_double(self) -> Case:
+        """The same case with parameters, which lose nothing, and gradients in float64."""
+        options = {name: value for name, value in self.options.items() if name != "weight_rounding"}
+        leaves = tuple(
+            replace(leaf, dtype=double(leaf.dtype) if leaf.dtype else None, grad_dtype=None) for leaf in self.leaves
+        )
+        kind = ExactLamb if self.kind is Lamb else ExactCame
+        return replace(self, leaves=leaves, options=options, dtype=double(self.dtype), grad_dtype=None, kind=kind)
+
+    def parameters(self) -> list[Parameter]:
+        parameters = []
+        for index, leaf in enumerate(self.leaves):
+            dtype = leaf.dtype or self.dtype
+            values = self._normal(f"x{index}", leaf.shape, dtype)
+            values = values * {"normal": 0.5, "big": 3.0, "small": 1e-3, "zero": 0.0}[leaf.fill]
+            parameters.append(Parameter(arranged(values.to(dtype), leaf.layout)))
+        return parameters
+
+    def gradients(self, step: int) -> list[Tensor | None]:
+        """Fresh gradients for one step; every call allocates its own."""
+        gradients: list[Tensor | None] = []
+        for index, leaf in enumerate(self.leaves):
+            if not leaf.has_gradient(step):
+                gradients.append(None)
+                continue
+            dtype = self.gradient_dtype(leaf)
+            values = self._normal(f"g{index}.{step}", leaf.shape, dtype) * SCALES.get(leaf.grad, 1.0) * (1 + step / 2)
+            gradients.append(arranged(values.to(dtype), leaf.grad_layout))
+        return gradients
+
+    def optimizer(self, parameters: Sequence[Parameter], backend: str, **options: Any) -> Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [], **group} for group in self.groups]
+        for leaf, parameter in zip(self.leaves, parameters, strict=True):
+            groups[leaf.group]["params"].append((leaf.name, parameter))
+        return self.kind(groups, **{"lr": LRS[0], "weight_decay": 0.1, "backend": backend, **self.options, **options})
+
+    def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """The learning rate of a step, unless the optimizer computes its own."""
+        if not self.options.get("relative_step"):
+            set_lr(optimizer, LRS[step])
+
+    def _normal(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{self.id}/{key}".encode()))
+        values = torch.randn(shape, generator=generator, dtype=double(dtype), device="cpu")
+        return values.to(torch.get_default_device())
+
+
+def set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None
+        if gradient is not None and gradient.dtype != parameter.dtype:
+            allow_gradients_of(parameter, gradient.dtype)
+        parameter.grad = gradient
+
+
+def allow_gradients_of(parameter: Parameter, dtype: torch.dtype | None) -> None:
+    """Let a parameter have gradients of another dtype, None for any; torch before 2.10 refuses to assign them."""
+    if not hasattr(parameter, "grad_dtype"):
+        pytest.skip(f"torch {torch.__version__} refuses gradients of another dtype than their parameter's")
+    parameter.grad_dtype = dtype
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+def _stackable(leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+    # A slice of one element has an update that may cancel to nothing, and a ratio that is then no more than noise.
+    return tuple(leaf for leaf in leaves if len(leaf.shape) >= 2 and leaf.shape[1:] != (1,))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What makes the cases of one optimizer."""
+
+    kind: Kind
+    prefix: str
+    options: Mapping[str, Mapping[str, Any]]
+    groups: Mapping[str, tuple[Mapping[str, Any], ...]]
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]]
+    with_dtypes: tuple[str, ...]
+    """The options that are combined with every dtype."""
+    with_sizes: tuple[str, ...]
+    """Those that are combined with mixed dtypes and with large tensors."""
+    huge: Mapping[str, Mapping[str, Any]]
+    """Those that are tried on huge tensors."""
+
+    def cases(self) -> Iterator[Case]:
+        for name, options in self.options.items():
+            yield self._case(name, options, ZOO)
+        for name, groups in self.groups.items():
+            stacked = any(group.get("stacked") for group in groups)
+            leaves = _stackable(ZOO) if stacked else ZOO
+            if any(group.get("grad_centralization") for group in groups):
+                # Equal gradients centralise to rounding noise, whose direction is nobody's.
+                leaves = tuple(leaf for leaf in leaves if leaf.grad_layout != "expanded")
+            yield self._case(
+                name, {}, tuple(replace(leaf, group=i % len(groups)) for i, leaf in enumerate(leaves)), groups
+            )
+        stacked_group = ({"stacked": True},)
+        for name, (dtype, grad_dtype, precision) in self.dtypes.items():
+            few = BLOCKS if in_blocks(precision) else FEW
+            for option in self.with_dtypes:
+                options = {**self.options[option], **precision}
+                if in_blocks(precision) and options.get("second_moment") == "amsgrad":
+                    del options["second_moment"]
+                yield self._case(f"{name}-{option}", options, few, ({},), dtype, grad_dtype)
+            yield self._case(f"{name}-stacked", precision, _stackable(few), stacked_group, dtype, grad_dtype)
+        for option in self.with_sizes:
+            yield self._case(f"mixed-{option}", self.options[option], MIXED)
+            yield self._case(f"large-{option}", self.options[option], LARGE)
+        yield self._case("large-stacked", {}, _stackable(LARGE), stacked_group)
+        for name, options in self.huge.items():
+            yield self._case(f"huge-{name}", options, HUGE)
+        yield self._case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
+
+    def _case(self, name: str, *rest: Any) -> Case:
+        return Case(f"{self.prefix}{name}", *rest).of(self.kind)
+
+
+LAMB = Rows(
+    Lamb,
+    "",
+    LAMB_OPTIONS,
+    LAMB_GROUPS,
+    DTYPES,
+    with_dtypes=("paper-v5", "adamw", "everything", "cautious", "adagrad"),
+    with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled"),
+    huge={
+        "clip-skip": LAMB_OPTIONS["clip-skip"],
+        "amsgrad-states-bfloat16": {"second_moment": "amsgrad", "state_dtype": torch.bfloat16},
+    },
+)
+
+CAME = Rows(
+    Came,
+    "came-",
+    CAME_OPTIONS,
+    CAME_GROUPS,
+    DTYPES,
+    with_dtypes=("published", "last-two", "everything"),
+    with_sizes=("published", "last-two", "clip-skip"),
+    huge={"everything-states-int8": {**CAME_OPTIONS["everything"], "state_dtype": "int8"}},
+)
+
+CASES = (*LAMB.cases(), *CAME.cases())

@@ -1,0 +1,87 @@
+"""Parameters, gradients and learning rates for the tests of all faces, and what the scalar witness makes of them.
+
+Among them are a norm above 10, a zero parameter, a zero gradient and one of 1e-3; weight decay is on, since the trust
+ratio would hide a constant factor of the update without it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from tests.support import scalar_formulas
+
+LRS = (0.1, 0.05, 0.2, 0.08, 0.15, 0.02)
+STEPS = len(LRS)
+
+SHAPES = {
+    "conv.weight": (4, 3, 3, 3),
+    "conv.bias": (17,),
+    "norm.gamma": (9,),
+    "norm.beta": (9,),
+    "fc.weight": (6, 5),
+    "big.weight": (12, 11),
+    "zero.weight": (3, 4),
+    "quiet.weight": (4, 5),
+    "tiny.weight": (5, 3),
+}
+FACTORS = {"big.weight": 4.0, "zero.weight": 0.0}
+GRAD_FACTORS = {"quiet.weight": 0.0, "tiny.weight": 1e-3}
+
+
+def noise(name: str, seed: str, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{seed}".encode()))
+    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(dtype)
+
+
+def weights(dtype: torch.dtype = torch.float64) -> dict[str, Parameter]:
+    return {name: Parameter(noise(name, "x", dtype) * FACTORS.get(name, 1.0)) for name in SHAPES}
+
+
+def gradient(name: str, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return noise(name, f"g{step}", dtype) * GRAD_FACTORS.get(name, 1.0)
+
+
+def step(params: Mapping[str, Parameter], optimizer: Optimizer, number: int) -> None:
+    """One step, with gradients as large as the optimizer's loss_scale makes them."""
+    for name, param in params.items():
+        param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
+    optimizer.step()
+
+
+def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """What an optimizer that is made for the parameters makes of them."""
+    params = weights(dtype)
+    optimizer = make(params)
+    for number in range(STEPS):
+        step(params, optimizer, number)
+    return {name: param.detach() for name, param in params.items()}
+
+
+def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | None = None) -> dict[str, Tensor]:
+    """What the scalar witness makes of them; `options` gives those of a parameter by its name."""
+    params = weights()
+    tensors = [scalar_formulas.Tensor(param.flatten().tolist(), tuple(param.shape)) for param in params.values()]
+    for number, lr in enumerate(LRS):
+        grads: list[scalar_formulas.Floats | None] = [gradient(name, number).flatten().tolist() for name in params]
+        chosen = [scalar_formulas.Options(**{"lr": lr, **options(name)}) for name in params]
+        scalar_formulas.step(tensors, grads, chosen, max_grad_norm=max_grad_norm)
+    return {
+        name: torch.tensor(tensor.x, dtype=torch.float64).view(tensor.shape)
+        for name, tensor in zip(params, tensors, strict=True)
+    }
+
+
+def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = 1e-13) -> None:
+    """Each tensor within a share of the farthest that it has moved."""
+    start = weights()
+    for name, value in theirs.items():
+        movement = (value - start[name].detach()).abs().max().clamp(min=1e-6)
+        error = (ours[name].double() - value).abs().max() / movement
+        assert error <= tolerance, f"{name}: {error:.1e}"

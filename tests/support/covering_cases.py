@@ -1,0 +1,57 @@
+"""Few cases that have all that many have: what runs by default where kernels are interpreted, which takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from tests.support.case_tensors import HUGE
+from tests.support.cases import Case
+
+COMPILED = {"decay_mode": "ratio", "second_moment": "adam", "adam": False, "factor": "matrix"}
+"""Options that kernels are compiled for, and their defaults: every combination in the table is a kernel of its own."""
+
+
+def traits(case: Case) -> set[tuple[object, ...]]:
+    """What may go wrong by itself: each option, kernel and parameter, and what each dtype is combined with."""
+    groups = [{**case.options, **group} for group in case.groups]
+    words = (str, bool, torch.dtype)  # other values are numbers, which kernels read as they come
+    has: set[tuple[object, ...]] = {
+        (name, value if isinstance(value, words) else type(value)) for group in groups for name, value in group.items()
+    }
+    has |= {tuple(group.get(name, default) for name, default in COMPILED.items()) for group in groups}
+    has |= {("groups", len(groups))}
+    bits = [(name, case.options.get(name)) for name in ("state_dtype", "min_8bit_size", "weight_rounding")]
+    for leaf in case.leaves:
+        dtype = leaf.dtype or case.dtype
+        has |= {("leaf", leaf.name), ("gradient", dtype, case.gradient_dtype(leaf))}
+        has |= {("state", dtype, *bits[:2]), ("weights", dtype, bits[2])}
+    return {(case.kind.algorithm.name, *trait) for trait in has}
+
+
+def cost(case: Case) -> float:
+    """Roughly, in seconds: each row of each launch takes a while, however short it is."""
+    stacked = any(group.get("stacked") for group in case.groups)
+    rows = sum(leaf.shape[0] if stacked else 1 for leaf in case.leaves if leaf.shape)
+    return 0.04 * rows + 1e-5 * case.size
+
+
+def covering(cases: Iterable[Case]) -> set[str]:
+    """Those that together have every trait of all.
+
+    Huge ones have none of their own: they are for a backend that works in parts.
+    """
+    return fewest({case.id: (traits(case), cost(case)) for case in cases if case.leaves is not HUGE})
+
+
+def fewest(candidates: Mapping[str, tuple[set[tuple[object, ...]], float]]) -> set[str]:
+    """The ids of candidates that together have every trait of all, one by one the most new traits at the least cost."""
+    left = dict(candidates)
+    missing: set[tuple[object, ...]] = set().union(*(has for has, _ in left.values()))
+    chosen: set[str] = set()
+    while missing:
+        best = max(left, key=lambda id_: len(left[id_][0] & missing) / left[id_][1])
+        missing -= left.pop(best)[0]
+        chosen.add(best)
+    return chosen

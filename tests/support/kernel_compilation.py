@@ -1,0 +1,66 @@
+"""Triton's kernels compiled for GPUs that need not be there, and what is read in the result."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.triton_compat import BINARIES
+
+TARGETS = {
+    "sm_90": ("cuda", 90, 32),
+    "sm_80": ("cuda", 80, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+def build(kernel: Any, pointers: Sequence[str], constants: dict[str, Any], options: dict[str, Any], target: str) -> Any:
+    """A kernel, compiled as `device.compiled` does: the tables come first, aligned as the allocator aligns them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tables = dict(zip(kernel.arg_names, pointers, strict=False))
+    signature = {argument: tables.get(argument, "constexpr") for argument in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget(*TARGETS[target]), options)
+
+
+def found_in_ptx(kernel: Any) -> tuple[int, int]:
+    """Loads and stores of 128 bits; one of 256, which Triton 3.9 emits for sm_100, counts twice."""
+    found: Counter[str] = Counter()
+    for way, count, size in re.findall(r"\b(ld|st)\.global\S*\.v(\d)\.[bf](\d+)\b", kernel.asm["ptx"]):
+        found[way] += int(count) * int(size) // 128
+    return found["ld"], found["st"]
+
+
+def spilled_by_ptxas(kernel: Any, folder: Path) -> int:
+    """The bytes of local memory that a thread uses."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    command = [str(BINARIES / "cuobjdump"), "-res-usage", str(binary)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
+
+
+def spilled_by_amdgcn(kernel: Any) -> int:
+    """The registers that are kept in memory."""
+    return sum(map(int, re.findall(r"[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])))
+
+
+def all_in_amdgcn(kernel: Any) -> tuple[int, int]:
+    """Loads and stores of 128 bits, those from tables too."""
+    loads, stores = (kernel.asm["amdgcn"].count(f"global_{way}_dwordx4") for way in ("load", "store"))
+    return loads, stores
+
+
+def found_in_amdgcn(kernel: Any) -> tuple[int, int]:
+    """Loads and stores of 128 bits in the basic block that has the most of both: tables are read before it."""
+    blocks = re.split(r"^\.LBB", kernel.asm["amdgcn"], flags=re.MULTILINE)
+    counts = [(block.count("global_load_dwordx4"), block.count("global_store_dwordx4")) for block in blocks]
+    return max(counts, key=lambda both: (min(both), sum(both)))  # a misaligned gradient has a block of its own

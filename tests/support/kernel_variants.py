@@ -1,0 +1,138 @@
+"""Every variant of every kernel that the library compiles, recorded from its own launches.
+
+Nothing is compiled here: optimizers step small CPU tensors that count as a GPU's, and each call of `device.compiled` is
+recorded. A new kernel, constant or table therefore needs no line here, and a new option needs one in `lamb_options` or
+`came_options`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from bighorn.kernels.triton import came, device, lamb, stepper
+from tests.backends import test_triton, test_triton_came
+from tests.backends.test_triton_shards import LAYOUTS, Cuts, on_ranks
+from tests.support.cases import Kind, set_gradients
+from tests.support.covering_cases import fewest
+from tests.support.kernel_compilation import TARGETS
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+ROUNDINGS = ("kahan", "stochastic", "master")
+POINTERS = {F64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel for one target, as the library compiles it."""
+
+    kernel: Any
+    pointers: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    """The kernel's own."""
+    options: tuple[tuple[str, Any], ...]
+    """Of the compiler."""
+    target: str
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.name, self.target, *(f"{key}={value}" for key, value in self.constants + self.options)])
+
+    def traits(self) -> set[tuple[object, ...]]:
+        """What a version of Triton may fail at: each value, and each pair of values that are not numbers or dtypes."""
+        values = [(key, str(value)) for key, value in self.constants + self.options]
+        modes = [(key, value) for key, value in self.constants if isinstance(value, (bool, str)) or value is None]
+        return {(self.name, *each) for each in ((self.target,), *values, *itertools.combinations(modes, 2))}
+
+
+def variants() -> list[Variant]:
+    """All of them, in a fixed order."""
+    found: dict[str, Variant] = {}
+    for (kernel, pointers, constants), (target, gpu) in itertools.product(recorded(), TARGETS.items()):
+        options = device.compile_options(gpu[0], gpu[2], constants)
+        own = tuple((name, constants[name]) for name in kernel.arg_names if name in constants)
+        variant = Variant(kernel, pointers, own, tuple(options.items()), target)
+        found.setdefault(variant.id, variant)
+    return list(found.values())
+
+
+def covering(every: Iterable[Variant]) -> set[str]:
+    """The ids of few variants that together have every trait."""
+    return fewest({variant.id: (variant.traits(), 1.0) for variant in every})
+
+
+# ---- recorded -------------------------------------------------------------------------------------------------------
+
+Request = tuple[Any, tuple[str, ...], dict[str, Any]]
+"""A kernel, the types of its tables, and the constants of the launch."""
+
+
+def recorded() -> list[Request]:
+    """What the library compiles for whole tensors and for shards."""
+    requests: list[Request] = []
+
+    def note(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Any:
+        requests.append((kernel, tuple(POINTERS[table.dtype] for table in tables), constants))
+        return lambda *_: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "DEVICES", ("cpu",))
+        patch.setattr(stepper, "compiled", note)
+        for kind, x, g, options in (*lamb_options(), *came_options()):
+            step(kind, x, g, options)
+        make_shards()
+    return requests
+
+
+def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
+    """Dtypes of parameters and gradients, and options."""
+    modes: list[dict[str, Any]] = [{"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")]
+    for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
+        for mode, moments in itertools.product(modes, (F32, BF16, F16, "int8")):
+            yield Lamb, x, g, {**mode, "state_dtype": moments}
+        for mode, moments in itertools.product(modes, (F32, BF16)):
+            yield Lamb, x, g, {**mode, "state_dtype": moments, "second_moment": "amsgrad"}
+    for x, g, moments, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
+        yield Lamb, x, g, {"state_dtype": moments, "weight_rounding": rounding}
+
+
+def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
+    """As `lamb_options`."""
+    for x, g, average in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, "int8")):
+        yield Came, x, g, {"state_dtype": average}
+    for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
+        yield Came, x, g, {"state_dtype": average, "weight_rounding": rounding}
+
+
+def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:
+    """One step of a matrix and of a vector."""
+    params = [Parameter(torch.zeros(shape, dtype=x)) for shape in ((4, 5), (3,))]
+    if options["state_dtype"] == "int8":
+        options = {**options, "min_8bit_size": 1}
+    optimizer = kind(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend="triton", **options)
+    set_gradients(params, [torch.zeros(param.shape, dtype=g) for param in params])
+    optimizer.step()
+
+
+def make_shards() -> None:
+    """Each way to cut tensors up; random bits depend on it too."""
+    kept: list[dict[str, Any]] = [{}, *({"dtype": BF16, "weight_rounding": rounding} for rounding in ROUNDINGS)]
+    for (factor, shapes, cuts), options in itertools.product(LAYOUTS.values(), kept):
+        small = [tuple(min(size, 30) for size in shape) for shape in shapes]
+        ends: list[Cuts] = [{dim: [min(end, 11) for end in each] for dim, each in cut.items()} for cut in cuts]
+        for average in (F32, torch.int8) if all(set(cut) == {0} for cut in cuts) else (F32,):
+            came.Came(on_ranks(test_triton_came.bucket(*small, factor=factor, average=average, **options), ends)[:1])
+    for rounding in ROUNDINGS:
+        lamb.Lamb(on_ranks(test_triton.bucket((7, 30), dtype=BF16, weight_rounding=rounding), [{1: [11]}])[:1])

@@ -1,0 +1,112 @@
+"""What the tests of the optimizer's contract, its storage and its checkpoints share."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
+from tests.support.case_tensors import ZOO
+from tests.support.cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
+from tests.support.covering_cases import covering
+
+BY_ID = {case.id: case for case in CASES}
+CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
+
+OWN: dict[Kind, dict[str, Any]] = {
+    Lamb: {"adam": True, "decay_mode": "decoupled", "betas": (0.5, 0.6), "eps": 0.1},
+    Came: {"factor": "last_two", "decay_rate": 0.8, "betas": (0.5, 0.6, 0.7), "eps": (1e-3, 1e-2)},
+}
+"""Options of each, other than their defaults, that a group can have."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+def model() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def backward(net: nn.Module, step: int = 0) -> Tensor:
+    """Fill the gradients with those of a loss on fixed data."""
+    generator = torch.Generator().manual_seed(step)
+    dtype = next(net.parameters()).dtype
+    loss: Tensor = net(torch.randn(10, 6, generator=generator).to(dtype)).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def runs(cases: Iterable[Case]) -> list[Any]:
+    """Each of these cases on each backend that serves it, for an indirect `backend` and a `case`.
+
+    Most are slow tests on Triton, whose kernels are interpreted where there is no GPU.
+    """
+    cases = list(cases)
+    quick = covering(case for case in cases if case.runs_on("triton"))
+    return [
+        pytest.param(
+            backend,
+            case,
+            id=f"{backend}-{case.id}",
+            marks=[pytest.mark.slow] if backend == "triton" and case.id not in quick else [],
+        )
+        for backend in BACKENDS
+        for case in cases
+        if case.runs_on(backend)
+    ]
+
+
+def advance(case: Case, parameters: list[Parameter], optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        set_gradients(parameters, case.gradients(step))
+        case.set_lr(optimizer, step)
+        optimizer.step()
+
+
+def copies(parameters: list[Parameter]) -> list[Parameter]:
+    """The same values in the same layout, in other storage."""
+    return [copy.deepcopy(p) for p in parameters]
+
+
+def assert_bitwise(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    assert [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not a.equal(b)] == []
+
+
+def assert_same_everything(
+    ours: list[Parameter], optimizer: Optimizer, theirs: list[Parameter], other: torch.optim.Optimizer
+) -> None:
+    assert_bitwise(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a in optimizer.state) == (b in other.state)
+        if a in optimizer.state:
+            assert optimizer.state[a].keys() == other.state[b].keys()
+            for key, value in optimizer.state[a].items():
+                assert value.dtype == other.state[b][key].dtype, key
+                assert value.equal(other.state[b][key]), key
+
+
+def figures(telemetry: LambTelemetry | CameTelemetry) -> dict[str, Tensor]:
+    """What kernels write, one entry per parameter."""
+    return {name: value for name, value in vars(telemetry).items() if name not in {"names", "lr", "skipped"}}
+
+
+def saved_and_loaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

@@ -1,0 +1,81 @@
+"""Processes that end in the middle of a save; test_kills.py runs `python save_kill_worker.py PLACE SEED KILLS`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bighorn.cli import checkpoint
+from bighorn.cli.config import RunConfig
+from bighorn.cli.ranks import Ranks
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import Run
+
+
+def fresh() -> Run:
+    return Run(RunConfig(threads=1, steps=2**17, schedule="constant").resolved(), TASKS["digits"].load(None), Ranks())
+
+
+def save_next(run: Run, place: Path) -> None:
+    """Save a run after one step more, with weights that tell of which step they are."""
+    run.train_step()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.fill_(run.step / 2**17)
+    checkpoint.save(run, place)
+
+
+def killed(run: Run, place: Path, delay: float) -> int:
+    """How a process ended that saves again and again: its exit status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is, also within a write
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            while True:
+                save_next(run, place)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def checked(run: Run, place: Path) -> Run:
+    """The run of the newest checkpoint, which is whole; its next save removes what the killed process has left."""
+    loaded = checkpoint.load(place)
+    restored = fresh()
+    checkpoint.restore(restored, loaded)
+    assert restored.step >= run.step, f"step {restored.step} of a run that was saved in step {run.step}"
+    values = {2**17 * value for parameter in restored.model.parameters() for value in parameter.flatten().tolist()}
+    assert values == {float(restored.step)}, f"the weights of step {restored.step} are those of {values}"
+    save_next(restored, place)
+    names = sorted(path.name for path in (place if place.is_dir() else place.parent).iterdir())
+    assert names == ([f"step-{restored.step}"] if place.is_dir() else [place.name]), names
+    return restored
+
+
+def main() -> None:
+    place, generator, kills = Path(sys.argv[1]), random.Random(int(sys.argv[2])), int(sys.argv[3])
+    torch.set_num_threads(1)
+    run = fresh()
+    save_next(run, place)
+    began = time.perf_counter()
+    save_next(run, place)
+    seconds = time.perf_counter() - began
+    left = 0
+    for kill in range(kills):
+        delay = generator.uniform(0, 3 * seconds)
+        status = killed(run, place, max(delay, 1e-4))
+        assert status == signal.SIGALRM, f"kill {kill} after {delay} s: the process ended with status {status}"
+        left += sum("partial" in path.name for path in (place if place.is_dir() else place.parent).iterdir())
+        run = checked(run, place)
+    print(f"{kills} kills, {left} of them within a save")
+
+
+if __name__ == "__main__":
+    main()

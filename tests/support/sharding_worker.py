@@ -1,0 +1,513 @@
+"""What test_sharding.py runs on each rank: `python sharding_worker.py RANK WORLD FOLDER SCENARIO...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb
+from tests.support.cases import ExactCame, ExactLamb, Kind, Optimizer
+from tests.support.processes import LIMIT
+
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "prime": (13, 11),
+    "even": (8, 12),
+    "few_rows": (1, 3),
+    "embedding": (71, 64),
+    "conv": (11, 3, 3, 2),
+    "bias": (7,),
+    "few": (1,),
+    "experts": (3, 5, 6),
+}
+
+
+class Bag(nn.Module):
+    """Parameters, and a loss whose gradients are what it is given."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator, dtype=torch.float64) / 2
+            self.register_parameter(name, Parameter(values.to(dtype)))
+
+    def place(self, names: Sequence[str], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+        """Distribute some parameters; dims that they do not have are replicated."""
+        for name in names:
+            p = self.get_parameter(name)
+            fitting = [Replicate() if isinstance(on, Shard) and on.dim >= p.dim() else on for on in placements]
+            self.register_parameter(name, Parameter(distribute_tensor(p.detach(), mesh, fitting, src_data_rank=None)))
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for p, grad in zip(self.parameters(), gradients, strict=True):
+            if isinstance(p, DTensor):
+                grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+            product = (p * grad).sum()
+            total = total + (product.full_tensor() if isinstance(product, DTensor) else product)
+        return total
+
+
+def void(_: object) -> None:
+    """For a call whose result nobody needs."""
+
+
+Layout = Callable[[Bag], None]
+
+
+def mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("one", "two")[: len(sizes)])
+
+
+def distributed(*placements: Placement, sizes: tuple[int, ...]) -> Layout:
+    return lambda bag: bag.place(list(dict(bag.named_parameters())), mesh(*sizes), placements)
+
+
+def hybrid(bag: Bag) -> None:
+    fully_shard(bag, mesh=mesh(2, 2))
+
+
+def half_plain(bag: Bag) -> None:
+    bag.place(["prime", "conv", "bias"], mesh(dist.get_world_size()), [Shard(0)])
+
+
+def tensor_parallel_and_sharded(bag: Bag) -> None:
+    """Strided shards, both dims, replicated along one mesh dim, and parameters on the other's mesh alone."""
+    both = mesh(2, 2)
+    bag.place(["prime", "even", "bias"], both["two"], [Shard(0)])
+    bag.place(["embedding"], both["two"], [Shard(1)])
+    bag.place(["few"], both["two"], [Replicate()])
+    fully_shard(bag, mesh=both["one"])
+
+
+LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
+    1: {"plain": void},
+    2: {
+        "fsdp": lambda bag: void(fully_shard(bag)),
+        "columns": distributed(Shard(1), sizes=(2,)),
+        "half-plain": half_plain,
+        "replicated": distributed(Replicate(), sizes=(2,)),
+    },
+    4: {
+        "fsdp-4": lambda bag: void(fully_shard(bag)),
+        "hybrid": hybrid,
+        "both-dims": distributed(Shard(1), Shard(0), sizes=(2, 2)),
+        "fsdp-and-tp": tensor_parallel_and_sharded,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """An optimizer, and how long it steps."""
+
+    kind: Kind
+    options: Mapping[str, Any] = field(default_factory=dict)
+    group: Mapping[str, Any] = field(default_factory=dict)
+    """For parameters of 2 dims or more."""
+    steps: int = 2
+    dtype: torch.dtype = torch.float64
+    backend: str = "reference"
+    tolerance: float = 1e-12
+    compares_state: bool = False
+    """Which takes a collective for each tensor."""
+    not_on: Sequence[str] = ()
+    """Layouts that are refused."""
+
+    def optimizer(self, bag: Bag, **more: Any) -> Optimizer:
+        named = list(bag.named_parameters())
+        groups = [
+            {"params": [pair for pair in named if pair[1].dim() >= 2], **self.group},
+            {"params": [pair for pair in named if pair[1].dim() < 2]},
+        ]
+        options = {"lr": 0.1, "weight_decay": 0.1, "backend": self.backend, **self.options, **more}
+        return self.kind(groups, **options)
+
+
+def not_matrices(name: str, param: Tensor) -> bool:
+    return param.dim() < 2 or name == "even"
+
+
+ALONE: Mapping[str, Any] = {"adam": True, "decay_mode": "decoupled"}
+BITWISE: Mapping[str, Any] = {"dtype": torch.bfloat16, "backend": "cpu", "tolerance": 0}
+
+RUNS: Mapping[str, Run] = {
+    "lamb": Run(Lamb, steps=10, compares_state=True),
+    "lamb-clip": Run(
+        Lamb,
+        {
+            "max_grad_norm": 0.5,
+            "skip_nonfinite": True,
+            "second_moment": "amsgrad",
+            "exclude_from_weight_decay": ["bias", "few$"],
+            "exclude_from_layer_adaptation": not_matrices,
+        },
+    ),
+    "lamb-means": Run(Lamb, {"cautious": True, "decay_mode": "l2"}, {"grad_centralization": True}),
+    "lamb-stacked": Run(Lamb, {"decay_mode": "decoupled"}, {"stacked": True}),
+    "came": Run(Came, steps=10, compares_state=True),
+    "came-everything": Run(
+        Came,
+        {
+            "scale_parameter": True,
+            "bias_correction": True,
+            "decay_rate": 0.8,
+            "factor": "last_two",
+            "max_grad_norm": 1.0,
+        },
+        {"grad_centralization": True},
+    ),
+    "came-stacked": Run(Came, {"eps": (1e-3, 1e-3)}, {"stacked": True, "factor": "last_two"}),
+    "came-int8": Run(
+        ExactCame,
+        {"state_dtype": "int8", "eps": (1e-3, 1e-3)},
+        compares_state=True,
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+    ),
+    # Its second moment takes random bits, which must be those of the element in the whole tensor.
+    "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, not_on=("columns", "both-dims", "fsdp-and-tp")),
+    "lamb-cpu": Run(
+        Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
+    ),
+    # Without trust ratios no sums are exchanged, so every bit is that of the unsharded run.
+    "lamb-cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
+    "lamb-cpu-stochastic-stacked": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, {"stacked": True}, **BITWISE),
+    "lamb-cpu-int8": Run(
+        Lamb,
+        {"weight_rounding": "stochastic", "state_dtype": "int8", **ALONE},
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+        compares_state=True,
+        **BITWISE,
+    ),
+    "lamb-auto": Run(
+        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="auto", tolerance=1e-5
+    ),
+    "lamb-foreach": Run(Lamb, dtype=torch.float32, backend="foreach", tolerance=1e-5),
+    "came-cpu": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "scale_parameter": True, "bias_correction": True, "max_grad_norm": 1.0},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+        compares_state=True,
+    ),
+    "came-cpu-last-two": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "factor": "last_two"},
+        {"stacked": True},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+    ),
+    "came-cpu-int8": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "state_dtype": "int8"},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+    ),
+    # Without a clip hardly a sum matters: rows of dim 0 are whole.
+    "came-cpu-stochastic": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
+        {"stacked": True},
+        dtype=torch.bfloat16,
+        backend="cpu",
+        tolerance=0,
+    ),
+    "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, dtype=torch.float32, backend="foreach", tolerance=1e-5),
+}
+
+
+def gradients(bag: Bag, step: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) for p in bag.parameters()]
+
+
+def advance(bag: Bag, optimizer: Optimizer, steps: range, dtype: torch.dtype) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        bag(gradients(bag, step, dtype)).backward()
+        optimizer.step()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+    ours, theirs = full(ours).detach().double(), theirs.detach().double()
+    error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30) if theirs.numel() else torch.zeros(())
+    assert ours.shape == theirs.shape, what
+    assert error <= tolerance, f"{what}: {error:.1e}"
+
+
+def equals_the_unsharded_run(layout: Layout, run: Run) -> None:
+    """Parameters, state and telemetry."""
+    alone, sharded = Bag(SHAPES, run.dtype), Bag(SHAPES, run.dtype)
+    layout(sharded)
+    ours, theirs = run.optimizer(sharded), run.optimizer(alone)
+    advance(alone, theirs, range(run.steps), run.dtype)
+    advance(sharded, ours, range(run.steps), run.dtype)
+    for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        assert_close(p, q, run.tolerance, name)
+        assert ours.state[p].keys() == theirs.state[q].keys()
+        for key, value in theirs.state[q].items() if run.compares_state else ():
+            assert ours.state[p][key].dtype == value.dtype
+            assert isinstance(ours.state[p][key], DTensor) == (isinstance(p, DTensor) and key != "step")
+            assert_close(ours.state[p][key], value, 10 * run.tolerance, f"{key} of {name}")
+    assert ours.telemetry().names == theirs.telemetry().names
+    for key, value in vars(theirs.telemetry()).items():
+        if key != "names":
+            assert_close(getattr(ours.telemetry(), key), value, max(run.tolerance, 1e-6), key)
+
+
+def refuses_to_cut_blocks(layout: Layout, run: Run) -> None:
+    bag = Bag(SHAPES, run.dtype)
+    layout(bag)
+    before = {name: full(p).detach().clone() for name, p in bag.named_parameters()}
+    with pytest.raises(ValueError, match=r"(?s)embedding.*int8.*dim 0"):
+        advance(bag, run.optimizer(bag), range(1), run.dtype)
+    for name, p in bag.named_parameters():
+        assert full(p).equal(before[name])
+
+
+def cost(optimizer: Optimizer) -> tuple[int, int]:
+    """How many collectives a step has, and how many bytes a rank gives to them."""
+    given = []
+    all_reduce = dist.all_reduce
+
+    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = watched
+    try:
+        with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
+            optimizer.step()
+    finally:
+        dist.all_reduce = all_reduce
+    assert mode.get_total_counts() == len(given), "only packed sums are exchanged"
+    return len(given), sum(given)
+
+
+def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int]) -> None:
+    """As many for thirty tensors as for one; bytes as the sums that are needed."""
+    for copies in (1, 15):
+        shapes = {
+            f"{name}{i}": shape for i in range(copies) for name, shape in (("w", (rows, columns)), ("b", (rows,)))
+        }
+        for kind, options, count, numbers in (
+            (Lamb, {}, 1, 4),
+            (Lamb, {"max_grad_norm": 1.0}, 2, 4),
+            (Came, {}, cut["came"], 2 + cut["numbers"]),
+            (Came, {"max_grad_norm": 1.0}, cut["came"] + 1, 2 + cut["numbers"]),
+        ):
+            bag = Bag(shapes, torch.float64)
+            layout(bag)
+            optimizer = Run(kind, options).optimizer(bag)
+            advance(bag, optimizer, range(1), torch.float64)
+            clip = 8 if options else 0
+            assert cost(optimizer) == (count, 8 * numbers * copies + clip), (kind, options, copies, cost(optimizer))
+
+
+def same_collectives(layout: Layout) -> None:
+    """Whatever the backend."""
+    for kind in (Lamb, Came):
+        costs = []
+        for backend in ("reference", "cpu"):
+            run, bag = Run(kind, dtype=torch.float32, backend=backend), Bag(SHAPES, torch.float32)
+            layout(bag)
+            optimizer = run.optimizer(bag)
+            advance(bag, optimizer, range(1), run.dtype)
+            costs.append(cost(optimizer))
+        assert costs[0] == costs[1], (kind, costs)
+
+
+COLLECTIVES: Mapping[int, Mapping[str, Callable[[], None]]] = {
+    # By rows: twice each column, the sum of the averages of rows, ||x||; then each column, and two sums over rows.
+    2: {"fsdp": lambda: collectives(9, 6, LAYOUTS[2]["fsdp"], {"came": 2, "numbers": 2 * 6 + 2 + 6 + 2})},
+    # Each row and column, then ||u|| and ||x||, then each row and column.
+    4: {"both-dims": lambda: collectives(9, 6, LAYOUTS[4]["both-dims"], {"came": 3, "numbers": 15 + 2 + 15})},
+}
+
+
+ALIKE = {2: ("fsdp", "columns", "half-plain"), 4: ("hybrid", "both-dims", "fsdp-and-tp")}
+"""Layouts in which backends are compared by what they exchange."""
+
+
+def process_group() -> None:
+    """The ranks of the mesh are refused; one's own alone, as a stage of a pipeline has them, changes nothing."""
+    alone, sharded = Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64)
+    fully_shard(sharded)
+    run = Run(Lamb, {"max_grad_norm": 0.5})
+    with pytest.raises(ValueError, match=r"(?s)process_group.*leave"):
+        run.optimizer(sharded, process_group=dist.group.WORLD)
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    advance(alone, run.optimizer(alone), range(1), run.dtype)
+    advance(sharded, run.optimizer(sharded, process_group=own), range(1), run.dtype)
+    for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        assert_close(p, q, run.tolerance, name)
+
+
+def replaced_state() -> None:
+    """Steps go on with state that somebody put in place of theirs, as who moves it away and back does."""
+    run, bags = Run(Lamb, {}), (Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64))
+    for bag, replaces in zip(bags, (False, True), strict=True):
+        fully_shard(bag)
+        optimizer = run.optimizer(bag)
+        advance(bag, optimizer, range(1), run.dtype)
+        for state in optimizer.state.values() if replaces else ():
+            for name in ("exp_avg", "exp_avg_sq"):
+                old = state[name]
+                state[name] = old.clone()
+                old.zero_()
+        advance(bag, optimizer, range(1, 2), run.dtype)
+    for (name, p), q in zip(bags[0].named_parameters(), bags[1].parameters(), strict=True):
+        assert full(p).equal(full(q)), name
+
+
+def tensor_parallel(kind: Kind, options: Mapping[str, Any]) -> None:
+    """Seven hidden units on two ranks, forward and backward through torch's own plan."""
+    inputs, alone = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mlp()
+    sharded = mlp()
+    # Without use_local_output=False a rank does not know how many units the other has (torch 2.13).
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    parallelize_module(sharded, mesh(dist.get_world_size()), plan)
+    assert all(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in sharded[0].parameters())
+    optimizers = [kind(net.named_parameters(), lr=0.1, weight_decay=0.1, **options) for net in (alone, sharded)]
+    for _ in range(5):
+        for net, optimizer in zip((alone, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(inputs).square().mean().backward()
+            optimizer.step()
+    for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        assert_close(p, q, 1e-12, name)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+CHECKPOINTED = {
+    "lamb": Run(Lamb, {"second_moment": "amsgrad", "max_grad_norm": 1.0}),
+    "came": Run(ExactCame, {"state_dtype": "int8", "eps": (1e-3, 1e-3)}),
+}
+
+
+def checkpoint(layout: Layout, run: Run, seed: int) -> tuple[Bag, Optimizer, dict[str, Any]]:
+    """A model, its optimizer, and both their states as torch.distributed.checkpoint takes them."""
+    bag = Bag(SHAPES, run.dtype, seed)
+    layout(bag)
+    optimizer = run.optimizer(bag)
+    if seed == 0:
+        advance(bag, optimizer, range(run.steps), run.dtype)
+    model, state = get_state_dict(bag, optimizer)
+    return bag, optimizer, {"model": model, "optimizer": state}
+
+
+def saves(layout: Layout, run: Run, folder: Path, in_background: bool = False) -> None:
+    """And leaves what it comes to some steps later, which a save in the background does not see."""
+    bag, optimizer, state = checkpoint(layout, run, seed=0)
+    if in_background:
+        own = dist.new_group()  # its thread would take the place of steps' sums in the group of all ranks
+        written = async_save(state, checkpoint_id=folder / "checkpoint", process_group=own)
+    else:
+        save(state, checkpoint_id=folder / "checkpoint")
+    advance(bag, optimizer, range(run.steps, 2 * run.steps), run.dtype)
+    if in_background:
+        assert isinstance(written, Future)
+        written.result(timeout=LIMIT)
+    later = [full(p).detach() for p in bag.parameters()]
+    if dist.get_rank() == 0:
+        torch.save(later, folder / "later.pt")
+    dist.barrier()
+
+
+def loads(layout: Layout, run: Run, folder: Path) -> None:
+    """On whatever ranks, and comes to the same."""
+    bag, optimizer, state = checkpoint(layout, run, seed=1)
+    load(state, checkpoint_id=folder / "checkpoint")
+    set_state_dict(bag, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for p in bag.parameters():
+        assert optimizer.state[p]["step"] == run.steps
+        small = torch.float32 if "state_dtype" in run.options else run.dtype
+        dtype = torch.int8 if "exp_avg_scale" in optimizer.state[p] else small
+        assert optimizer.state[p]["exp_avg"].dtype == dtype
+    advance(bag, optimizer, range(run.steps, 2 * run.steps), run.dtype)
+    for (name, p), later in zip(bag.named_parameters(), torch.load(folder / "later.pt"), strict=True):
+        assert_close(p, later, run.tolerance, name)
+
+
+def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
+    """What so many ranks do, one after the other; two must have run before others load what these have saved."""
+    todo: dict[str, Callable[[], None]] = {}
+    for on, layout in LAYOUTS[world].items():
+        for name, run in RUNS.items() if world > 1 else ():
+            check = refuses_to_cut_blocks if on in run.not_on else equals_the_unsharded_run
+            todo[f"{on}-{name}"] = partial(check, layout, run)
+    for on in ALIKE.get(world, ()):
+        todo[f"{on}-same-collectives"] = partial(same_collectives, LAYOUTS[world][on])
+    for on, check_cost in COLLECTIVES.get(world, {}).items():
+        todo[f"{on}-collectives"] = check_cost
+    if world == 2:
+        todo["process-group"] = process_group
+        todo["replaced-state"] = replaced_state
+        todo["lamb-tensor-parallel"] = partial(tensor_parallel, Lamb, {"max_grad_norm": 0.1})
+        todo["came-tensor-parallel"] = partial(tensor_parallel, Came, {})
+        todo["async-saves"] = partial(
+            saves, LAYOUTS[2]["fsdp"], CHECKPOINTED["lamb"], folder / "async", in_background=True
+        )
+        todo["async-loads"] = partial(loads, LAYOUTS[2]["fsdp"], CHECKPOINTED["lamb"], folder / "async")
+    for name, run in CHECKPOINTED.items():
+        if world == 2:
+            todo[f"{name}-saves"] = partial(saves, LAYOUTS[2]["fsdp"], run, folder / name)
+        for on in LOADING[world]:
+            todo[f"{on}-{name}-loads"] = partial(loads, LAYOUTS[world][on], run, folder / name)
+    return todo
+
+
+LOADING = {1: ["plain"], 2: ["fsdp"], 4: ["fsdp-4", "hybrid"]}
+"""The layouts in which checkpoints are loaded."""
+
+
+def main() -> None:
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
+    said = {}
+    for name, scenario in scenarios(world, folder).items():
+        try:
+            scenario()
+        except Exception:
+            said[name] = traceback.format_exc()
+        else:
+            said[name] = ""
+        (folder / f"{world}-{rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Commands of ``bighorn`` in several processes, which run `torchrun_worker.py`: those of torchrun, and forked ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import LIMIT, Outcome, outcomes
+
+WORKER = Path(__file__).with_name("torchrun_worker.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+VARIABLES = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+Job = dict[str, Any]
+
+
+def job(*command: str, **events: int) -> Job:
+    """A command, and the steps at which something happens to it."""
+    return {"command": list(command), **events}
+
+
+def under_torchrun(folder: Path, jobs: list[Job]) -> subprocess.CompletedProcess[str]:
+    """Two processes that torchrun starts, with all that it tells them."""
+    command = [*TWO, str(WORKER), json.dumps(jobs)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=VARIABLES)
+
+
+def in_processes(count: int, folder: Path, jobs: list[Job]) -> list[Outcome]:
+    """So many processes that nobody watches over."""
+    ended = outcomes(WORKER, [[json.dumps(jobs)]] * count, folder=folder)
+    for number in range(len(jobs)):
+        (folder / f"store-{number}").unlink(missing_ok=True)
+    return ended
+
+
+def history(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())["history"]
+    return found
+
+
+def assert_same_run(ours: Path, theirs: Path, coarse: bool) -> None:
+    """Step by step and to rounding: losses, accuracies, tests and what the optimizer tells of itself."""
+    several, one = history(ours), history(theirs)
+    samples = 0.011 if coarse else 2e-3  # one of a hundred
+    assert several["loss"] == pytest.approx(one["loss"], rel=2e-3 if coarse else 1e-4)
+    assert several["accuracy"] == pytest.approx(one["accuracy"], abs=samples)
+    for name in ("lr", "scale", "skipped", "gauge_steps", "layers"):
+        assert several[name] == one[name]
+    for gauge, rows in one["gauges"].items():
+        for mine, exact in zip(several["gauges"][gauge], rows, strict=True):
+            assert mine == pytest.approx(exact, rel=0.05 if coarse else 5e-3)
+    for mine, exact in zip(several["tests"], one["tests"], strict=True):
+        assert mine == pytest.approx(exact, rel=2e-3 if coarse else 1e-3, abs=0.006 if coarse else 0)

@@ -1,0 +1,88 @@
+"""For torchrun: commands of ``bighorn`` one after the other, without dropout, so that processes and one agree.
+
+Its argument is a JSON list of jobs: ``command``, in whose words ``{rank}`` stands for the process's number; and, to
+happen before that step, ``interrupt``, a step at which a Ctrl-C comes, or ``fail``, one at which process 1 raises; or
+``kill``, one in which process 1 is killed between backward and update, or ``kill_saving``, one whose checkpoint it is
+killed in; or ``late``, seconds by which process 1 is late when training begins. What a command says instead of ending
+well goes to ``error-JOB-RANK``.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from bighorn.cli.commands import bighorn
+from bighorn.cli.interrupt import Interrupt
+from bighorn.cli.training import Run
+from bighorn.cli.updating import Updater
+from tests.support.command_line import without_dropout
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+train_step, updater_step, write_data = Run.train_step, Updater.step, FileSystemWriter.write_data
+join, enter_interrupt = dist.init_process_group, Interrupt.__enter__
+
+
+def run(
+    number: int,
+    command: list[str],
+    interrupt: int = 0,
+    fail: int = 0,
+    kill: int = 0,
+    kill_saving: int = 0,
+    late: int = 0,
+) -> None:
+    present = 0
+
+    def enter(self: Interrupt) -> Interrupt:
+        if RANK == 1:
+            time.sleep(late)
+        return enter_interrupt(self)
+
+    def step(self: Run) -> None:
+        nonlocal present
+        present = self.step + 1
+        if self.step + 1 == interrupt:
+            signal.raise_signal(signal.SIGINT)
+        if self.step + 1 == fail and RANK == 1:
+            raise ZeroDivisionError("the reason of it all")
+        train_step(self)
+
+    def update(self: Updater) -> bool:
+        if RANK == 1 and present == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return updater_step(self)
+
+    def write(self: FileSystemWriter, *arguments: Any) -> Any:
+        if RANK == 1 and present == kill_saving:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_data(self, *arguments)
+
+    def meet(backend: str) -> None:
+        # torchrun's own store has one meeting's addresses for good.
+        join(backend, init_method=f"file://{Path.cwd()}/store-{number}", rank=RANK, world_size=WORLD)
+
+    Interrupt.__enter__ = enter  # type: ignore[method-assign]
+    Run.train_step = step  # type: ignore[method-assign]
+    Updater.step = update  # type: ignore[method-assign]
+    FileSystemWriter.write_data = write  # type: ignore[assignment, method-assign]
+    dist.init_process_group = meet  # type: ignore[assignment]
+    try:
+        bighorn([word.format(rank=RANK) for word in command], prog_name="bighorn", standalone_mode=False)
+    except (click.ClickException, SystemExit) as error:
+        Path(f"error-{number}-{RANK}").write_text(str(error))
+
+
+if __name__ == "__main__":
+    torch.nn.functional.dropout = without_dropout
+    for number, job in enumerate(json.loads(sys.argv[1])):
+        run(number, **job)

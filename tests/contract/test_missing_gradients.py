@@ -102,7 +102,10 @@ def test_a_gradient_of_another_kind_than_expected_makes_another_plan(kind: Kind,
 
 def test_stacked_layers_without_a_gradient_stay(kind: Kind, backend: str) -> None:
     stack, other = Parameter(torch.randn(3, 4, 5)), Parameter(torch.randn(4, 5))
-    groups = [{"params": [("stack", stack)], "stacked": True}, {"params": [("other", other)]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [("stack", stack)], "stacked": True},
+        {"params": [("other", other)]},
+    ]
     optimizer = kind(groups, lr=0.01, weight_decay=0.1, backend=backend)
     for p in (stack, other):
         p.grad = torch.randn_like(p)

@@ -21,21 +21,22 @@ class Ahead:
     plans: dict[Tensor, StepPlan] = field(default_factory=dict)
     """Those of the parameters that have taken it."""
 
-    def check(self, param: Tensor, name: Callable[[tuple[int, int]], str]) -> None:
-        """Refuse what cannot take this step.
 
-        Raises:
-            RuntimeError: The parameter has taken it already.
-            ValueError: It is not the optimizer's, or has no gradient.
-        """
-        if id(param) not in self.places:
-            what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ValueError(f"{what} is no parameter of this optimizer")
-        if param.grad is None:
-            raise ValueError(f"{name(self.places[id(param)])} has no gradient to be stepped with: run backward() first")
-        if param in self.plans:
-            raise RuntimeError(
-                f"{name(self.places[id(param)])} has taken this step already, and now has another gradient: call "
-                "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
-                "that share the parameter, cannot be added up where each is stepped as soon as it is there"
-            )
+def check_ahead(param: Tensor, places: Places, ahead: Ahead | None, name: Callable[[tuple[int, int]], str]) -> None:
+    """Refuse a parameter that cannot take such a step.
+
+    Raises:
+        RuntimeError: The parameter has taken it already.
+        ValueError: It is not the optimizer's, or has no gradient.
+    """
+    if id(param) not in places:
+        what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+        raise ValueError(f"{what} is no parameter of this optimizer")
+    if param.grad is None:
+        raise ValueError(f"{name(places[id(param)])} has no gradient to be stepped with: run backward() first")
+    if ahead is not None and param in ahead.plans:
+        raise RuntimeError(
+            f"{name(places[id(param)])} has taken this step already, and now has another gradient: call "
+            "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
+            "that share the parameter, cannot be added up where each is stepped as soon as it is there"
+        )

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn import sharding
 from bighorn.optim import checks, explain, foreign, order, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
-from bighorn.optim.ahead import Ahead
+from bighorn.optim.ahead import Ahead, check_ahead
 from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
 from bighorn.optim.eager import eager
@@ -222,15 +222,10 @@ class KernelOptimizer(Optimizer):
         """
         if (reason := self.why_whole()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
-        ahead = self._ahead or Ahead(self._begin(), self._places())
-        try:
-            ahead.check(param, lambda place: self._part(*place, param).label)
-            [plan] = self._plans_of([param], None, ahead.places)
-        except BaseException:
-            if self._ahead is None:
-                ahead.schedule.undo()
-            raise
-        self._ahead = ahead
+        ahead, places = self._ahead, self._places() if self._ahead is None else self._ahead.places
+        check_ahead(param, places, ahead, lambda place: self._part(*place, param).label)
+        schedule, [plan] = self._prepare([param], None, None if ahead is None else ahead.schedule, places)
+        self._ahead = ahead = ahead or Ahead(schedule, places)
         for _, kernel in plan.kernels:
             kernel.step()
         plan.step_shards(1.0, None)
@@ -256,9 +251,8 @@ class KernelOptimizer(Optimizer):
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
         settings, params, fresh = self._settings, self.in_order(), not self.state
-        schedule = ahead.schedule if ahead is not None else self._begin()
+        schedule, plans = self._prepare(params, parts, None if ahead is None else ahead.schedule)
         try:
-            plans = self._plans_of(params, parts)
             scale: Tensor | float = 1.0
             mask = None
             whole_first = settings.max_grad_norm is not None or settings.skip_nonfinite
@@ -311,32 +305,44 @@ class KernelOptimizer(Optimizer):
             raise
         return schedule
 
-    def _plans_of(
-        self, params: list[Tensor], parts: list[list[Tensor]] | None, places: Places | None = None
-    ) -> list[StepPlan]:
-        """A plan for each part of a step, bound to this step's gradients: a cached one if nothing moved.
+    def _prepare(
+        self,
+        params: list[Tensor],
+        parts: list[list[Tensor]] | None,
+        schedule: ScheduleStep | None,
+        places: Places | None = None,
+    ) -> tuple[ScheduleStep, list[StepPlan]]:
+        """The options of a step, unless it has begun already, and a plan for each of its parts.
 
-        Nothing changes before every plan is built and has prepared its kernels.
+        Whatever can fail without a look at the gradients' values fails here, and leaves everything as it was.
         """
-        groups, plans, built = self.param_groups, [], []
-        divided = StepParams.of(params, self.state).divided(parts)
-        for mine in divided:
-            plan = self._plans.find(mine, groups, self.state)
-            if plan is None:
-                plan, states = self._new_plan(mine, places or self._places())
-                built.append((mine, plan, states))
-            elif plan.options_version != self._guard.version:
-                plan.set_options(self._options_of(plan.variants()), self._guard.version)
-            plans.append(plan)
-        for plan in plans:
-            for _, kernel in plan.kernels:
-                kernel.prepare()
-            for launch in plan.launches:
-                launch.kernel.prepare()
+        begun, groups = schedule is not None, self.param_groups
+        plans: list[StepPlan] = []
+        built: list[tuple[StepParams, StepPlan, dict[Tensor, Any]]] = []
+        schedule = schedule or self._begin()
+        try:
+            divided = StepParams.of(params, self.state).divided(parts)
+            for mine in divided:
+                plan = self._plans.find(mine, groups, self.state)
+                if plan is None:
+                    plan, states = self._new_plan(mine, places or self._places())
+                    built.append((mine, plan, states))
+                elif plan.options_version != self._guard.version:
+                    plan.set_options(self._options_of(plan.variants()), self._guard.version)
+                plans.append(plan)
+            for plan in plans:
+                for _, kernel in plan.kernels:
+                    kernel.prepare()
+                for launch in plan.launches:
+                    launch.kernel.prepare()
+        except BaseException:
+            if not begun:
+                schedule.undo()
+            raise
         for mine, plan, states in built:
             self.state.update(states)
             self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(places or ())))
-        return plans
+        return schedule, plans
 
     def _new_plan(self, mine: StepParams, places: Places) -> tuple[StepPlan, dict[Tensor, Any]]:
         """A plan, and the states that belong to it."""

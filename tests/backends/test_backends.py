@@ -376,6 +376,29 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, 
     torch.testing.assert_close(figures(telemetry), figures(truth), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("size", [1e10, 1e12, 1e15])
+@pytest.mark.parametrize("width", [1, 7], ids=["an-element", "a-row"])
+@pytest.mark.parametrize("shape", [(8, 7), (64, 96)], ids=str)
+def test_rows_of_zeros_beside_large_gradients(shape: tuple[int, int], width: int, size: float, backend: str) -> None:
+    """A row of zeros is 1e-42 of the mean of all rows, and was divided by 0; zeros then were NaN, and all weights."""
+    torch.manual_seed(6)
+    x, g = torch.randn(shape), torch.zeros(shape)
+    g[1, :width] = size * (0.5 + torch.rand(width))
+    results = []
+    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        parameter = Parameter(x.to(dtype, copy=True))
+        optimizer = Came([parameter], lr=0.1, backend=name)
+        for _ in range(2):
+            parameter.grad = g.to(dtype)
+            optimizer.step()
+        results.append((parameter, optimizer.state[parameter], optimizer.telemetry()))
+    (ours, state, telemetry), (exact, true, truth) = results
+    assert_same_parameter(ours, exact, x, apart=False, what="x", loose=LOOSE[Came])
+    for key, value in true.items():
+        assert_norm(state[key], value, 1e-6 * float(value.norm()), key)
+    torch.testing.assert_close(figures(telemetry), figures(truth), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("kind", [Came], indirect=True)
 @pytest.mark.parametrize("backend", ["foreach", "cpu"], indirect=True)
 def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None:

@@ -40,6 +40,12 @@ def square_sums(tensors: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like), device=like.device)
 
 
+def rsqrt_of_ratio(a: Tensor, b: Tensor) -> Tensor:
+    """1 / sqrt(a / b), also where the ratio is too small: of a row of zeros beside large ones it is 1e-42."""
+    ratio = a / b
+    return torch.where(ratio < torch.finfo(ratio.dtype).tiny, b.sqrt() * a.rsqrt(), ratio.rsqrt())
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """At least float32, whatever the parameter's dtype."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import reference
-from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, wide, write
+from bighorn.kernels.arithmetic import compute_dtype, count_step, rsqrt_of_ratio, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, CameOptions, rows_with_grad
 from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach import pieces
@@ -277,7 +277,7 @@ class Batch:
 
 def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
-    r = (row / row.mean(dim=-1, keepdim=True)).rsqrt()
+    r = rsqrt_of_ratio(row, row.mean(dim=-1, keepdim=True))
     return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
 
 

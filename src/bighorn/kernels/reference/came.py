@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import square_sum
+from bighorn.kernels.arithmetic import rsqrt_of_ratio, square_sum
 from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard
 from bighorn.kernels.codec import Dither, rounded, stored
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
@@ -117,7 +117,8 @@ class Averages:
 
     def rsqrt(self) -> Tensor:
         """1 / sqrt(row col / mean(row)), in the shape of the tensor."""
-        return (self.row / self.mean).rsqrt() * self.col.rsqrt()
+        rsqrt = rsqrt_of_ratio(self.row, self.mean) * self.col.rsqrt()
+        return rsqrt.clamp(max=torch.finfo(rsqrt.dtype).max)  # zeros, in rows and columns of zeros, stay 0
 
     def update_sum(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:
         """The sum of the squares of the tensor times `rsqrt()`, and that of something else."""

@@ -102,10 +102,11 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     idle = [pattern for pattern in exclusion if _letters(pattern) not in map(_letters, used)]
     if not idle:
         return
+    patterns = f"{', '.join(map(repr, idle))} {'matches' if len(idle) == 1 else 'match'}"
     text = (
-        f"{option}: {idle[0]!r} matches none of {len(names)} parameter names, the nearest of which are "
-        f"{nearest(idle[:1], names)}. Names are those of the model without wrappers (no 'module.' of "
-        "DistributedDataParallel, no '_orig_mod.' of torch.compile)"
+        f"{option}: {patterns} none of {len(names)} parameter names, the nearest of which are {nearest(idle, names)}. "
+        "Names are those of the model without wrappers (no 'module.' of DistributedDataParallel, no '_orig_mod.' of "
+        "torch.compile)"
     )
     if not used:
         raise ValueError(f"{text}: correct the patterns, or leave {option} out")

@@ -169,6 +169,9 @@ def test_exclusions_that_match_nothing(kind: Kind) -> None:
             kind(net.named_parameters(), lr=0.1, **exclusion)
         with pytest.warns(UserWarning, match=rf"^{option}: 'norm' matches none of 4.*'1\."):
             kind(net.named_parameters(), lr=0.1, **(exclusion | {option: ["bias", "norm"]}))
+        with pytest.warns(UserWarning, match=rf"^{option}: 'norm', 'gain' match none of 4") as told:
+            kind(net.named_parameters(), lr=0.1, **(exclusion | {option: ["norm", "bias", "gain"]}))
+        assert len(told) == 1
 
 
 def test_exclusions_that_are_not_complained_about(kind: Kind, group: None) -> None:

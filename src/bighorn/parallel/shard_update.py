@@ -31,6 +31,11 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
     global clip (`max_grad_norm`) and `skip_nonfinite` look at all ranks' gradients. State per rank shrinks with their
     number, in whole tensors; a rank may be left without any.
 
+    A ZeroRedundancyOptimizer of one's own with either option is refused, since each rank would look at its gradients
+    alone. That cannot be done for options that are not given to it: `functools.partial(Lamb, max_grad_norm=1.0)` is
+    called with parameters of one rank as it would be with those of a whole model. Use `shard_update`, or add the ranks:
+    `functools.partial(Lamb, max_grad_norm=1.0, process_group=torch.distributed.group.WORLD)`.
+
     Args:
         optimizer: Which has not stepped yet; it is not used any more. One of Bighorn's, or of `torch.optim`'s.
         process_group: The ranks. Default: None, which is all of them.

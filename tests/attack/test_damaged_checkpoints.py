@@ -13,9 +13,15 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bighorn.cli import checkpoint
 from bighorn.cli.commands import bighorn
+from bighorn.cli.errors import InputError
+from bighorn.cli.ranks import Ranks
+from bighorn.cli.tasks import TASKS
+from bighorn.cli.training import Run
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes, edits
+from tests.support.error_checks import same
 
 Damage = Callable[[bytes], bytes]
 
@@ -37,6 +43,27 @@ def train(*words: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def loaded(path: Path) -> dict[str, Any]:
+    """All that a run has that continues a checkpoint."""
+    saved = checkpoint.load(path)
+    run = Run(checkpoint.config_of(saved, {}), TASKS["digits"].load(None), Ranks())
+    checkpoint.restore(run, saved)
+    return run.state_dict()
+
+
+def assert_as_it_was_or_refused(path: Path, damaged: Path, intact: Path) -> None:
+    """A checkpoint of which one file was damaged holds what it held, or is refused with the name of this file."""
+    words = None
+    try:
+        found = loaded(path)
+    except InputError as error:
+        words = str(error)
+    if words is None:
+        assert same(found, loaded(intact)), "other values were loaded"
+    else:
+        assert str(damaged) in words
+
+
 def assert_resumes_or_says_why(path: Path) -> None:
     """Of its files none changes where it is refused."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -54,6 +81,7 @@ def test_a_damaged_file(saved: Path, damage: Damage) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(damage((saved / "run.pt").read_bytes()))
     assert_resumes_or_says_why(path)
+    assert_as_it_was_or_refused(path, path, saved / "run.pt")
 
 
 @tries(60)
@@ -66,6 +94,7 @@ def test_a_damaged_folder(saved: Path, damage: Damage, which: int) -> None:
     path = files[which % len(files)]
     path.write_bytes(damage(path.read_bytes()))
     assert_resumes_or_says_why(folder)
+    assert_as_it_was_or_refused(folder, path, saved / "shards")
 
 
 @tries(60)

@@ -165,12 +165,38 @@ def test_a_full_disk_at_the_last_file_keeps_the_last_checkpoint(
     assert names("run") == []
 
 
-def test_a_damaged_shard_is_refused_in_one_line(invoke: Invoke) -> None:
-    """Torch's words on it have several."""
+@pytest.mark.parametrize("name", ["*.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", ["first", "middle", "last", "cut", "gone"])
+def test_a_damaged_file_is_refused_in_one_line(name: str, damage: str, invoke: Invoke) -> None:
+    """Torch finds neither a bit of a tensor that has changed nor one of its numbers of bytes, and runs its pickle."""
     Path("run").mkdir()
     invoke(*TRAIN, "--save", "run")
-    shard = next(Path("run/step-4").glob("*.distcp"))
-    shard.write_bytes(b"Q" + shard.read_bytes()[1:])
+    (file,) = Path("run/step-4").glob(name)
+    content = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    else:
+        content[{"first": 0, "middle": len(content) // 2}.get(damage, -1)] ^= 1
+        file.write_bytes(content[:-1] if damage == "cut" else content)
     output = invoke("train", "--resume", "run", code=1).output
-    assert "run/step-4 is damaged" in output
+    assert output.startswith(f"Error: --resume {file} is ")
     assert output.count("\n") == 1
+
+
+def test_folders_without_checksums_are_resumed(invoke: Invoke) -> None:
+    """As they were before there were any."""
+    Path("run").mkdir()
+    invoke(*TRAIN, "--save", "run")
+    whole = torch.load("run/step-4/run.pt", weights_only=True)
+    assert whole.pop("files").keys() == {".metadata", "__0_0.distcp"}
+    torch.save(whole, "run/step-4/run.pt")
+    invoke("train", "--resume", "run")
+
+
+@pytest.mark.parametrize("files", [None, [], {"__0_0.distcp": "0"}, {1: 1}], ids=repr)
+def test_checksums_of_another_kind_are_refused(files: Any, invoke: Invoke) -> None:
+    Path("run").mkdir()
+    invoke(*TRAIN, "--save", "run")
+    whole = torch.load("run/step-4/run.pt", weights_only=True)
+    torch.save(whole | {"files": files}, "run/step-4/run.pt")
+    assert "run/step-4/run.pt is damaged" in invoke("train", "--resume", "run", code=1).output

@@ -73,6 +73,11 @@ def load(path: Path) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
             raise InputError(f"--resume {file} is damaged: its {name} is missing or no {kind.__name__}. {REMEDY}")
+    checksums = checkpoint.get("files", {})  # there were none at first
+    if not matches(checksums, dict[str, int]):
+        raise InputError(f"--resume {file} is damaged: its files are {_short(checksums)}. {REMEDY}")
+    if place is not None:
+        folder.check_files(place, checksums)
     return checkpoint | {"folder": None if place is None else str(place)}
 
 

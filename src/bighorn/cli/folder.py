@@ -7,6 +7,7 @@ written theirs; only then earlier ones go. So the last complete checkpoint is th
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -113,6 +114,7 @@ def save(run: Run, path: Path, about: dict[str, Any]) -> None:
 
 def _finish(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
     """Make a checkpoint complete, then remove those before it."""
+    checkpoint["files"] = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
     files.write(partial / COMPLETE, lambda file: torch.save(checkpoint, file))
     partial.rename(place)
     for other in steps(place.parent):
@@ -126,6 +128,32 @@ def _remove_partial(path: Path) -> None:
     """Remove what a run that was killed while it saved has left in the folder."""
     for entry in path.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(entry, ignore_errors=True)
+
+
+def check_files(place: Path, checksums: dict[str, int]) -> None:
+    """Compare the files of a checkpoint with what `save` has written.
+
+    Torch has checksums for tensors and never looks at them, and none for its metadata, which is a pickle and may run
+    anything that a flipped bit makes of it. So this comes before torch reads any.
+
+    Raises:
+        InputError: One is missing or damaged, named by its path.
+    """
+    for name, checksum in checksums.items():
+        try:
+            damage = None if _checksum(place / name) == checksum else "damaged: its checksum is another"
+        except OSError as error:
+            damage = f"missing or unreadable: {error.strerror}"
+        if damage is not None:
+            raise InputError(f"--resume {place / name} is {damage}.")
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def _is_complete(entry: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A Ctrl-C while the console script still imports."""
+"""A Ctrl-C while the command line still imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes import LIMIT
 
 PROGRAM = """
-import signal, sys
+import runpy, signal, sys
 from importlib.abc import MetaPathFinder
 from importlib.metadata import entry_points
 
@@ -22,14 +22,29 @@ class Interrupting(MetaPathFinder):
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())
+"""
+SCRIPT = """
 (script,) = entry_points(group="console_scripts", name="bighorn")
 script.load()()
 """
+MODULE = """
+runpy.run_module("bighorn.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+def interrupted(start: str, module: str) -> None:
+    command = [sys.executable, "-c", PROGRAM + start, "memory", module]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.stderr == "Interrupted.\n"
+    assert ended.returncode == 130
 
 
 @pytest.mark.parametrize("module", ["torch", "torch.nn", "bighorn.cli", "bighorn.cli.commands", "bighorn.cli.memory"])
 def test_ctrl_c_during_imports_is_130_without_a_traceback(module: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, "memory", module]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert ended.stderr == "Interrupted.\n"
-    assert ended.returncode == 130
+    interrupted(SCRIPT, module)
+
+
+@pytest.mark.parametrize("module", ["bighorn.cli.commands", "click", "bighorn.cli.memory"])
+def test_ctrl_c_during_imports_of_the_module_too(module: str) -> None:
+    """Once Python has found it, within a package that imports torch."""
+    interrupted(MODULE, module)

@@ -1,6 +1,10 @@
-"""``python -m bighorn.cli``, and ``torchrun -m bighorn.cli train`` for several processes."""
+"""``python -m bighorn.cli``, and ``torchrun -m bighorn.cli train`` for several processes.
 
-from bighorn.cli import main
+A Ctrl-C ends it as it does the console script, but for the second before this module, in which Python imports
+``bighorn``, and so torch, to find it.
+"""
+
+from bighorn_launcher import main
 
 if __name__ == "__main__":
     main()

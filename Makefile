@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow oldest-torch attack integrations gpu check docs dist aarch64 format clean
+.PHONY: help train test slow oldest-torch newest-torch attack integrations gpu check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
 	@echo "make test    set up, run everything CI runs"
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make oldest-torch   run the tests of the CPU with the oldest torch that is supported, in an environment of its own"
+	@echo "make newest-torch   the same with the newest torch, or with that of TORCH=2.13.0"
 	@echo "make attack  random cases, uses, damage and command lines, minutes (MINUTES=30 SEED=7)"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
@@ -72,21 +73,30 @@ aarch64:
 	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DCMAKE_C_FLAGS=-Werror
 	cmake --build build/aarch64
 
-# The oldest torch that pyproject.toml claims, in an environment of its own. PyPI's build for Linux brings 3 GB of CUDA;
-# PIP_INDEX_URL may name an index that has builds without it. The tests stay out of FSDP2,
-# which in torch 2.7 on the CPU gives the sum of float32 and bfloat16 gradients over ranks in place of their mean.
+# Other versions of torch, each in an environment of its own: the oldest that pyproject.toml claims, and the newest that
+# exists or the version that TORCH names. PyPI's build for Linux brings 3 GB of CUDA; PIP_INDEX_URL may name an index that
+# has builds without it. With the oldest the tests leave out FSDP2, which in torch 2.7 on the CPU gives the sum of float32
+# and bfloat16 gradients over ranks in place of their mean.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
+TORCH ?=
 OLDEST := build/torch-$(OLDEST_TORCH)
-$(OLDEST)/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
-	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[cli]' \
-	  'torch==$(OLDEST_TORCH).*' pytest pytest-timeout pytest-xdist
+NEWEST := build/torch-$(or $(TORCH),newest)
+build/torch-%/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable '.[cli]' \
+	  '$(if $(filter newest,$*),torch,torch==$*.*)' pytest pytest-timeout pytest-xdist
 	touch $@
 
+# Warnings of other versions are no failures.
+WITH_TORCH = $(1)/bin/bighorn doctor --require cpu && \
+	$(1)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" -W default \
+	  --ignore tests/integrations --ignore tests/gpu --ignore tests/package/test_architecture.py
+
 oldest-torch: $(OLDEST)/installed
-	$(OLDEST)/bin/bighorn doctor --require cpu
-	$(OLDEST)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" -W default \
-	  --ignore tests/integrations --ignore tests/gpu --ignore tests/package/test_architecture.py -k "not fsdp and not hybrid"
+	$(call WITH_TORCH,$(OLDEST)) -k "not fsdp and not hybrid"
+
+newest-torch: $(NEWEST)/installed
+	$(call WITH_TORCH,$(NEWEST))
 
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow

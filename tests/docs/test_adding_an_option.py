@@ -1,0 +1,57 @@
+"""docs/adding-an-option.md: its changes apply to a copy of the repository, and the tests that it names pass there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bighorn.kernels.cpu import library
+from tests.support.processes import LIMIT
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "adding-an-option.md"
+RUN = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
+sys.path.insert(0, "src")
+import pytest
+files = ["tests/math/test_lamb_scalar.py", "tests/backends/test_backends.py", "tests/errors/test_options.py"]
+names = ["tests/package/test_architecture.py", "-k", "nesterov or documented_defaults"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", *files, *names]))
+"""
+
+
+def changes(page: str) -> list[tuple[str, str, str]]:
+    """Of each change of the page: the file, and its lines before and after."""
+    found = []
+    for path, lines in re.findall(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```$", page, re.M | re.S):
+        before, after = (
+            "".join(f"{line[1:]}\n" for line in lines.splitlines() if not line.startswith(other)) for other in "+-"
+        )
+        found.append((path, before, after))
+    return found
+
+
+def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
+    for folder in ("src", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    if library.LIBRARY is not None:  # which an editable install keeps elsewhere; steps 1 to 4 change no C
+        shutil.copy(library.LIBRARY._name, tmp_path / "src" / "bighorn" / "kernels")
+    for path, before, after in changes(PAGE.read_text()):
+        text = (tmp_path / path).read_text()
+        assert text.count(before) == 1, (path, before)
+        (tmp_path / path).write_text(text.replace(before, after))
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 20, done.stdout
+
+
+def test_a_change_is_read_as_two_texts() -> None:
+    page = "```diff\n+++ a/b.py\n one\n-two\n+three\n```\n"
+    assert changes(page) == [("a/b.py", "one\ntwo\n", "one\nthree\n")]

@@ -317,9 +317,9 @@ def test_mindspore_needs_names_unless_grouped_or_told_otherwise() -> None:
 HEAD = """\
 # Other packages' LAMBs by name
 
-<!-- Written by `python -m tests.math.test_presets`; a test fails where it is not what the table of presets says. -->
+<!-- Written by `python -m tests.math.test_presets`; a test fails if it differs from the table of presets. -->
 
-`Lamb.like(name, params, **overrides)` gives the LAMB of another package, or of a version of the paper:
+`Lamb.like(name, params, **overrides)` makes the LAMB of another package, or of a version of the paper:
 
 ```python
 import torch
@@ -329,19 +329,21 @@ model = torch.nn.Linear(4, 2)
 optimizer = Lamb.like("timm", model.named_parameters(), lr=0.01)
 ```
 
-Options that are given win over the preset's. `bighorn doctor --presets` prints the table, `bighorn.PRESETS` holds it.
+Options that you pass override the preset's. `bighorn doctor --presets` prints the table, and `bighorn.PRESETS`
+contains it.
 
 | preset | differs from version 5 of the paper | options beyond the defaults | read in |
 |---|---|---|---|
 """
 
 PROOF = """
-## Proof
+## Comparison with the packages
 
-Ten steps with a learning rate that changes at each and weight decay on: matrices, vectors, one element, an all-zero
-parameter, an all-zero gradient, both, a norm above 10, a norm near 0, gradients of 1e-3. Each figure is the largest
-||ours - theirs|| / ||theirs|| of a tensor, over all backends that serve it. Theirs is computed in float64: by the
-package itself, or by its formula, written out anew from its code in `tests/support/peer_formulas.py`.
+A test makes ten steps with weight decay and with a learning rate that changes at each step. Its parameters are
+matrices, vectors, one element, an all-zero parameter, an all-zero gradient, both, a norm above 10, a norm near 0, and
+gradients of 1e-3. Each figure is the largest ||ours - theirs|| / ||theirs|| of a tensor, over all backends that serve
+it. The package itself computes theirs in float64, or its formula does, which `tests/support/peer_formulas.py`
+implements again from the package's code.
 
 """
 

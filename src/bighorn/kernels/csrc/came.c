@@ -164,8 +164,8 @@ static void begin_work(Work *w, Step *s, int64_t index, Scratch *scratch, double
     };
     w->first = share(grid.tiles, thread, team);
     w->last = share(grid.tiles, thread + 1, team);
-    w->size = shard ? (double)shard->matrices * (double)shard->height * (double)shard->width
-                    : (double)w->job.gradient->size;
+    w->size =
+        shard ? (double)shard->matrices * (double)shard->height * (double)shard->width : (double)w->job.gradient->size;
     w->barrier = &s->barrier;
     w->thread = thread;
     w->team = team;
@@ -352,8 +352,7 @@ static void step_shard(Work *w, int round) {
             apply(w, *squares.param);
             put_confidence(w, arrived_confidence(job, &residuals));
             break;
-        default: /* others are split both ways */
-            break;
+        default: /* others are split both ways */ break;
     }
 }
 
@@ -392,10 +391,22 @@ static void step_body(int thread, int team, void *data) {
  * count of steps. Where `shards` is given: what comes before a round of their sums (0 is the first), or after the last.
  * Nothing is allocated here, so nothing can fail. */
 EXPORT void bighorn_came_step(const Run *run, const CameOptions *options, const CameRow *rows, const CameShard *shards,
-                              const Gradient *gradients, void *const *grads, const double *beta2s,
-                              const int64_t *order, int64_t rows_count, double grad_scale, int round,
-                              double *workspace) {
-    Step s = {came_loops_for(run->isa), options, rows, shards, gradients, grads, beta2s, order, rows_count, grad_scale,
-              round, workspace, needs_of(rows, shards, gradients, rows_count), 0, {0, 0, 0}};
+                              const Gradient *gradients, void *const *grads, const double *beta2s, const int64_t *order,
+                              int64_t rows_count, double grad_scale, int round, double *workspace) {
+    Step s = {came_loops_for(run->isa),
+              options,
+              rows,
+              shards,
+              gradients,
+              grads,
+              beta2s,
+              order,
+              rows_count,
+              grad_scale,
+              round,
+              workspace,
+              needs_of(rows, shards, gradients, rows_count),
+              0,
+              {0, 0, 0}};
     run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
 }

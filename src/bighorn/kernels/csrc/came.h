@@ -21,13 +21,13 @@ typedef struct {
 typedef struct {
     Weights weights;
     void *exp_avg;
-    float *exp_avg_scale;          /* of an int8 average */
-    float *exp_avg_sq;             /* where the second moment is not factored; else */
+    float *exp_avg_scale; /* of an int8 average */
+    float *exp_avg_sq;    /* where the second moment is not factored; else */
     float *sq_row, *sq_col, *res_row, *res_col;
-    const float *step;             /* steps taken so far */
-    float *norms;                  /* out: RMS of u, its clip factor, mean confidence */
+    const float *step; /* steps taken so far */
+    float *norms;      /* out: RMS of u, its clip factor, mean confidence */
     int64_t matrices, height, width;
-    int64_t inner;                 /* elements per index of dim 0: blocks of an int8 average do not cross it */
+    int64_t inner; /* elements per index of dim 0: blocks of an int8 average do not cross it */
     int32_t state_type, options, factored;
 } CameRow;
 
@@ -41,8 +41,8 @@ typedef struct {
 } CameShard;
 
 enum {
-    NARROW = 32, /* columns: shorter rows go together */
-    WIDE = 8192, /* columns: longer rows are cut into strips of a piece */
+    NARROW = 32,   /* columns: shorter rows go together */
+    WIDE = 8192,   /* columns: longer rows are cut into strips of a piece */
     COLUMNS = 256, /* added up at once */
     TOGETHER = 4,  /* rows of a wide matrix */
 };
@@ -81,7 +81,7 @@ typedef struct {
 typedef struct {
     double rows[PIECE], columns[PIECE];
     _Alignas(64) float elements[WIDE], ratios[WIDE]; /* ratios: of q / row */
-    int64_t row; /* of the first of `lines` that wait in `rows` */
+    int64_t row;                                     /* of the first of `lines` that wait in `rows` */
     int lines;
 } Sums;
 
@@ -113,9 +113,9 @@ typedef struct {
     Average known, ratio; /* of a shard: `square` without the lines that other shards have parts of, and q / known */
     Scratch *scratch;
     double *tile_sums;
-    double *means;   /* of a shard that is split: what `Average` has there */
-    float *row_sums; /* per strip and row; not used where one strip is the whole matrix */
-    float *col_sums; /* per block and column; not used where one block is the whole matrix */
+    double *means;     /* of a shard that is split: what `Average` has there */
+    float *row_sums;   /* per strip and row; not used where one strip is the whole matrix */
+    float *col_sums;   /* per block and column; not used where one block is the whole matrix */
     float *ratio_sums; /* the same of q / row, where the gradient is read once */
 } Job;
 

@@ -1,5 +1,5 @@
-/* What the loops of a CAME step know of rows and columns: averages, as sums grow and when they are done, and the factors
- * that come from them. */
+/* What the loops of a CAME step know of rows and columns: averages, as sums grow and when they are done, and the
+ * factors that come from them. */
 #ifndef BIGHORN_CAME_LINES_H
 #define BIGHORN_CAME_LINES_H
 
@@ -117,9 +117,9 @@ ALWAYS void spread_means(int matrices, const int height, const int width, const 
 }
 
 /* Common kernels get loops of their own. */
-#define FOR_SHAPE(function, matrices, height, width, ...)                                        \
-    ((height) == 1 && (width) == 1   ? function(matrices, 1, 1, __VA_ARGS__)                       \
-     : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__)                       \
+#define FOR_SHAPE(function, matrices, height, width, ...)                    \
+    ((height) == 1 && (width) == 1   ? function(matrices, 1, 1, __VA_ARGS__) \
+     : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__) \
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
 /* A span was added to `elements`; `row_sums` are what was added for each row. */
@@ -224,8 +224,8 @@ typedef struct {
     float buffer[PIECE];
 } Factors;
 
-static void set_factors(const Job *job, const Average *average, const Tile *t, const Span *span,
-                        const Columns *columns, Factors *f) {
+static void set_factors(const Job *job, const Average *average, const Tile *t, const Span *span, const Columns *columns,
+                        Factors *f) {
     const Grid *g = &job->grid;
     const float *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + span->row;
@@ -243,8 +243,7 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
         column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
         if (is_split(job->shard))
             for (int i = 0; i < span->lines; i++) means[i] = row_mean(job, average, t->matrix + i / g->height);
-        else
-            FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, means);
+        else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, means);
         for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], rows, first + i);
         FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     }

@@ -21,9 +21,9 @@ static Tile tile_at(const Grid *g, int64_t index) {
 }
 
 /* Consecutive elements of a tile, a piece at most: `lines` rows from `row` on, or a part of one. Rows of a wide matrix
- * are taken together from all quarters of a tile: memory serves long streams faster than short ones, and column sums are
- * read and written less often. They are an odd number of rows apart, since a cache confuses addresses that differ by
- * whole pages. */
+ * are taken together from all quarters of a tile: memory serves long streams faster than short ones, and column sums
+ * are read and written less often. They are an odd number of rows apart, since a cache confuses addresses that differ
+ * by whole pages. */
 typedef struct {
     int64_t start, row, column; /* of the first of `count` spans */
     int64_t apart;              /* rows from one span to the next */

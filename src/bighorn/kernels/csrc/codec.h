@@ -43,7 +43,8 @@ static inline Part next_part(int64_t inner, Part part, int64_t end) {
 
 /* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
 
-/* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once. */
+/* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once.
+ */
 typedef struct {
     float scale;  /* as it is stored: in HALF_ROOT the root */
     float unit;   /* value = unit times what a code stands for */
@@ -51,7 +52,8 @@ typedef struct {
     float lift;   /* what values are to be multiplied with first, so that the factor is finite: mostly 1 */
 } Scale;
 
-/* What the largest code stands for: of SIGNED and UNSIGNED the specification's 63, times a power of 2 that suits bits. */
+/* What the largest code stands for: of SIGNED and UNSIGNED the specification's 63, times a power of 2 that suits bits.
+ */
 ALWAYS float top_of(const enum Form form) {
     return form == LINEAR ? 127 : form == SIGNED || form == UNSIGNED ? 63 / 32.0f : 1;
 }
@@ -63,8 +65,9 @@ ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
     Scale s = scale_of(form, form == HALF_ROOT ? sqrtf(largest) : largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    /* Rounded up: of LINEAR's ties between two codes there is but 63.5, whose upper one is even. It is so little that the
-     * largest magnitude has the largest code, with dither too, since a quarter of it is below a float's last bit. */
+    /* Rounded up: of LINEAR's ties between two codes there is but 63.5, whose upper one is even. It is so little that
+     * the largest magnitude has the largest code, with dither too, since a quarter of it is below a float's last bit.
+     */
     s.factor = largest > 0 ? top_of(form) / (largest * s.lift) * (1 + 0x1p-23f) : 0;
     return s;
 }

@@ -2,8 +2,8 @@
  *
  * Small tensors go to threads whole, so that the second phase finds them in cache. Large ones are shared by all
  * threads in static slices with one barrier between the phases. */
-#include "codec.h"
 #include "lamb.h"
+#include "codec.h"
 
 #include <math.h>
 
@@ -162,16 +162,14 @@ static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums
     const Options *o = &s->options[row->options];
     int64_t room = s->phase == BOTH ? s->scratch_size / team / BLOCK : 0;
     int64_t kept = last - first < room ? first : last - room;
-    Slice slice = {index, first, last, s->loops[row->inner > 0], kept, s->scratch + thread * room * BLOCK, partial,
-                   thread, team};
+    Slice slice = {index,   first,  last, s->loops[row->inner > 0], kept, s->scratch + thread * room * BLOCK,
+                   partial, thread, team};
     Factors f;
     double lr = prepare(o, row, s->grad_scale, &f);
 
     Sums total = s->phase == SECOND ? s->sums[index] : first_phase(s, &slice, o, &f, lr);
-    if (s->phase != FIRST)
-        second_phase(s, &slice, o, &f, lr, total);
-    else if (!partial || thread == 0)
-        s->sums[index] = total;
+    if (s->phase != FIRST) second_phase(s, &slice, o, &f, lr, total);
+    else if (!partial || thread == 0) s->sums[index] = total;
 }
 
 static void step_body(int thread, int team, void *data) {
@@ -179,7 +177,8 @@ static void step_body(int thread, int team, void *data) {
     int64_t large = 0;
     for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > LARGE; large++) {
         int64_t index = s->order[large], count = blocks_of(&s->rows[index], s->gradients[index].size);
-        step_slice(s, index, share(count, thread, team), share(count, thread + 1, team), s->partial[large % 2], thread, team);
+        step_slice(s, index, share(count, thread, team), share(count, thread + 1, team), s->partial[large % 2], thread,
+                   team);
     }
     for (;;) {
         int64_t position = large + atomic_fetch_add(&s->next, 1);
@@ -193,12 +192,24 @@ static void step_body(int thread, int team, void *data) {
  * `sums` over all of these. `partial` has room for two entries per block of the
  * row that has the most; the scratch may be of any
  * size. Nothing is allocated here, so nothing can fail. */
-EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row *rows,
-                              const Gradient *gradients, void *const *grads,
-                              const int64_t *order, int64_t rows_count, double grad_scale, Sums *partial,
-                              float *scratch, int64_t scratch_size, int phase, Sums *sums) {
+EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row *rows, const Gradient *gradients,
+                              void *const *grads, const int64_t *order, int64_t rows_count, double grad_scale,
+                              Sums *partial, float *scratch, int64_t scratch_size, int phase, Sums *sums) {
     int64_t most = bighorn_lamb_blocks(rows, gradients, rows_count);
-    Step s = {{lamb_loops_for(run->isa), lamb_blocks_for(run->isa)}, options, rows, gradients, grads, order, rows_count, grad_scale, phase, sums,
-              scratch, scratch_size, {partial, partial + most}, 0, {0, 0, 0}};
+    Step s = {{lamb_loops_for(run->isa), lamb_blocks_for(run->isa)},
+              options,
+              rows,
+              gradients,
+              grads,
+              order,
+              rows_count,
+              grad_scale,
+              phase,
+              sums,
+              scratch,
+              scratch_size,
+              {partial, partial + most},
+              0,
+              {0, 0, 0}};
     run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
 }

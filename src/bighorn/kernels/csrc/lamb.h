@@ -54,7 +54,8 @@ typedef struct {
     int64_t start, size;
 } Block;
 
-/* Whether weights lie as they are computed with, in bfloat16; and whether gradients, too, can be used where they lie. */
+/* Whether weights lie as they are computed with, in bfloat16; and whether gradients, too, can be used where they lie.
+ */
 static inline int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->way == NEAREST; }
 
 static inline int all_in_bfloat16(const Block *b) {

@@ -1,5 +1,5 @@
-/* The arithmetic of a LAMB step whose moments are in blocks of few bits (codec.h): one block after the other is decoded,
- * advanced, encoded, and read back as it is stored, in the first-level cache. */
+/* The arithmetic of a LAMB step whose moments are in blocks of few bits (codec.h): one block after the other is
+ * decoded, advanced, encoded, and read back as it is stored, in the first-level cache. */
 #include "codec.h"
 #include "lamb.h"
 #include "lanes.h"
@@ -8,7 +8,7 @@
 typedef struct {
     const Row *row;
     int64_t start, scale;
-    int n, type;      /* of x and g: both lie as they are, in bfloat16, or both are in float32 */
+    int n, type; /* of x and g: both lie as they are, in bfloat16, or both are in float32 */
     const void *x, *g;
     float grad_scale;
     void *m_codes, *v_codes;
@@ -25,11 +25,11 @@ typedef struct {
 } LaneSums;
 
 /* Forms and types are known where functions are compiled. */
-#define FOR_FORMS(few, function, ...)                                                                       \
-    ((few)->row->state_type == INT8                                                                         \
-         ? ((few)->type == BFLOAT16 ? function(SIGNED, UNSIGNED, BFLOAT16, few, __VA_ARGS__)                \
-                                    : function(SIGNED, UNSIGNED, FLOAT32, few, __VA_ARGS__))                \
-         : ((few)->type == BFLOAT16 ? function(HALF, HALF_ROOT, BFLOAT16, few, __VA_ARGS__)                 \
+#define FOR_FORMS(few, function, ...)                                                        \
+    ((few)->row->state_type == INT8                                                          \
+         ? ((few)->type == BFLOAT16 ? function(SIGNED, UNSIGNED, BFLOAT16, few, __VA_ARGS__) \
+                                    : function(SIGNED, UNSIGNED, FLOAT32, few, __VA_ARGS__)) \
+         : ((few)->type == BFLOAT16 ? function(HALF, HALF_ROOT, BFLOAT16, few, __VA_ARGS__)  \
                                     : function(HALF, HALF_ROOT, FLOAT32, few, __VA_ARGS__)))
 
 static int64_t code_bytes(const Row *row) { return row->state_type == INT8 ? 1 : 2; }
@@ -40,8 +40,9 @@ ALWAYS Lanes load_as(const int type, const void *data, int i) {
     return type == FLOAT32 ? load((const float *)data + i) : load_bfloat16((const uint16_t *)data + i);
 }
 
-/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: multiplied by this, so
- * that there is room in their exponents, codes become what they stand for when their bits move up by one or by two. */
+/* Codes of SIGNED and UNSIGNED are roots of what they stand for, as the bits of floats make them: multiplied by this,
+ * so that there is room in their exponents, codes become what they stand for when their bits move up by one or by two.
+ */
 #define REDUCED(form) ((form) == SIGNED ? 0x1p-70f : 0x1p-103f)
 
 /* What reduced codes stand for, as multiples of the scale's unit. */
@@ -80,7 +81,8 @@ ALWAYS Lanes store_powers(const enum Form form, Lanes value, float factor, Words
 ALWAYS float root_unit(const enum Form second, float unit) { return second == UNSIGNED ? sqrtf(unit) : unit; }
 
 /* u from what codes stand for. */
-ALWAYS Lanes updates(const enum Form second, const Factors f, float m_unit, float v_root_unit, Lanes x, Lanes m, Lanes v) {
+ALWAYS Lanes updates(const enum Form second, const Factors f, float m_unit, float v_root_unit, Lanes x, Lanes m,
+                     Lanes v) {
     Lanes root = fused(second == UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
     return fused(lanes(f.weight_decay), x, m * (f.correction * m_unit) / root); /* LAMB-u */
 }
@@ -210,7 +212,8 @@ static void move(const Factors *f, float step, Few *few, const float *restrict u
     if (lies_in_bfloat16(w)) { /* no NaN has low bits here: u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + few->start;
 #pragma omp simd
-        for (int i = 0; i < few->n; i++) put(BFLOAT16, x, i, round_bfloat16(moved(*f, step, get(BFLOAT16, x, i), u[i]), 0));
+        for (int i = 0; i < few->n; i++)
+            put(BFLOAT16, x, i, round_bfloat16(moved(*f, step, get(BFLOAT16, x, i), u[i]), 0));
         return;
     }
     float *restrict x = read_weights(w, few->start, few->n, few->x_buffer);
@@ -238,7 +241,8 @@ static Sums careful_sums(const Block *b, const Factors *f) {
     return sums;
 }
 
-/* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster. */
+/* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster.
+ */
 static Sums step_block(const Block *b, const Factors *f, const float *step, float *update) {
     const int type = all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     const int64_t inner = b->row->inner, end = b->start + b->size;

@@ -16,8 +16,8 @@ typedef struct {
 
 static int lies_ready(const Weights *w) { return w->type == FLOAT32 || lies_in_bfloat16(w); }
 
-/* Elements in a piece. Where nothing passes through a buffer it is a block: a loop that goes on has more loads under way,
- * 4% of a step beyond the caches. */
+/* Elements in a piece. Where nothing passes through a buffer it is a block: a loop that goes on has more loads under
+ * way, 4% of a step beyond the caches. */
 static int piece_of(const Block *b) {
     const int reads_floats = is_plain(b->gradient) && b->gradient->type == FLOAT32;
     return lies_ready(&b->row->weights) && (reads_floats || all_in_bfloat16(b)) ? BLOCK : PIECE;
@@ -39,9 +39,8 @@ static void give_back(const Piece *p, const Row *row, uint32_t draw, int64_t sta
 }
 
 /* The moments of one element, and u. */
-ALWAYS float step_one(const Factors f, const int second_moment, const int g_type,
-                                                            const int state_type, float g, float x, float *m, float *v,
-                                                            float *v_max) {
+ALWAYS float step_one(const Factors f, const int second_moment, const int g_type, const int state_type, float g,
+                      float x, float *m, float *v, float *v_max) {
     float grad = FMA(f.l2, x, f.grad_scale * g);
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
@@ -51,11 +50,9 @@ ALWAYS float step_one(const Factors f, const int second_moment, const int g_type
 }
 
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
-ALWAYS Sums step_loop(const Factors f, const int second_moment,
-                                                            const enum After after, const int x_type, const int g_type,
-                                                            const int state_type, float step, int n,
-                                                            const void *restrict g, void *restrict m, void *restrict v,
-                                                            void *restrict v_max, void *restrict x, float *restrict u) {
+ALWAYS Sums step_loop(const Factors f, const int second_moment, const enum After after, const int x_type,
+                      const int g_type, const int state_type, float step, int n, const void *restrict g,
+                      void *restrict m, void *restrict v, void *restrict v_max, void *restrict x, float *restrict u) {
     Sums sums = {0, 0};
     for (int start = 0, end; start < n; start = end) {
         float weight = 0, update = 0;
@@ -80,11 +77,9 @@ ALWAYS Sums step_loop(const Factors f, const int second_moment,
 }
 
 /* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
-ALWAYS Sums step_pairs(const Factors f, const int second_moment,
-                                                             const enum After after, const int g_type, float step,
-                                                             int n, const void *restrict g, Pair *restrict m,
-                                                             Pair *restrict v, Pair *restrict v_max, Pair *restrict x,
-                                                             float *restrict u) {
+ALWAYS Sums step_pairs(const Factors f, const int second_moment, const enum After after, const int g_type, float step,
+                       int n, const void *restrict g, Pair *restrict m, Pair *restrict v, Pair *restrict v_max,
+                       Pair *restrict x, float *restrict u) {
     const int half = n / 2;
     Sums sums = {0, 0};
     for (int start = 0, end; start < half; start = end) {
@@ -95,7 +90,8 @@ ALWAYS Sums step_pairs(const Factors f, const int second_moment,
             float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Pair *)g)[i]);
             float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Pair *)g)[i]);
             float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]), max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
-            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]), max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
+            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]),
+                  max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
             float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
             float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
             m[i] = pair_of(m1, m2);
@@ -110,8 +106,8 @@ ALWAYS Sums step_pairs(const Factors f, const int second_moment,
         sums.weight += weight, sums.update += update;
     }
     if (n % 2) {
-        Sums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
-                              m + half, v + half, v_max + half, x + half, u + n - 1);
+        Sums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1,
+                              at((void *)g, g_type, n - 1), m + half, v + half, v_max + half, x + half, u + n - 1);
         sums.weight += last.weight, sums.update += last.update;
     }
     return sums;
@@ -130,17 +126,16 @@ static Sums careful_sums(const Factors f, const Piece *p, int n) {
     return (Sums){weight, update};
 }
 
-#define STEP_LOOP(x_type, g_type, state_type)                                                                       \
-    (second_moment == AMSGRAD                                                                                        \
-         ? step_loop(*f, AMSGRAD, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u)          \
+#define STEP_LOOP(x_type, g_type, state_type)                                                               \
+    (second_moment == AMSGRAD                                                                               \
+         ? step_loop(*f, AMSGRAD, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
          : step_loop(*f, ADAM, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
-#define STEP_PAIRS(g_type)                                                                                           \
-    (second_moment == AMSGRAD ? step_pairs(*f, AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u)        \
+#define STEP_PAIRS(g_type)                                                                                    \
+    (second_moment == AMSGRAD ? step_pairs(*f, AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
                               : step_pairs(*f, ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
 
-ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment,
-                                                             const enum After after, float step, int64_t start, int n,
-                                                             float *u, Mean *last) {
+ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment, const enum After after, float step,
+                       int64_t start, int n, float *u, Mean *last) {
     Piece p;
     float buffer[PIECE];
     Sums sums;
@@ -156,15 +151,13 @@ ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment,
         case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
         default: sums = STEP_PAIRS(BFLOAT16); break;
     }
-    if (after == APPLY)
-        give_back(&p, b->row, f->draw, start, n);
-    else if (!in_range(sums.weight) || !in_range(sums.update))
-        sums = careful_sums(*f, &p, n);
+    if (after == APPLY) give_back(&p, b->row, f->draw, start, n);
+    else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, &p, n);
     return sums;
 }
 
-ALWAYS Sums step_block(const Block *b, const Factors *f, int second_moment,
-                                                             const enum After after, float step, float *u) {
+ALWAYS Sums step_block(const Block *b, const Factors *f, int second_moment, const enum After after, float step,
+                       float *u) {
     Sums sums = {0, 0};
     Mean last = {-1, 0};
     const int piece = piece_of(b);
@@ -186,10 +179,8 @@ static Sums moments_and_apply(const Block *b, const Factors *f, int second_momen
     return step_block(b, f, second_moment, APPLY, step, NULL);
 }
 
-ALWAYS void apply_loop(const Factors f, const int x_type, const int state_type,
-                                                             float step, int n, const float *restrict u,
-                                                             const void *restrict m, const void *restrict v,
-                                                             void *restrict x) {
+ALWAYS void apply_loop(const Factors f, const int x_type, const int state_type, float step, int n,
+                       const float *restrict u, const void *restrict m, const void *restrict v, void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         float old_x = get(x_type, x, i);
@@ -199,9 +190,8 @@ ALWAYS void apply_loop(const Factors f, const int x_type, const int state_type,
 }
 
 /* The same for pairs of bfloat16, as `step_pairs` leaves u. */
-ALWAYS void apply_pairs(const Factors f, float step, int n,
-                                                              const float *restrict u, const Pair *restrict m,
-                                                              const Pair *restrict v, Pair *restrict x) {
+ALWAYS void apply_pairs(const Factors f, float step, int n, const float *restrict u, const Pair *restrict m,
+                        const Pair *restrict v, Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
@@ -209,15 +199,14 @@ ALWAYS void apply_pairs(const Factors f, float step, int n,
         float x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), sqrtf(high(v[i])));
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
-    if (n % 2)
-        apply_loop(f, BFLOAT16, BFLOAT16, step, 1, u ? u + n - 1 : NULL, m + half, v + half, x + half);
+    if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, u ? u + n - 1 : NULL, m + half, v + half, x + half);
 }
 
-#define APPLY_LOOP(x_type, state_type)                                                                    \
-    (u ? apply_loop(*f, x_type, state_type, step, n, u, NULL, NULL, p.x)                                  \
+#define APPLY_LOOP(x_type, state_type)                                   \
+    (u ? apply_loop(*f, x_type, state_type, step, n, u, NULL, NULL, p.x) \
        : apply_loop(*f, x_type, state_type, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
-#define APPLY_PAIRS()                                                   \
-    (u ? apply_pairs(*f, step, n, u, NULL, NULL, p.x)                    \
+#define APPLY_PAIRS()                                 \
+    (u ? apply_pairs(*f, step, n, u, NULL, NULL, p.x) \
        : apply_pairs(*f, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
 
 static void apply(const Block *b, const Factors *f, float step, const float *update) {

@@ -1,5 +1,5 @@
-/* Vectors as wide as the instruction set has them, for loops on bytes and floats at once, which compilers make slow code
- * of. Operators work on them as on numbers; a comparison gives words of all bits or none. */
+/* Vectors as wide as the instruction set has them, for loops on bytes and floats at once, which compilers make slow
+ * code of. Operators work on them as on numbers; a comparison gives words of all bits or none. */
 #ifndef BIGHORN_LANES_H
 #define BIGHORN_LANES_H
 
@@ -160,7 +160,7 @@ ALWAYS Lanes load_bfloat16(const void *data) {
     return values;
 }
 
-ALWAYS void store_bytes(void *data, Words words) { EACH_LANE ((uint8_t *)data)[lane] = (uint8_t)words[lane]; }
+ALWAYS void store_bytes(void *data, Words words) { EACH_LANE((uint8_t *)data)[lane] = (uint8_t)words[lane]; }
 
 #endif
 
@@ -184,7 +184,7 @@ ALWAYS Lanes store_float16(void *data, Lanes x) {
     memcpy(data, &raw, sizeof raw);
     return SIMD(cvtph_ps)(raw);
 #else
-    EACH_LANE ((uint16_t *)data)[lane] = to_float16(x[lane]);
+    EACH_LANE((uint16_t *)data)[lane] = to_float16(x[lane]);
     return load_float16(data);
 #endif
 }

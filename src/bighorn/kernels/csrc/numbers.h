@@ -143,8 +143,8 @@ ALWAYS void put(const int type, void *data, int i, float value) {
 
 /* ---- layouts --------------------------------------------------------------------------------------------- */
 
-/* A layout is dims, sizes, strides, of elements that are counted outermost dimension first. Where an element lies in it,
- * and how many there are from there to the end of the last dimension, `last_stride` apart. */
+/* A layout is dims, sizes, strides, of elements that are counted outermost dimension first. Where an element lies in
+ * it, and how many there are from there to the end of the last dimension, `last_stride` apart. */
 static inline int64_t place_in(const int64_t *layout, int64_t index, int64_t *count) {
     const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
     int64_t inner = index % sizes[last], rest = index / sizes[last], place = inner * strides[last];

@@ -134,7 +134,8 @@ ALWAYS void write_halves(const int type, const Weights *w, uint32_t draw, int64_
     }
 }
 
-/* What the weights [start, start + n) stand for, a piece at most: where they lie if they are float32, else in a buffer. */
+/* What the weights [start, start + n) stand for, a piece at most: where they lie if they are float32, else in a buffer.
+ */
 static inline float *read_weights(const Weights *w, int64_t start, int n, float *buffer) {
     if (w->way == NEAREST || w->way == STOCHASTIC) return widen(w->data, w->type, start, n, buffer);
     if (w->type == BFLOAT16) read_halves(BFLOAT16, w, start, n, buffer);

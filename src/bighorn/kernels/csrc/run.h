@@ -26,21 +26,19 @@ typedef struct {
 
 /* `table_for(isa)`: a table of functions that each instruction set has its own of, as table_v2, table_v3, table_v4. */
 #if defined(ISA_X86)
-#define TABLE_PER_ISA(Type, table)                       \
+#define TABLE_PER_ISA(Type, table)                        \
     extern const Type table##_v2, table##_v3, table##_v4; \
-    static const Type *table##_for(int isa) {             \
-        return isa >= 4 ? &table##_v4 : isa == 3 ? &table##_v3 : &table##_v2; \
-    }
+    static const Type *table##_for(int isa) { return isa >= 4 ? &table##_v4 : isa == 3 ? &table##_v3 : &table##_v2; }
 #else
-#define TABLE_PER_ISA(Type, table)     \
-    extern const Type table##_base;    \
+#define TABLE_PER_ISA(Type, table)  \
+    extern const Type table##_base; \
     static const Type *table##_for(int isa) { return (void)isa, &table##_base; }
 #endif
 
 typedef void Body(int thread, int team, void *data);
 
-/* Runs the body, for so many elements, in every thread of a team, which can be smaller than asked for (OMP_THREAD_LIMIT,
- * OMP_DYNAMIC). */
+/* Runs the body, for so many elements, in every thread of a team, which can be smaller than asked for
+ * (OMP_THREAD_LIMIT, OMP_DYNAMIC). */
 void run_parallel(const Run *run, int64_t elements, Body *body, void *data);
 
 /* Where the threads of a team wait for each other; zeros to begin with. */
@@ -50,7 +48,8 @@ typedef struct {
 
 void wait_for_all(Barrier *barrier, int team);
 
-/* The first of `count` things that fall to a part of `parts`, say a thread of a team; the next part's first ends them. */
+/* The first of `count` things that fall to a part of `parts`, say a thread of a team; the next part's first ends them.
+ */
 static inline int64_t share(int64_t count, int64_t part, int64_t parts) { return count * part / parts; }
 
 #endif

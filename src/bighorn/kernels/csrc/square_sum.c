@@ -1,6 +1,6 @@
 /* The global gradient norm, and the count of steps: what every algorithm needs. */
-#include "run.h"
 #include "square_sum.h"
+#include "run.h"
 
 TABLE_PER_ISA(SquareSumLoops, square_sum_loops)
 
@@ -21,8 +21,7 @@ static void square_sum_body(int thread, int team, void *data) {
         int64_t count = blocks_in(gradient->size);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
             int64_t start = b * BLOCK, rest = gradient->size - start;
-            s->partial[before + b] =
-                s->loops->square_sum(gradient, s->data[row], start, rest < BLOCK ? rest : BLOCK);
+            s->partial[before + b] = s->loops->square_sum(gradient, s->data[row], start, rest < BLOCK ? rest : BLOCK);
         }
         before += count;
     }

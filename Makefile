@@ -15,7 +15,7 @@ help:
 	@echo "make attack  random cases, uses, damage and command lines, minutes (MINUTES=30 SEED=7)"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
-	@echo "make check   formatter, linter and type checker alone"
+	@echo "make check   formatters, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
 	@echo "make aarch64 compile the C library for 64-bit ARM with a cross-compiler"
@@ -26,7 +26,8 @@ help:
 STAMP := $(VENV)/installed
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
+	  --config-settings cmake.define.BIGHORN_WERROR=ON --editable '.[dev]'
 	touch $(STAMP)
 
 # Other versions of Triton, which has wheels for Linux alone, beside the environment: first the oldest that is claimed and
@@ -43,13 +44,17 @@ $(VENV)/tritons/%: | $(STAMP)
 train: $(STAMP)
 	$(BIN)/bighorn train --report runs/digits.html
 
+C_SOURCES = $(wildcard src/bighorn/kernels/csrc/*.[ch] tests/csrc/*.[ch])
+
 check: $(STAMP)
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(C_SOURCES)
 	$(BIN)/ruff check --fix
 
 docs: $(STAMP)
@@ -70,7 +75,7 @@ dist: $(STAMP)
 
 aarch64:
 	cmake -S . -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DCMAKE_C_FLAGS=-Werror
+	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DBIGHORN_WERROR=ON
 	cmake --build build/aarch64
 
 # Other versions of torch, each in an environment of its own: the oldest that pyproject.toml claims, and the newest that

@@ -22,7 +22,14 @@ enum { LEAST_ROWS = 128, LEAST_ELEMENTS = 8192 };
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static Grid grid_of(const CameRow *row, const CameShard *shard) {
-    Grid g = {row->matrices, row->height, row->width, .per_tile = 1, .blocks = 1, .strips = 1};
+    Grid g = {
+        .matrices = row->matrices,
+        .height = row->height,
+        .width = row->width,
+        .per_tile = 1,
+        .blocks = 1,
+        .strips = 1,
+    };
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
     g.whole = size <= PIECE;
@@ -164,8 +171,8 @@ static void begin_work(Work *w, Step *s, int64_t index, Scratch *scratch, double
     };
     w->first = share(grid.tiles, thread, team);
     w->last = share(grid.tiles, thread + 1, team);
-    w->size =
-        shard ? (double)shard->matrices * (double)shard->height * (double)shard->width : (double)w->job.gradient->size;
+    w->size = (double)w->job.gradient->size;
+    if (shard) w->size = (double)shard->matrices * (double)shard->height * (double)shard->width;
     w->barrier = &s->barrier;
     w->thread = thread;
     w->team = team;
@@ -393,20 +400,20 @@ static void step_body(int thread, int team, void *data) {
 EXPORT void bighorn_came_step(const Run *run, const CameOptions *options, const CameRow *rows, const CameShard *shards,
                               const Gradient *gradients, void *const *grads, const double *beta2s, const int64_t *order,
                               int64_t rows_count, double grad_scale, int round, double *workspace) {
-    Step s = {came_loops_for(run->isa),
-              options,
-              rows,
-              shards,
-              gradients,
-              grads,
-              beta2s,
-              order,
-              rows_count,
-              grad_scale,
-              round,
-              workspace,
-              needs_of(rows, shards, gradients, rows_count),
-              0,
-              {0, 0, 0}};
+    Step s = {
+        .loops = came_loops_for(run->isa),
+        .options = options,
+        .rows = rows,
+        .shards = shards,
+        .gradients = gradients,
+        .grads = grads,
+        .beta2s = beta2s,
+        .order = order,
+        .rows_count = rows_count,
+        .grad_scale = grad_scale,
+        .round = round,
+        .workspace = workspace,
+        .needs = needs_of(rows, shards, gradients, rows_count),
+    };
     run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
 }

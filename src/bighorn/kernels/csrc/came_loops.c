@@ -80,8 +80,8 @@ static const float NOTHING = -0.0f;
 ALWAYS void square_loop(const int count, const int type, int n, const void *const *g, float scale,
                         float *restrict elements, float *restrict sums) {
     const int all = count == TOGETHER;
-    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
-                         *restrict d = g[all ? 3 : 0];
+    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
+    const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
@@ -98,8 +98,8 @@ ALWAYS void square_loop(const int count, const int type, int n, const void *cons
 ALWAYS void ratio_loop(const int count, const int type, int n, const void *const *g, const float *r,
                        float *restrict ratios) {
     const int all = count == TOGETHER;
-    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0], *restrict c = g[all ? 2 : 0],
-                         *restrict d = g[all ? 3 : 0];
+    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
+    const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++)
@@ -208,10 +208,10 @@ ALWAYS void momentum_loop(const int count, const int g_type, const int m_type, c
                           float *restrict elements, float *restrict sums) {
     const int all = count == TOGETHER;
     const Job j = *job;
-    const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0], *restrict g_c = g[all ? 2 : 0],
-                         *restrict g_d = g[all ? 3 : 0];
-    void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
-                   *restrict m_d = m[all ? 3 : 0];
+    const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
+    const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
+    void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
+    void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
@@ -320,10 +320,10 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
 ALWAYS void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x, const void *const *m,
                        const float *r, const float *restrict c, float decay) {
     const int all = count == TOGETHER;
-    void *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0], *restrict x_c = x[all ? 2 : 0],
-                   *restrict x_d = x[all ? 3 : 0];
-    const void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0], *restrict m_c = m[all ? 2 : 0],
-                         *restrict m_d = m[all ? 3 : 0];
+    void *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0];
+    void *restrict x_c = x[all ? 2 : 0], *restrict x_d = x[all ? 3 : 0];
+    const void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
+    const void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++) {
@@ -384,8 +384,8 @@ static double apply(const Job *job, int64_t index, float step, float decay, Colu
 
 static double second_moment(const Job *job, int64_t index) {
     const Tile t = tile_at(&job->grid, index);
-    const float beta2 = (float)job->beta2, rest = (float)(1 - job->beta2),
-                shift = (float)((1 - job->beta2) * job->eps1);
+    const float beta2 = (float)job->beta2, rest = (float)(1 - job->beta2);
+    const float shift = (float)((1 - job->beta2) * job->eps1);
     Buffer buffer;
     double total = 0;
     start_buffers(&buffer, 1);

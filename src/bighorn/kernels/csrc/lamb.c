@@ -106,7 +106,13 @@ typedef struct {
 static Block block_at(const Step *s, int64_t row, int64_t block) {
     int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, block);
     int64_t end = start_of(&s->rows[row], size, block + 1);
-    return (Block){&s->rows[row], &s->gradients[row], s->grads[row], start, end - start};
+    return (Block){
+        .row = &s->rows[row],
+        .gradient = &s->gradients[row],
+        .grad = s->grads[row],
+        .start = start,
+        .size = end - start,
+    };
 }
 
 /* What falls to one thread of a row: blocks [first, last). `partial` is for a row that all threads share. */
@@ -162,8 +168,17 @@ static void step_slice(Step *s, int64_t index, int64_t first, int64_t last, Sums
     const Options *o = &s->options[row->options];
     int64_t room = s->phase == BOTH ? s->scratch_size / team / BLOCK : 0;
     int64_t kept = last - first < room ? first : last - room;
-    Slice slice = {index,   first,  last, s->loops[row->inner > 0], kept, s->scratch + thread * room * BLOCK,
-                   partial, thread, team};
+    Slice slice = {
+        .index = index,
+        .first = first,
+        .last = last,
+        .loops = s->loops[row->inner > 0],
+        .kept = kept,
+        .scratch = s->scratch + thread * room * BLOCK,
+        .partial = partial,
+        .thread = thread,
+        .team = team,
+    };
     Factors f;
     double lr = prepare(o, row, s->grad_scale, &f);
 
@@ -177,8 +192,8 @@ static void step_body(int thread, int team, void *data) {
     int64_t large = 0;
     for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > LARGE; large++) {
         int64_t index = s->order[large], count = blocks_of(&s->rows[index], s->gradients[index].size);
-        step_slice(s, index, share(count, thread, team), share(count, thread + 1, team), s->partial[large % 2], thread,
-                   team);
+        int64_t first = share(count, thread, team), last = share(count, thread + 1, team);
+        step_slice(s, index, first, last, s->partial[large % 2], thread, team);
     }
     for (;;) {
         int64_t position = large + atomic_fetch_add(&s->next, 1);
@@ -196,20 +211,20 @@ EXPORT void bighorn_lamb_step(const Run *run, const Options *options, const Row 
                               void *const *grads, const int64_t *order, int64_t rows_count, double grad_scale,
                               Sums *partial, float *scratch, int64_t scratch_size, int phase, Sums *sums) {
     int64_t most = bighorn_lamb_blocks(rows, gradients, rows_count);
-    Step s = {{lamb_loops_for(run->isa), lamb_blocks_for(run->isa)},
-              options,
-              rows,
-              gradients,
-              grads,
-              order,
-              rows_count,
-              grad_scale,
-              phase,
-              sums,
-              scratch,
-              scratch_size,
-              {partial, partial + most},
-              0,
-              {0, 0, 0}};
+    Step s = {
+        .loops = {lamb_loops_for(run->isa), lamb_blocks_for(run->isa)},
+        .options = options,
+        .rows = rows,
+        .gradients = gradients,
+        .grads = grads,
+        .order = order,
+        .rows_count = rows_count,
+        .grad_scale = grad_scale,
+        .phase = phase,
+        .sums = sums,
+        .scratch = scratch,
+        .scratch_size = scratch_size,
+        .partial = {partial, partial + most},
+    };
     run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
 }

@@ -179,7 +179,7 @@ ALWAYS void encode_as(const enum Form first, const enum Form second, const int t
         weight = fused(x, x, weight);
         update = fused(u, u, update);
     }
-    EACH_LANE sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
+    EACH_LANE(lane) sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
 }
 
 /* Stores the moments and forms u. */
@@ -264,7 +264,7 @@ static Sums step_block(const Block *b, const Factors *f, const float *step, floa
         }
     }
     Sums sums = {0, 0};
-    EACH_LANE sums.weight += lane_sums.weight[lane], sums.update += lane_sums.update[lane];
+    EACH_LANE(lane) sums.weight += lane_sums.weight[lane], sums.update += lane_sums.update[lane];
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 

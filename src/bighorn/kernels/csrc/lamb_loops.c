@@ -89,9 +89,10 @@ ALWAYS Sums step_pairs(const Factors f, const int second_moment, const enum Afte
         for (int i = start; i < end; i++) {
             float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Pair *)g)[i]);
             float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Pair *)g)[i]);
-            float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]), max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
-            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]),
-                  max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
+            float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
+            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
+            float max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
+            float max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
             float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
             float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
             m[i] = pair_of(m1, m2);

@@ -32,7 +32,7 @@ typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-#define EACH_LANE for (int lane = 0; lane < LANES; lane++)
+#define EACH_LANE(lane) for (int lane = 0; lane < LANES; lane++)
 
 ALWAYS Lanes lanes(float value) { return value - (Lanes){0}; }
 
@@ -46,7 +46,7 @@ ALWAYS void store(float *data, Lanes x) { memcpy(data, &x, sizeof x); }
 
 ALWAYS Words counted(uint32_t first, uint32_t step) {
     Words numbers;
-    EACH_LANE numbers[lane] = (uint32_t)lane;
+    EACH_LANE(lane) numbers[lane] = (uint32_t)lane;
     return first + numbers * step;
 }
 
@@ -62,7 +62,7 @@ ALWAYS Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if defined(__FMA__)
     return SIMD(fmadd_ps)(a, b, c);
 #elif defined(__aarch64__)
-    EACH_LANE c[lane] = FMA(a[lane], b[lane], c[lane]);
+    EACH_LANE(lane) c[lane] = FMA(a[lane], b[lane], c[lane]);
     return c;
 #else
     return a * b + c;
@@ -116,51 +116,54 @@ ALWAYS void store_bytes(void *data, Words words) {
 #else
 
 ALWAYS Lanes square_root(Lanes x) {
-    EACH_LANE x[lane] = sqrtf(x[lane]);
+    EACH_LANE(lane) x[lane] = sqrtf(x[lane]);
     return x;
 }
 
 ALWAYS Words larger(Words a, Words b) {
-    EACH_LANE a[lane] = a[lane] > b[lane] ? a[lane] : b[lane];
+    EACH_LANE(lane) a[lane] = a[lane] > b[lane] ? a[lane] : b[lane];
     return a;
 }
 
 ALWAYS Words smaller(Words a, Words b) {
-    EACH_LANE a[lane] = a[lane] < b[lane] ? a[lane] : b[lane];
+    EACH_LANE(lane) a[lane] = a[lane] < b[lane] ? a[lane] : b[lane];
     return a;
 }
 
 ALWAYS uint32_t largest(Words x) {
     uint32_t most = 0;
-    EACH_LANE most = x[lane] > most ? x[lane] : most;
+    EACH_LANE(lane) most = x[lane] > most ? x[lane] : most;
     return most;
 }
 
 ALWAYS Words nearest_ints(Lanes x) {
     Words values;
-    EACH_LANE values[lane] = (uint32_t)(int32_t)rintf(x[lane]);
+    EACH_LANE(lane) values[lane] = (uint32_t)(int32_t)rintf(x[lane]);
     return values;
 }
 
 ALWAYS Lanes from_ints(Words x) {
     Lanes values;
-    EACH_LANE values[lane] = (float)(int32_t)x[lane];
+    EACH_LANE(lane) values[lane] = (float)(int32_t)x[lane];
     return values;
 }
 
 ALWAYS Words load_bytes(const void *data, const int is_signed) {
     Words values;
-    EACH_LANE values[lane] = is_signed ? (uint32_t)((const int8_t *)data)[lane] : ((const uint8_t *)data)[lane];
+    EACH_LANE(lane) values[lane] = is_signed ? (uint32_t)((const int8_t *)data)[lane] : ((const uint8_t *)data)[lane];
     return values;
 }
 
 ALWAYS Lanes load_bfloat16(const void *data) {
     Lanes values;
-    EACH_LANE values[lane] = from_bits((uint32_t)((const uint16_t *)data)[lane] << 16);
+    EACH_LANE(lane) values[lane] = from_bits((uint32_t)((const uint16_t *)data)[lane] << 16);
     return values;
 }
 
-ALWAYS void store_bytes(void *data, Words words) { EACH_LANE((uint8_t *)data)[lane] = (uint8_t)words[lane]; }
+ALWAYS void store_bytes(void *data, Words words) {
+    uint8_t *bytes = data;
+    EACH_LANE(lane) bytes[lane] = (uint8_t)words[lane];
+}
 
 #endif
 
@@ -172,7 +175,7 @@ ALWAYS Lanes load_float16(const void *data) {
     return SIMD(cvtph_ps)(raw);
 #else
     Lanes values;
-    EACH_LANE values[lane] = from_float16(((const uint16_t *)data)[lane]);
+    EACH_LANE(lane) values[lane] = from_float16(((const uint16_t *)data)[lane]);
     return values;
 #endif
 }
@@ -184,7 +187,8 @@ ALWAYS Lanes store_float16(void *data, Lanes x) {
     memcpy(data, &raw, sizeof raw);
     return SIMD(cvtph_ps)(raw);
 #else
-    EACH_LANE((uint16_t *)data)[lane] = to_float16(x[lane]);
+    uint16_t *halves = data;
+    EACH_LANE(lane) halves[lane] = to_float16(x[lane]);
     return load_float16(data);
 #endif
 }

@@ -87,7 +87,7 @@ void run_parallel(const Run *run, int64_t elements, Body *body, void *data) {
         body(0, 1, data);
         return;
     }
-    Region region = {run, body, data, float_mode()};
+    Region region = {.run = run, .body = body, .data = data, .float_mode = float_mode()};
     run->parallel(enter, &region, (unsigned)run->threads, 0);
 }
 

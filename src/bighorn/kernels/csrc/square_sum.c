@@ -30,7 +30,13 @@ static void square_sum_body(int thread, int team, void *data) {
 /* The sum of all gradients' squares. `partial` has room for one entry per block of every row. */
 EXPORT double bighorn_square_sum(const Run *run, const Gradient *gradients, void *const *data, int64_t rows,
                                  double *partial) {
-    SquareSum s = {square_sum_loops_for(run->isa), gradients, data, rows, partial, 0};
+    SquareSum s = {
+        .loops = square_sum_loops_for(run->isa),
+        .gradients = gradients,
+        .data = data,
+        .rows = rows,
+        .partial = partial,
+    };
     for (int64_t row = 0; row < rows; row++) s.blocks += blocks_in(gradients[row].size);
     run_parallel(run, elements_of(gradients, rows), square_sum_body, &s);
     double total = 0;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Options
 from bighorn.kernels.cpu.library import address, loaded, run
-from bighorn.kernels.cpu.tensors import BLOCK, grad_layout, gradient, place_layout
+from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, grad_layout, gradient, place_layout
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Stepper(Generic[Options]):
             torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
             self._addresses_of_counts(),
         )
-        self.blocks = [-(-size // BLOCK) for size in sizes]
+        self.blocks = [-(-size // BLOCK_ELEMS) for size in sizes]
         self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
         self.threads = 0
         """For which `reserve` has been called."""

@@ -15,13 +15,13 @@ from bighorn.kernels.cpu import library
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for
 
-BLOCK = 8192  # of csrc/run.h
+BLOCK_ELEMS = 8192  # of csrc/run.h
 LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRAD_TYPES = {**TYPES, torch.float64: 3}
 STATE_TYPES = {**TYPES, torch.int8: 4}
-WAYS = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
+ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
 
 def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None:
@@ -68,10 +68,10 @@ class Weights(ctypes.Structure):
     """`Weights` of csrc/rounding.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("data", "kept", "places")),
-        ("first", ctypes.c_int64),
-        ("number", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in ("type", "way")),
+        *((name, ctypes.c_void_p) for name in ("data", "aux", "layout")),
+        ("offset", ctypes.c_int64),
+        ("param_id", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("type", "rounding")),
     ]
 
 
@@ -80,12 +80,12 @@ def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weigh
     x, way = bucket.params[i], bucket.options.weight_rounding
     return Weights(
         data=x.data_ptr(),
-        kept=next((bucket.state[name][i].data_ptr() for name in kept_for(way)), None),
-        places=places.buffer_info()[0] if places else None,
-        first=first_place(bucket, i) if draws(bucket) else 0,
-        number=bucket.numbers[i] if draws(bucket) else 0,
+        aux=next((bucket.state[name][i].data_ptr() for name in kept_for(way)), None),
+        layout=places.buffer_info()[0] if places else None,
+        offset=first_place(bucket, i) if draws(bucket) else 0,
+        param_id=bucket.numbers[i] if draws(bucket) else 0,
         type=TYPES[x.dtype],
-        way=WAYS[way],
+        rounding=ROUNDING_MODES[way],
     )
 
 

@@ -12,17 +12,17 @@ TABLE_PER_ISA(CameLoops, came_loops)
 
 /* From so many elements on a tensor is shared by all threads, which then wait for each other's sums; below, it goes to
  * one of them whole. */
-enum { LARGE = 1 << 20 };
+enum { SHARED_MIN_ELEMS = 1 << 20 };
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
 /* A block has so many rows and elements at least, so that sums of its columns are few beside its elements. */
-enum { LEAST_ROWS = 128, LEAST_ELEMENTS = 8192 };
+enum { BLOCK_MIN_ROWS = 128, BLOCK_MIN_ELEMS = 8192 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static Grid grid_of(const CameRow *row, const CameShard *shard) {
-    Grid g = {
+static CameGrid grid_of(const CameRow *row, const CameShard *shard) {
+    CameGrid g = {
         .matrices = row->matrices,
         .height = row->height,
         .width = row->width,
@@ -32,27 +32,27 @@ static Grid grid_of(const CameRow *row, const CameShard *shard) {
     };
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
-    g.whole = size <= PIECE;
+    g.whole = size <= PIECE_ELEMS;
     if (g.whole) {
-        g.per_tile = PIECE / size;
+        g.per_tile = PIECE_ELEMS / size;
     } else {
-        g.blocks = larger(1, g.height / larger(LEAST_ROWS, LEAST_ELEMENTS / g.width));
-        g.strips = g.width <= WIDE ? 1 : (g.width + PIECE - 1) / PIECE;
+        g.blocks = larger(1, g.height / larger(BLOCK_MIN_ROWS, BLOCK_MIN_ELEMS / g.width));
+        g.strips = g.width <= WIDE_COLUMNS ? 1 : (g.width + PIECE_ELEMS - 1) / PIECE_ELEMS;
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;
-    g.pieces = (g.width + COLUMNS - 1) / COLUMNS;
-    g.read_once = !g.whole && g.strips == 1 && g.width >= NARROW && !(shard && shard->split_across);
+    g.pieces = (g.width + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS;
+    g.read_once = !g.whole && g.strips == 1 && g.width >= NARROW_COLUMNS && !(shard && shard->split_across);
     return g;
 }
 
 /* In doubles: sums of tiles, of rows and twice of columns, and what a shard needs more, one after the other. */
 typedef struct {
     int64_t row_sums, col_sums, ratio_sums, means, ratios, end;
-} Places;
+} CameWorkspace;
 
-static Places places_in(const Grid *g, const CameShard *shard) {
+static CameWorkspace places_in(const CameGrid *g, const CameShard *shard) {
     const int64_t columns = g->blocks > 1 ? (g->blocks * g->matrices * g->width + 1) / 2 : 0;
-    Places p = {.row_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
+    CameWorkspace p = {.row_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
     p.col_sums = p.row_sums + (g->strips > 1 ? (g->strips * g->matrices * g->height + 1) / 2 : 0);
     p.ratio_sums = p.col_sums + columns;
     p.means = p.ratio_sums + (g->read_once ? columns : 0);
@@ -64,18 +64,19 @@ static Places places_in(const Grid *g, const CameShard *shard) {
 /* What a tensor shared by all threads needs, and what each thread needs for its small ones; in doubles. */
 typedef struct {
     int64_t shared, own;
-} Needs;
+} CameWorkspaceNeeds;
 
 static const CameShard *shard_of(const CameShard *shards, int64_t index) { return shards ? &shards[index] : NULL; }
 
-static Needs needs_of(const CameRow *rows, const CameShard *shards, const Gradient *gradients, int64_t count) {
-    Needs needs = {0, 0};
+static CameWorkspaceNeeds needs_of(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
+                                   int64_t count) {
+    CameWorkspaceNeeds needs = {0, 0};
     for (int64_t i = 0; i < count; i++) {
         const CameShard *shard = shard_of(shards, i);
-        Grid grid = grid_of(&rows[i], shard);
+        CameGrid grid = grid_of(&rows[i], shard);
         int64_t need = places_in(&grid, shard).end;
         needs.shared = larger(needs.shared, need);
-        if (gradients[i].size <= LARGE) needs.own = larger(needs.own, need);
+        if (gradients[i].size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
     }
     return needs;
 }
@@ -83,8 +84,8 @@ static Needs needs_of(const CameRow *rows, const CameShard *shards, const Gradie
 /* How many doubles of workspace a step needs with so many threads. */
 EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
                                       int64_t count, int threads) {
-    Needs needs = needs_of(rows, shards, gradients, count);
-    const int64_t scratch = sizeof(Scratch) / sizeof(double);
+    CameWorkspaceNeeds needs = needs_of(rows, shards, gradients, count);
+    const int64_t scratch = sizeof(CameScratch) / sizeof(double);
     return threads * scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
 }
 
@@ -103,50 +104,51 @@ typedef struct {
     double grad_scale;
     int round; /* of the shards' sums: what comes before it is done, or after the last */
     double *workspace;
-    Needs needs;
+    CameWorkspaceNeeds needs;
     atomic_llong next; /* small rows are handed out in order */
-    Barrier barrier;
-} Step;
+    RunBarrier barrier;
+} CameStep;
 
 /* What falls to one thread of a tensor's step. */
 typedef struct {
     const CameLoops *loops;
     const CameOptions *options;
-    Job job;
+    CameJob job;
     int64_t first, last; /* tiles */
     double size;         /* of the whole tensor */
-    Barrier *barrier;
+    RunBarrier *barrier;
     int thread, team;
-    Columns *columns;
-} Work;
+    CameColumns *columns;
+} CameWork;
 
 /* The average of lines of `count` elements, of which `here` are in this shard. */
-static Lines lines_of(float *values, double beta, double eps, int leads, int64_t here, int64_t count) {
+static CameLines lines_of(float *values, double beta, double eps, int leads, int64_t here, int64_t count) {
     const double scale = (1 - beta) / (double)count;
-    return (Lines){values, leads ? beta : 0, scale, scale * (double)here * eps};
+    return (CameLines){values, leads ? beta : 0, scale, scale * (double)here * eps};
 }
 
-static Average average_of(const CameRow *row, const CameShard *h, float *rows, float *columns, double beta, double eps,
-                          const double *means) {
-    return (Average){
+static CameAverage average_of(const CameRow *row, const CameShard *h, float *rows, float *columns, double beta,
+                              double eps, const double *means) {
+    return (CameAverage){
         lines_of(rows, beta, eps, !h || h->leads_across, row->width, h ? h->width : row->width),
         lines_of(columns, beta, eps, !h || h->leads_down, row->height, h ? h->height : row->height),
         is_split(h) ? means : NULL,
     };
 }
 
-static void begin_work(Work *w, Step *s, int64_t index, Scratch *scratch, double *workspace, int thread, int team) {
+static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scratch, double *workspace, int thread,
+                       int team) {
     const CameRow *row = &s->rows[index];
     const CameShard *shard = shard_of(s->shards, index);
     const CameOptions *o = &s->options[row->options];
-    const Grid grid = grid_of(row, shard);
-    const Places p = places_in(&grid, shard);
+    const CameGrid grid = grid_of(row, shard);
+    const CameWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
     double *means = workspace + p.means;
     float *ratios = (float *)(workspace + p.ratios);
     w->loops = s->loops;
     w->options = o;
-    w->job = (Job){
+    w->job = (CameJob){
         .row = row,
         .shard = shard,
         .gradient = &s->gradients[index],
@@ -157,7 +159,7 @@ static void begin_work(Work *w, Step *s, int64_t index, Scratch *scratch, double
         .beta1_rest = (float)(1 - o->beta1),
         .beta2 = s->beta2s[index],
         .eps1 = o->eps1,
-        .draw = draw_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
+        .rng_key = rng_key_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
         .square = average_of(row, shard, row->sq_row, row->sq_col, s->beta2s[index], o->eps1, means),
         .residual = average_of(row, shard, row->res_row, row->res_col, o->beta3, o->eps2, means),
         .known = {{.values = across ? NULL : row->sq_row}, {.values = down ? NULL : row->sq_col}, NULL},
@@ -180,10 +182,10 @@ static void begin_work(Work *w, Step *s, int64_t index, Scratch *scratch, double
     w->columns->matrix = -1;
 }
 
-static void wait(const Work *w) { wait_for_all(w->barrier, w->team); }
+static void wait(const CameWork *w) { wait_for_all(w->barrier, w->team); }
 
 /* The sum of what all threads have put, once they have. */
-static double total(const Work *w, int64_t count) {
+static double total(const CameWork *w, int64_t count) {
     double sum = 0;
     wait(w);
     for (int64_t i = 0; i < count; i++) sum += w->job.tile_sums[i];
@@ -191,9 +193,9 @@ static double total(const Work *w, int64_t count) {
 }
 
 /* Averages of the lines that no tile saw whole. */
-static void finish(const Work *w, const Average *average) {
-    const Job *job = &w->job;
-    const Grid *g = &job->grid;
+static void finish(const CameWork *w, const CameAverage *average) {
+    const CameJob *job = &w->job;
+    const CameGrid *g = &job->grid;
     const int64_t blocks = g->matrices * g->blocks, pieces = g->matrices * g->pieces;
     wait(w);
     if (g->strips > 1)
@@ -205,7 +207,7 @@ static void finish(const Work *w, const Average *average) {
 }
 
 /* The sum of x^2, where it is asked for. */
-static double param_square_sum(Work *w) {
+static double param_square_sum(CameWork *w) {
     if (!w->options->scale_parameter) return 0;
     for (int64_t tile = w->first; tile < w->last; tile++)
         w->job.tile_sums[tile] = w->loops->param_square_sum(&w->job, tile);
@@ -214,17 +216,17 @@ static double param_square_sum(Work *w) {
     return sum;
 }
 
-static double update_square_sum(Work *w) {
+static double update_square_sum(CameWork *w) {
     for (int64_t tile = w->last; tile-- > w->first;)
         w->job.tile_sums[tile] = w->loops->update_square_sum(&w->job, tile, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
 /* The second moment; returns the sum of u^2, which of a shard that is split is not known yet. */
-static double second_moment(Work *w) {
+static double second_moment(CameWork *w) {
     const CameLoops *loops = w->loops;
-    const Job *job = &w->job;
-    const Grid *g = &job->grid;
+    const CameJob *job = &w->job;
+    const CameGrid *g = &job->grid;
     const int split = is_split(job->shard);
     if (!job->row->factored) {
         for (int64_t tile = w->first; tile < w->last; tile++) job->tile_sums[tile] = loops->second_moment(job, tile);
@@ -248,14 +250,14 @@ static double second_moment(Work *w) {
 }
 
 /* What u is multiplied with, from the sum of its squares. */
-static double clip_factor(const Work *w, double update_sum) { /* CAME-clip */
+static double clip_factor(const CameWork *w, double update_sum) { /* CAME-clip */
     double rms = sqrt(update_sum / w->size), excess = rms / w->options->clip_threshold;
     if (excess < 1) excess = 1;
     if (w->thread == 0) w->job.row->norms[0] = (float)rms, w->job.row->norms[1] = (float)(1 / excess);
     return 1 / excess;
 }
 
-static double learning_rate(const Work *w, double param_sum) {
+static double learning_rate(const CameWork *w, double param_sum) {
     const CameOptions *o = w->options;
     if (!o->scale_parameter) return o->lr;
     double rms = sqrt(param_sum / w->size);
@@ -263,15 +265,15 @@ static double learning_rate(const Work *w, double param_sum) {
 }
 
 /* Of the residual's averages, for their start at 0. */
-static double correction(const Work *w) {
+static double correction(const CameWork *w) {
     const CameOptions *o = w->options;
     return o->bias_correction ? sqrt(1 - power(o->beta3, (int64_t)*w->job.row->step + 1)) : 1;
 }
 
 /* m and the residual's averages; where the second moment is not factored, m and x. */
-static void momentum(Work *w, SquareSums sums) {
+static void momentum(CameWork *w, CameSquareSums sums) {
     const CameLoops *loops = w->loops;
-    const Job *job = &w->job;
+    const CameJob *job = &w->job;
     const CameRow *row = job->row;
     const float clip = (float)clip_factor(w, sums.update);
     if (!row->factored) {
@@ -294,14 +296,14 @@ static void momentum(Work *w, SquareSums sums) {
 }
 
 /* The sum of the confidence, before it is corrected. */
-static double confidence(Work *w) {
+static double confidence(CameWork *w) {
     for (int64_t tile = w->first; tile < w->last; tile++)
         w->job.tile_sums[tile] = w->loops->confidence(&w->job, tile, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
 /* x; returns the sum of the confidence. */
-static double apply(Work *w, double param_sum) {
+static double apply(CameWork *w, double param_sum) {
     const double lr = learning_rate(w, param_sum);
     const float step = (float)(lr * correction(w)), decay = (float)(1 - lr * w->options->weight_decay);
     for (int64_t tile = w->first; tile < w->last; tile++)
@@ -309,63 +311,63 @@ static double apply(Work *w, double param_sum) {
     return total(w, w->job.grid.tiles);
 }
 
-static void put_confidence(const Work *w, double sum) {
+static void store_confidence(const CameWork *w, double sum) {
     if (w->thread == 0) w->job.row->norms[2] = (float)(correction(w) * sum / w->size);
 }
 
-static void step_whole(Work *w) {
-    SquareSums sums = {.param = param_square_sum(w)};
+static void step_whole(CameWork *w) {
+    CameSquareSums sums = {.param = param_square_sum(w)};
     sums.update = second_moment(w);
     momentum(w, sums);
-    if (w->job.row->factored) put_confidence(w, apply(w, sums.param));
+    if (w->job.row->factored) store_confidence(w, apply(w, sums.param));
 }
 
-static void take_together(const Work *w, const Average *average, const Sent *from) {
-    if (w->thread == 0 && is_split(w->job.shard)) take(&w->job, average, from);
+static void load_reduced_together(const CameWork *w, const CameAverage *average, const CameShardSums *from) {
+    if (w->thread == 0 && is_split(w->job.shard)) load_reduced_average(&w->job, average, from);
     wait(w);
 }
 
 /* What a shard's step does before a round of sums, or after the last. */
-static void step_shard(Work *w, int round) {
-    const Job *job = &w->job;
-    const int both_ways = is_split_both_ways(job->shard), factored = job->row->factored, gives = w->thread == 0;
-    const Sent squares = squares_sent(job), residuals = residuals_sent(job);
-    SquareSums sums;
+static void step_shard(CameWork *w, int round) {
+    const CameJob *job = &w->job;
+    const int both_ways = is_split_both_ways(job->shard), factored = job->row->factored, stores = w->thread == 0;
+    const CameShardSums squares = square_shard_sums(job), residuals = residual_shard_sums(job);
+    CameSquareSums sums;
     switch (round > 0 && !both_ways ? round + 1 : round) {
         case 0:
             sums.update = second_moment(w);
             sums.param = both_ways ? 0 : param_square_sum(w);
-            if (gives) give(job, &job->square, &job->ratio, &squares);
-            if (gives && !both_ways) give_square_sums(&squares, sums);
+            if (stores) store_shard_average(job, &job->square, &job->ratio, &squares);
+            if (stores && !both_ways) store_shard_square_sums(&squares, sums);
             break;
         case 1: /* split both ways, where no sums of lines tell the size of u */
-            take_together(w, &job->square, &squares);
+            load_reduced_together(w, &job->square, &squares);
             sums.update = update_square_sum(w);
             sums.param = param_square_sum(w);
-            if (gives) give_square_sums(&squares, sums);
+            if (stores) store_shard_square_sums(&squares, sums);
             break;
         case 2: {
-            take_together(w, &job->square, &squares);
-            momentum(w, arrived_square_sums(job, &squares));
+            load_reduced_together(w, &job->square, &squares);
+            momentum(w, reduced_square_sums(job, &squares));
             if (!factored) break;
             double here = residuals.confidence ? confidence(w) : 0;
-            if (gives) give(job, &job->residual, NULL, &residuals);
-            if (gives && residuals.confidence) *residuals.confidence = here;
+            if (stores) store_shard_average(job, &job->residual, NULL, &residuals);
+            if (stores && residuals.confidence) *residuals.confidence = here;
             break;
         }
         case 3:
             if (!factored) break;
-            take_together(w, &job->residual, &residuals);
+            load_reduced_together(w, &job->residual, &residuals);
             apply(w, *squares.param);
-            put_confidence(w, arrived_confidence(job, &residuals));
+            store_confidence(w, reduced_confidence(job, &residuals));
             break;
         default: /* others are split both ways */ break;
     }
 }
 
 /* All of a tensor by one thread, or a thread's share of it. */
-static void step_row(Step *s, int64_t index, Scratch *scratch, double *workspace, int thread, int team) {
-    Work w;
+static void step_row(CameStep *s, int64_t index, CameScratch *scratch, double *workspace, int thread, int team) {
+    CameWork w;
     begin_work(&w, s, index, scratch, workspace, thread, team);
     if (w.size == 0) {
         float *norms = s->rows[index].norms;
@@ -380,11 +382,11 @@ static void step_row(Step *s, int64_t index, Scratch *scratch, double *workspace
 /* ---- all tensors ----------------------------------------------------------------------------------------- */
 
 static void step_body(int thread, int team, void *data) {
-    Step *s = data;
-    Scratch *scratch = (Scratch *)s->workspace + thread;
-    double *shared = (double *)((Scratch *)s->workspace + team);
+    CameStep *s = data;
+    CameScratch *scratch = (CameScratch *)s->workspace + thread;
+    double *shared = (double *)((CameScratch *)s->workspace + team);
     int64_t large = 0;
-    for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > LARGE; large++)
+    for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > SHARED_MIN_ELEMS; large++)
         step_row(s, s->order[large], scratch, shared, thread, team);
     double *own = shared + (team > 1 ? s->needs.shared + thread * s->needs.own : 0);
     for (;;) {
@@ -397,10 +399,11 @@ static void step_body(int thread, int team, void *data) {
 /* One CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on its
  * count of steps. Where `shards` is given: what comes before a round of their sums (0 is the first), or after the last.
  * Nothing is allocated here, so nothing can fail. */
-EXPORT void bighorn_came_step(const Run *run, const CameOptions *options, const CameRow *rows, const CameShard *shards,
-                              const Gradient *gradients, void *const *grads, const double *beta2s, const int64_t *order,
-                              int64_t rows_count, double grad_scale, int round, double *workspace) {
-    Step s = {
+EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, const CameRow *rows,
+                              const CameShard *shards, const Gradient *gradients, void *const *grads,
+                              const double *beta2s, const int64_t *order, int64_t rows_count, double grad_scale,
+                              int round, double *workspace) {
+    CameStep s = {
         .loops = came_loops_for(run->isa),
         .options = options,
         .rows = rows,

@@ -11,7 +11,7 @@
 /* ---- averages -------------------------------------------------------------------------------------------- */
 
 /* What becomes of `n` lines from `first` on. */
-static void put_lines(const Lines *lines, int64_t first, int n, const double *restrict sums) {
+static void update_averages(const CameLines *lines, int64_t first, int n, const double *restrict sums) {
     if (!lines->values) return;
     const double old = lines->old, scale = lines->scale, shift = lines->shift;
     float *restrict values = lines->values + first;
@@ -21,7 +21,7 @@ static void put_lines(const Lines *lines, int64_t first, int n, const double *re
 }
 
 /* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
-static double row_mean(const Job *job, const Average *average, int64_t matrix) {
+static double row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
     const int64_t height = job->grid.height;
     const float *row = average->row.values;
     if (!row || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
@@ -32,21 +32,21 @@ static double row_mean(const Job *job, const Average *average, int64_t matrix) {
     return sum / (double)height;
 }
 
-static void begin(const Job *job, const Tile *t, Sums *s) {
-    const Grid *g = &job->grid;
+static void begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
+    const CameGrid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
-    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE : t->columns) * sizeof(float));
+    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : t->columns) * sizeof(float));
     memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(float));
     if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
 }
 
 /* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
-static void put_rows(const Job *job, const Average *average, const Tile *t, Sums *s) {
-    const Grid *g = &job->grid;
+static void flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
+    const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
     if (g->strips == 1) {
-        put_lines(&average->row, first, s->lines, s->rows);
+        update_averages(&average->row, first, s->lines, s->rows);
     } else {
         float *out = job->row_sums + t->strip * g->matrices * g->height + first;
         for (int i = 0; i < s->lines; i++) out[i] = (float)s->rows[i];
@@ -58,18 +58,18 @@ static void put_rows(const Job *job, const Average *average, const Tile *t, Sums
 
 /* The averages of columns [first, first + n) of a matrix from the sums of blocks, which lie `stride` apart; returns the
  * sum of u^2 in them. */
-static double put_columns(const Job *job, const Average *average, int64_t matrix, int64_t first, int n, int64_t blocks,
-                          int64_t stride, const float *elements, const float *ratios) {
-    const Grid *g = &job->grid;
-    double sums[COLUMNS] = {0}, sums_of_ratios[COLUMNS] = {0}, total = 0;
+static double update_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t first, int n,
+                             int64_t blocks, int64_t stride, const float *elements, const float *ratios) {
+    const CameGrid *g = &job->grid;
+    double sums[SUMMED_COLUMNS] = {0}, sums_of_ratios[SUMMED_COLUMNS] = {0}, total = 0;
     for (int64_t block = 0; block < blocks; block++)
         for (int i = 0; i < n; i++) sums[i] += elements[block * stride + i];
-    put_lines(&average->col, matrix * g->width + first, n, sums);
+    update_averages(&average->col, matrix * g->width + first, n, sums);
     if (!g->read_once || average != &job->square) return 0;
     for (int64_t block = 0; block < blocks; block++)
         for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[block * stride + i];
     if (is_split(job->shard)) {
-        put_lines(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
+        update_averages(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
         return 0;
     }
     const float *restrict col = average->col.values + matrix * g->width + first;
@@ -79,8 +79,8 @@ static double put_columns(const Job *job, const Average *average, int64_t matrix
 }
 
 /* Sums of rows and columns of `matrices` of height x width, one after the other. */
-ALWAYS void fold(int matrices, const int height, const int width, const float *restrict values, double *restrict rows,
-                 double *restrict columns) {
+FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width, const float *restrict values,
+                                double *restrict rows, double *restrict columns) {
     for (int k = 0; k < matrices; k++)
         for (int i = 0; i < height; i++) {
             double sum = 0;
@@ -94,8 +94,8 @@ ALWAYS void fold(int matrices, const int height, const int width, const float *r
 }
 
 /* out = r c, of `matrices` one after the other; not infinite, since 0 times infinity would be NaN. */
-ALWAYS void expand(int matrices, const int height, const int width, const float *restrict r, const float *restrict c,
-                   float *restrict out) {
+FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const float *restrict r,
+                                  const float *restrict c, float *restrict out) {
     for (int k = 0; k < matrices; k++)
         for (int i = 0; i < height; i++)
             for (int j = 0; j < width; j++) {
@@ -105,8 +105,8 @@ ALWAYS void expand(int matrices, const int height, const int width, const float 
 }
 
 /* For each row the mean of its matrix's. */
-ALWAYS void spread_means(int matrices, const int height, const int width, const float *restrict row,
-                         double *restrict means) {
+FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const float *restrict row,
+                                        double *restrict means) {
     (void)width;
     for (int k = 0; k < matrices; k++) {
         double mean = 0;
@@ -123,9 +123,9 @@ ALWAYS void spread_means(int matrices, const int height, const int width, const 
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
 /* A span was added to `elements`; `row_sums` are what was added for each row. */
-static void put_span(const Job *job, const Average *average, const Tile *t, const Span *span, const float *row_sums,
-                     Sums *s) {
-    const Grid *g = &job->grid;
+static void add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                     const float *row_sums, CameTileSums *s) {
+    const CameGrid *g = &job->grid;
     if (!is_narrow(g)) {
         for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
         return;
@@ -134,30 +134,30 @@ static void put_span(const Job *job, const Average *average, const Tile *t, cons
     if (g->whole) FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
     else FOR_SHAPE(fold, 1, span->lines, g->width, s->elements, s->rows, s->columns);
     memset(s->elements, 0, (size_t)span->n * sizeof(float));
-    put_rows(job, average, t, s);
+    flush_rows(job, average, t, s);
 }
 
 /* Puts what is left; returns the sum of u^2, if it is known. */
-static double end(const Job *job, const Average *average, const Tile *t, Sums *s) {
-    const Grid *g = &job->grid;
+static double end(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
+    const CameGrid *g = &job->grid;
     double total = 0;
     if (s->row < t->rows) {
         s->lines = (int)(t->rows - s->row);
-        put_rows(job, average, t, s);
+        flush_rows(job, average, t, s);
     }
     if (is_narrow(g)) {
         const int n = (int)(t->matrices * t->columns);
         const int64_t first = t->matrix * g->width + t->column;
         if (g->blocks == 1) {
-            put_lines(&average->col, first, n, s->columns);
+            update_averages(&average->col, first, n, s->columns);
         } else {
             float *out = job->col_sums + t->block * g->matrices * g->width + first;
             for (int i = 0; i < n; i++) out[i] = (float)s->columns[i];
         }
     } else if (g->blocks == 1) {
-        for (int64_t i = 0; i < t->columns; i += COLUMNS) {
-            int n = (int)(t->columns - i < COLUMNS ? t->columns - i : COLUMNS);
-            total += put_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
+        for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
+            int n = (int)(t->columns - i < SUMMED_COLUMNS ? t->columns - i : SUMMED_COLUMNS);
+            total += update_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
         }
     } else {
         const int64_t to = (t->block * g->matrices + t->matrix) * g->width + t->column;
@@ -167,26 +167,26 @@ static double end(const Job *job, const Average *average, const Tile *t, Sums *s
     return total;
 }
 
-static void finish_rows(const Job *job, const Average *average, int64_t matrix, int64_t block) {
-    const Grid *g = &job->grid;
+static void finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block) {
+    const CameGrid *g = &job->grid;
     const int64_t from = share(g->height, block, g->blocks), to = share(g->height, block + 1, g->blocks);
-    double sums[PIECE];
-    for (int64_t row = from; row < to; row += PIECE) {
-        int n = (int)(to - row < PIECE ? to - row : PIECE);
+    double sums[PIECE_ELEMS];
+    for (int64_t row = from; row < to; row += PIECE_ELEMS) {
+        int n = (int)(to - row < PIECE_ELEMS ? to - row : PIECE_ELEMS);
         int64_t first = matrix * g->height + row;
         for (int i = 0; i < n; i++) sums[i] = 0;
         for (int64_t strip = 0; strip < g->strips; strip++)
             for (int i = 0; i < n; i++) sums[i] += job->row_sums[strip * g->matrices * g->height + first + i];
-        put_lines(&average->row, first, n, sums);
+        update_averages(&average->row, first, n, sums);
     }
 }
 
-static double finish_columns(const Job *job, const Average *average, int64_t matrix, int64_t piece) {
-    const Grid *g = &job->grid;
-    const int64_t first = piece * COLUMNS, at = matrix * g->width + first;
-    const int n = (int)(g->width - first < COLUMNS ? g->width - first : COLUMNS);
-    return put_columns(job, average, matrix, first, n, g->blocks, g->matrices * g->width, job->col_sums + at,
-                       job->ratio_sums + at);
+static double finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece) {
+    const CameGrid *g = &job->grid;
+    const int64_t first = piece * SUMMED_COLUMNS, at = matrix * g->width + first;
+    const int n = (int)(g->width - first < SUMMED_COLUMNS ? g->width - first : SUMMED_COLUMNS);
+    return update_columns(job, average, matrix, first, n, g->blocks, g->matrices * g->width, job->col_sums + at,
+                          job->ratio_sums + at);
 }
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
@@ -203,8 +203,8 @@ static void column_factors(const float *restrict columns, int64_t first, int n, 
     for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
 }
 
-static void set_columns(const Job *job, const Average *average, const Tile *t, Columns *columns) {
-    const Grid *g = &job->grid;
+static void set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns) {
+    const CameGrid *g = &job->grid;
     if (g->whole || (columns->matrix == t->matrix && columns->strip == t->strip)) return;
     if (columns->matrix != t->matrix) columns->row_mean = row_mean(job, average, t->matrix);
     columns->matrix = t->matrix;
@@ -219,14 +219,14 @@ static void set_columns(const Job *job, const Average *average, const Tile *t, C
 /* The factors of a span's elements are r * c[i]; their sum over c is `sum`. */
 typedef struct {
     const float *c;
-    float r[TOGETHER];
+    float r[INTERLEAVED_ROWS];
     double sum;
-    float buffer[PIECE];
-} Factors;
+    float buffer[PIECE_ELEMS];
+} CameFactors;
 
-static void set_factors(const Job *job, const Average *average, const Tile *t, const Span *span, const Columns *columns,
-                        Factors *f) {
-    const Grid *g = &job->grid;
+static void set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                        const CameColumns *columns, CameFactors *f) {
+    const CameGrid *g = &job->grid;
     const float *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + span->row;
     if (!is_narrow(g)) {
@@ -234,12 +234,12 @@ static void set_factors(const Job *job, const Average *average, const Tile *t, c
         for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, rows, first + k * span->apart);
         return;
     }
-    float r[PIECE], c[PIECE];
+    float r[PIECE_ELEMS], c[PIECE_ELEMS];
     if (!g->whole) {
         for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->row_mean, rows, first + i);
         FOR_SHAPE(expand, 1, span->lines, g->width, r, columns->factor, f->buffer);
     } else {
-        double means[PIECE];
+        double means[PIECE_ELEMS];
         column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
         if (is_split(job->shard))
             for (int i = 0; i < span->lines; i++) means[i] = row_mean(job, average, t->matrix + i / g->height);

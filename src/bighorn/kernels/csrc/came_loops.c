@@ -5,12 +5,12 @@
  * many of them, or many matrices: r is 1, and c is their product, written out. */
 #include "came_lines.h"
 
-enum { IN_CACHE = 1 << 16 }; /* elements that stay in the second-level cache */
+enum { L2_CACHE_ELEMS = 1 << 16 }; /* elements that stay in the second-level cache */
 
 /* ---- elements in float32, where they lie or in a buffer -------------------------------------------------- */
 
 /* Nothing is known yet. The values stay as they are: clearing them would take longer than a small tensor's step. */
-static void start_buffers(Buffer *buffers, int count) {
+static void start_buffers(CameGradBuffer *buffers, int count) {
     for (int k = 0; k < count; k++) buffers[k].last.first = -1;
 }
 
@@ -18,25 +18,25 @@ static void start_buffers(Buffer *buffers, int count) {
 static int is_ready(int type) { return type == FLOAT32 || type == BFLOAT16; }
 
 /* Elements [start, start + n), centred and scaled. */
-static const float *grad_at(const Job *job, int64_t start, int n, Buffer *buffer) {
+static const float *grad_at(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
 }
 
 /* The same where float32 and bfloat16 lie as they are: not scaled, and of the type that `grad_type` tells. */
-static const void *grad_in_place(const Job *job, int64_t start, int n, Buffer *buffer) {
+static const void *grad_in_place(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     const Gradient *g = job->gradient;
     if (is_plain(g) && is_ready(g->type)) return at(job->grad, g->type, start);
     return centred_grad(g, job->grad, start, n, buffer->values, &buffer->last);
 }
 
-static int grad_type(const Job *job) {
+static int grad_type(const CameJob *job) {
     return is_plain(job->gradient) && job->gradient->type == BFLOAT16 ? BFLOAT16 : FLOAT32;
 }
 
-static Int8 int8_of(const CameRow *row) { return (Int8){row->exp_avg, row->exp_avg_scale, row->inner}; }
+static CodecInt8 int8_of(const CameRow *row) { return (CodecInt8){row->exp_avg, row->exp_avg_scale, row->inner}; }
 
 static float *read_m(const CameRow *row, int64_t start, int n, float *buffer) {
-    const Int8 data = int8_of(row);
+    const CodecInt8 data = int8_of(row);
     if (row->state_type != INT8) return widen(row->exp_avg, row->state_type, start, n, buffer);
     decode(&data, start, n, buffer);
     return buffer;
@@ -44,7 +44,7 @@ static float *read_m(const CameRow *row, int64_t start, int n, float *buffer) {
 
 /* Leaves m in the buffer as it was stored, rounded. */
 static void write_m(const CameRow *row, int64_t start, int n, float *buffer) {
-    const Int8 data = int8_of(row);
+    const CodecInt8 data = int8_of(row);
     if (row->state_type == INT8) encode(&data, start, n, buffer);
     else narrow(buffer, n, row->exp_avg, row->state_type, start);
     read_m(row, start, n, buffer);
@@ -54,7 +54,7 @@ static void write_m(const CameRow *row, int64_t start, int n, float *buffer) {
 
 static inline float update_of(float g, float r, float c) { return g * r * c; } /* CAME-u */
 
-static inline float averaged(const Job *job, float m, float u) {
+static inline float averaged(const CameJob *job, float m, float u) {
     return FMA(job->beta1, m, job->beta1_rest * u); /* CAME-m */
 }
 
@@ -66,28 +66,29 @@ static inline float moved(float x, float m, float factor, float step, float deca
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
-/* A loop over one span or over TOGETHER, of elements of types that are known when it is compiled; sums of spans that
- * are not there are of this zero, which costs nothing to add. */
+/* A loop over one span or over INTERLEAVED_ROWS, of elements of types that are known when it is compiled; sums of spans
+ * that are not there are of this zero, which costs nothing to add. */
 static const float NOTHING = -0.0f;
 
-#define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(TOGETHER, __VA_ARGS__))
+#define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
 #define FOR_TYPE(loop, count, type, ...) \
     ((type) == BFLOAT16 ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
 #define FOR_TYPES(loop, count, type, other, ...)                              \
     ((other) == BFLOAT16 ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
                          : FOR_TYPE(loop, count, type, FLOAT32, __VA_ARGS__))
 
-ALWAYS void square_loop(const int count, const int type, int n, const void *const *g, float scale,
-                        float *restrict elements, float *restrict sums) {
-    const int all = count == TOGETHER;
+FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, float scale,
+                                       float *restrict elements, float *restrict sums) {
+    const int all = count == INTERLEAVED_ROWS;
     const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
     const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float q_a = square_of(scale * get(type, a, i)), q_b = all ? square_of(scale * get(type, b, i)) : NOTHING;
-        float q_c = all ? square_of(scale * get(type, c, i)) : NOTHING;
-        float q_d = all ? square_of(scale * get(type, d, i)) : NOTHING;
+        float q_a = square_of(scale * load_element(type, a, i)),
+              q_b = all ? square_of(scale * load_element(type, b, i)) : NOTHING;
+        float q_c = all ? square_of(scale * load_element(type, c, i)) : NOTHING;
+        float q_d = all ? square_of(scale * load_element(type, d, i)) : NOTHING;
         sum_a += q_a, sum_b += q_b, sum_c += q_c, sum_d += q_d;
         elements[i] += (q_a + q_b) + (q_c + q_d);
     }
@@ -95,37 +96,39 @@ ALWAYS void square_loop(const int count, const int type, int n, const void *cons
     if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
 }
 
-ALWAYS void ratio_loop(const int count, const int type, int n, const void *const *g, const float *r,
-                       float *restrict ratios) {
-    const int all = count == TOGETHER;
+FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const float *r,
+                                      float *restrict ratios) {
+    const int all = count == INTERLEAVED_ROWS;
     const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
     const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++)
-        ratios[i] += (square_of(get(type, a, i) * r_a) + (all ? square_of(get(type, b, i) * r_b) : NOTHING)) +
-                     (all ? square_of(get(type, c, i) * r_c) + square_of(get(type, d, i) * r_d) : NOTHING);
+        ratios[i] +=
+            (square_of(load_element(type, a, i) * r_a) + (all ? square_of(load_element(type, b, i) * r_b) : NOTHING)) +
+            (all ? square_of(load_element(type, c, i) * r_c) + square_of(load_element(type, d, i) * r_d) : NOTHING);
 }
 
 /* q of a part of tile t, into its sums. */
-static void add_squares(const Job *job, const Tile *part, Buffer *buffers, const Tile *t, Sums *sums) {
-    for (Span s = {0}; next_span(&job->grid, part, &s);) {
-        const void *g[TOGETHER];
-        float row_sums[TOGETHER], *elements = sums->elements + s.column;
+static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, const CameTile *t,
+                        CameTileSums *sums) {
+    for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
+        const void *g[INTERLEAVED_ROWS];
+        float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         for (int k = 0; k < s.count; k++) g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
         FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
-        put_span(job, &job->square, t, &s, row_sums, sums);
+        add_span(job, &job->square, t, &s, row_sums, sums);
     }
 }
 
 /* q / row of the same part, which the second-level cache still holds. */
-static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *sums) {
+static void add_ratios(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, CameTileSums *sums) {
     const float *row = job->square.row.values + part->matrix * job->grid.height + part->row;
-    float factors[PIECE];
+    float factors[PIECE_ELEMS];
     for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (float)ROOT_SCALE / sqrtf(row[i]);
-    for (Span s = {0}; next_span(&job->grid, part, &s);) {
-        const void *g[TOGETHER];
-        float r[TOGETHER], *ratios = sums->ratios + s.column;
+    for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
+        const void *g[INTERLEAVED_ROWS];
+        float r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
         for (int k = 0; k < s.count; k++) {
             g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
             r[k] = factors[s.row + k * s.apart];
@@ -134,38 +137,38 @@ static void add_ratios(const Job *job, const Tile *part, Buffer *buffers, Sums *
     }
 }
 
-static double squares(const Job *job, int64_t index) {
-    const Grid *g = &job->grid;
-    const Tile t = tile_at(g, index);
-    Buffer *buffers = job->scratch->gradients;
-    Sums *sums = &job->scratch->sums;
-    start_buffers(buffers, TOGETHER);
-    begin(job, &t, sums);
+static double squares(const CameJob *job, int64_t index) {
+    const CameGrid *g = &job->grid;
+    const CameTile t = tile_at(g, index);
+    CameGradBuffer *buffers = job->scratch->gradients;
+    CameTileSums *sums = &job->scratch->sums;
+    start_buffers(buffers, INTERLEAVED_ROWS);
+    begin_tile(job, &t, sums);
     if (is_narrow(g)) {
         add_squares(job, &t, buffers, &t, sums);
         return end(job, &job->square, &t, sums);
     }
-    const int64_t most = IN_CACHE / t.columns / TOGETHER * TOGETHER;
-    Tile part = t;
+    const int64_t most = L2_CACHE_ELEMS / t.columns / INTERLEAVED_ROWS * INTERLEAVED_ROWS;
+    CameTile part = t;
     for (int64_t row = 0; row < t.rows; row += part.rows) {
         part.row = t.row + row;
         part.rows = t.rows - row < most ? t.rows - row : most;
         add_squares(job, &part, buffers, &t, sums);
         sums->lines = (int)part.rows;
-        put_rows(job, &job->square, &t, sums);
+        flush_rows(job, &job->square, &t, sums);
         if (g->read_once) add_ratios(job, &part, buffers, sums);
     }
     return end(job, &job->square, &t, sums);
 }
 
-static double update_square_sum(const Job *job, int64_t index, Columns *columns) {
-    const Tile t = tile_at(&job->grid, index);
-    Buffer buffer;
-    Factors f;
+static double update_square_sum(const CameJob *job, int64_t index, CameColumns *columns) {
+    const CameTile t = tile_at(&job->grid, index);
+    CameGradBuffer buffer;
+    CameFactors f;
     double total = 0;
     start_buffers(&buffer, 1);
     set_columns(job, &job->square, &t, columns);
-    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
         set_factors(job, &job->square, &t, &s, columns, &f);
         const float *restrict c = f.c, r = f.r[0];
@@ -181,33 +184,33 @@ static double update_square_sum(const Job *job, int64_t index, Columns *columns)
 }
 
 /* q / known: the size of u without what other shards know. */
-static void ratios(const Job *job, int64_t index, Columns *columns) {
-    const Tile t = tile_at(&job->grid, index);
-    Buffer buffer;
-    Factors f;
-    Sums *sums = &job->scratch->sums;
+static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
+    const CameTile t = tile_at(&job->grid, index);
+    CameGradBuffer buffer;
+    CameFactors f;
+    CameTileSums *sums = &job->scratch->sums;
     start_buffers(&buffer, 1);
     set_columns(job, &job->known, &t, columns);
-    begin(job, &t, sums);
-    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    begin_tile(job, &t, sums);
+    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *g = grad_at(job, s.start, s.n, &buffer);
-        float roots[PIECE], row_sum;
+        float roots[PIECE_ELEMS], row_sum;
         const void *const spans[] = {roots};
         set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
         square_loop(1, FLOAT32, s.n, spans, 1, sums->elements + s.column, &row_sum);
-        put_span(job, &job->ratio, &t, &s, &row_sum, sums);
+        add_span(job, &job->ratio, &t, &s, &row_sum, sums);
     }
     end(job, &job->ratio, &t, sums);
 }
 
 /* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
  * store to an address that differs by whole pages, as it does in rows of 1,024. */
-ALWAYS void momentum_loop(const int count, const int g_type, const int m_type, const Job *job, int n,
-                          const void *const *g, const float *r, const float *restrict c, void *const *m,
-                          float *restrict elements, float *restrict sums) {
-    const int all = count == TOGETHER;
-    const Job j = *job;
+FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameJob *job, int n,
+                                         const void *const *g, const float *r, const float *restrict c, void *const *m,
+                                         float *restrict elements, float *restrict sums) {
+    const int all = count == INTERLEAVED_ROWS;
+    const CameJob j = *job;
     const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
     const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
     void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
@@ -216,20 +219,21 @@ ALWAYS void momentum_loop(const int count, const int g_type, const int m_type, c
     float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float u_a = update_of(get(g_type, g_a, i), r_a, c[i]);
-        float new_a = rounded(m_type, g_type, averaged(&j, get(m_type, m_a, i), u_a));
+        float u_a = update_of(load_element(g_type, g_a, i), r_a, c[i]);
+        float new_a = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_a, i), u_a));
         float w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
         if (all) {
-            float u_b = update_of(get(g_type, g_b, i), r_b, c[i]);
-            float u_c = update_of(get(g_type, g_c, i), r_c, c[i]);
-            float u_d = update_of(get(g_type, g_d, i), r_d, c[i]);
-            float new_b = rounded(m_type, g_type, averaged(&j, get(m_type, m_b, i), u_b));
-            float new_c = rounded(m_type, g_type, averaged(&j, get(m_type, m_c, i), u_c));
-            float new_d = rounded(m_type, g_type, averaged(&j, get(m_type, m_d, i), u_d));
+            float u_b = update_of(load_element(g_type, g_b, i), r_b, c[i]);
+            float u_c = update_of(load_element(g_type, g_c, i), r_c, c[i]);
+            float u_d = update_of(load_element(g_type, g_d, i), r_d, c[i]);
+            float new_b = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_b, i), u_b));
+            float new_c = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_c, i), u_c));
+            float new_d = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_d, i), u_d));
             w_b = residual_of(u_b, new_b), w_c = residual_of(u_c, new_c), w_d = residual_of(u_d, new_d);
-            put(m_type, m_b, i, new_b), put(m_type, m_c, i, new_c), put(m_type, m_d, i, new_d);
+            store_element(m_type, m_b, i, new_b), store_element(m_type, m_c, i, new_c),
+                store_element(m_type, m_d, i, new_d);
         }
-        put(m_type, m_a, i, new_a);
+        store_element(m_type, m_a, i, new_a);
         sum_a += w_a, sum_b += w_b, sum_c += w_c, sum_d += w_d;
         elements[i] += (w_a + w_b) + (w_c + w_d);
     }
@@ -238,9 +242,9 @@ ALWAYS void momentum_loop(const int count, const int g_type, const int m_type, c
 }
 
 /* The same for an m that is rounded as it is stored, between the two. */
-static float rounded_momentum_loop(const Job *job, int64_t start, int n, const float *restrict g, float r,
+static float rounded_momentum_loop(const CameJob *job, int64_t start, int n, const float *restrict g, float r,
                                    const float *restrict c, int apart, float *restrict elements) {
-    float u[PIECE], m[PIECE], sum = 0;
+    float u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
     read_m(job->row, start, n, m);
     for (int i = 0; i < n; i++) u[i] = update_of(g[i], r, c[i]);
     if (!apart) {
@@ -256,19 +260,19 @@ static float rounded_momentum_loop(const Job *job, int64_t start, int n, const f
     return sum;
 }
 
-static void momentum(const Job *job, int64_t index, float clip, int apart, Columns *columns) {
-    const Tile t = tile_at(&job->grid, index);
+static void momentum(const CameJob *job, int64_t index, float clip, int apart, CameColumns *columns) {
+    const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
-    Buffer *buffers = job->scratch->gradients;
-    Sums *sums = &job->scratch->sums;
-    Factors f;
-    start_buffers(buffers, TOGETHER);
+    CameGradBuffer *buffers = job->scratch->gradients;
+    CameTileSums *sums = &job->scratch->sums;
+    CameFactors f;
+    start_buffers(buffers, INTERLEAVED_ROWS);
     set_columns(job, &job->square, &t, columns);
-    begin(job, &t, sums);
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        const void *g[TOGETHER];
-        void *m[TOGETHER];
-        float row_sums[TOGETHER], *elements = sums->elements + s.column;
+    begin_tile(job, &t, sums);
+    for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
+        const void *g[INTERLEAVED_ROWS];
+        void *m[INTERLEAVED_ROWS];
+        float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         set_factors(job, &job->square, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -285,24 +289,24 @@ static void momentum(const Job *job, int64_t index, float clip, int apart, Colum
         if (is_ready(row->state_type))
             FOR_TYPES(momentum_loop, s.count, grad_type(job), row->state_type, job, s.n, g, f.r, f.c, m, elements,
                       row_sums);
-        put_span(job, &job->residual, &t, &s, row_sums, sums);
+        add_span(job, &job->residual, &t, &s, row_sums, sums);
     }
     end(job, &job->residual, &t, sums);
 }
 
 /* Where rows of dim 0 hold many matrices, int8 blocks cross their rows. */
-static void momentum_apart(const Job *job, float clip, int64_t first, int64_t last) {
+static void momentum_apart(const CameJob *job, float clip, int64_t first, int64_t last) {
     const CameRow *row = job->row;
-    const Average *average = &job->square;
+    const CameAverage *average = &job->square;
     const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
     int64_t known = -1; /* the matrix whose mean is known */
     double mean = 0;
-    Buffer buffer;
+    CameGradBuffer buffer;
     start_buffers(&buffer, 1);
     for (int64_t block = first; block < last; block++) {
-        const int64_t at = block % per_row * CODEC_BLOCK, start = block / per_row * row->inner + at;
-        const int n = (int)(row->inner - at < CODEC_BLOCK ? row->inner - at : CODEC_BLOCK);
-        float m[PIECE];
+        const int64_t at = block % per_row * CODEC_BLOCK_ELEMS, start = block / per_row * row->inner + at;
+        const int n = (int)(row->inner - at < CODEC_BLOCK_ELEMS ? row->inner - at : CODEC_BLOCK_ELEMS);
+        float m[PIECE_ELEMS];
         const float *g = grad_at(job, start, n, &buffer);
         read_m(row, start, n, m);
         for (int i = 0; i < n;) {
@@ -317,9 +321,9 @@ static void momentum_apart(const Job *job, float clip, int64_t first, int64_t la
     }
 }
 
-ALWAYS void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x, const void *const *m,
-                       const float *r, const float *restrict c, float decay) {
-    const int all = count == TOGETHER;
+FORCE_INLINE_TEMPLATE void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x,
+                                      const void *const *m, const float *r, const float *restrict c, float decay) {
+    const int all = count == INTERLEAVED_ROWS;
     void *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0];
     void *restrict x_c = x[all ? 2 : 0], *restrict x_d = x[all ? 3 : 0];
     const void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
@@ -327,43 +331,44 @@ ALWAYS void apply_loop(const int count, const int x_type, const int m_type, int 
     const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        float new_a = moved(get(x_type, x_a, i), get(m_type, m_a, i), c[i], r_a, decay);
+        float new_a = moved(load_element(x_type, x_a, i), load_element(m_type, m_a, i), c[i], r_a, decay);
         if (all) {
-            float new_b = moved(get(x_type, x_b, i), get(m_type, m_b, i), c[i], r_b, decay);
-            float new_c = moved(get(x_type, x_c, i), get(m_type, m_c, i), c[i], r_c, decay);
-            float new_d = moved(get(x_type, x_d, i), get(m_type, m_d, i), c[i], r_d, decay);
-            put(x_type, x_b, i, rounded(x_type, m_type, new_b)), put(x_type, x_c, i, rounded(x_type, m_type, new_c));
-            put(x_type, x_d, i, rounded(x_type, m_type, new_d));
+            float new_b = moved(load_element(x_type, x_b, i), load_element(m_type, m_b, i), c[i], r_b, decay);
+            float new_c = moved(load_element(x_type, x_c, i), load_element(m_type, m_c, i), c[i], r_c, decay);
+            float new_d = moved(load_element(x_type, x_d, i), load_element(m_type, m_d, i), c[i], r_d, decay);
+            store_element(x_type, x_b, i, rounded(x_type, m_type, new_b)),
+                store_element(x_type, x_c, i, rounded(x_type, m_type, new_c));
+            store_element(x_type, x_d, i, rounded(x_type, m_type, new_d));
         }
-        put(x_type, x_a, i, rounded(x_type, m_type, new_a));
+        store_element(x_type, x_a, i, rounded(x_type, m_type, new_a));
     }
 }
 
-static double confidence(const Job *job, int64_t index, Columns *columns) {
-    const Tile t = tile_at(&job->grid, index);
-    Factors f;
+static double confidence(const CameJob *job, int64_t index, CameColumns *columns) {
+    const CameTile t = tile_at(&job->grid, index);
+    CameFactors f;
     double total = 0;
     set_columns(job, &job->residual, &t, columns);
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
+    for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
         set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) total += f.r[k] * f.sum;
     }
     return total;
 }
 
-static double apply(const Job *job, int64_t index, float step, float decay, Columns *columns) {
-    const Tile t = tile_at(&job->grid, index);
+static double apply(const CameJob *job, int64_t index, float step, float decay, CameColumns *columns) {
+    const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
     const Weights *w = &row->weights;
-    const int x_ready = is_ready(w->type) && w->way == NEAREST, m_ready = is_ready(row->state_type);
-    float (*x_buffers)[PIECE] = job->scratch->weights, (*m_buffers)[PIECE] = job->scratch->momenta;
-    Factors f;
+    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(row->state_type);
+    float (*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
+    CameFactors f;
     double total = 0;
     set_columns(job, &job->residual, &t, columns);
-    for (Span s = {0}; next_span(&job->grid, &t, &s);) {
-        void *x[TOGETHER];
-        const void *m[TOGETHER];
-        float r[TOGETHER];
+    for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
+        void *x[INTERLEAVED_ROWS];
+        const void *m[INTERLEAVED_ROWS];
+        float r[INTERLEAVED_ROWS];
         set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -375,21 +380,21 @@ static double apply(const Job *job, int64_t index, float step, float decay, Colu
         FOR_TYPES(apply_loop, s.count, x_ready ? w->type : FLOAT32, m_ready ? row->state_type : FLOAT32, s.n, x, m, r,
                   f.c, decay);
         for (int k = 0; k < s.count && !x_ready; k++)
-            write_weights(w, job->draw, start_of(&job->grid, &s, k), s.n, x[k]);
+            write_weights(w, job->rng_key, start_of(&job->grid, &s, k), s.n, x[k]);
     }
     return total;
 }
 
 /* ---- tensors that are not factored ----------------------------------------------------------------------- */
 
-static double second_moment(const Job *job, int64_t index) {
-    const Tile t = tile_at(&job->grid, index);
+static double second_moment(const CameJob *job, int64_t index) {
+    const CameTile t = tile_at(&job->grid, index);
     const float beta2 = (float)job->beta2, rest = (float)(1 - job->beta2);
     const float shift = (float)((1 - job->beta2) * job->eps1);
-    Buffer buffer;
+    CameGradBuffer buffer;
     double total = 0;
     start_buffers(&buffer, 1);
-    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
         float *restrict v = job->row->exp_avg_sq + s.start, sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -403,28 +408,28 @@ static double second_moment(const Job *job, int64_t index) {
     return total;
 }
 
-static void momentum_and_apply(const Job *job, int64_t index, float clip, float step, float decay) {
-    const Tile t = tile_at(&job->grid, index);
+static void momentum_and_apply(const CameJob *job, int64_t index, float clip, float step, float decay) {
+    const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
-    Buffer buffer;
-    float m_buffer[PIECE], x_buffer[PIECE];
+    CameGradBuffer buffer;
+    float m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
     start_buffers(&buffer, 1);
-    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer), *restrict v = row->exp_avg_sq + s.start;
         float *restrict m = read_m(row, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(job, m[i], update_of(g[i], clip, column_factor(v[i])));
         write_m(row, s.start, s.n, m);
         float *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
         for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], 1, step, decay);
-        write_weights(&row->weights, job->draw, s.start, s.n, x);
+        write_weights(&row->weights, job->rng_key, s.start, s.n, x);
     }
 }
 
-static double param_square_sum(const Job *job, int64_t index) {
-    const Tile t = tile_at(&job->grid, index);
-    float buffer[PIECE];
+static double param_square_sum(const CameJob *job, int64_t index) {
+    const CameTile t = tile_at(&job->grid, index);
+    float buffer[PIECE_ELEMS];
     double total = 0;
-    for (Span s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -434,7 +439,7 @@ static double param_square_sum(const Job *job, int64_t index) {
     return total;
 }
 
-const CameLoops CONCATENATE(came_loops_, ISA) = {
+const CameLoops PER_ISA(came_loops) = {
     .squares = squares,
     .finish_rows = finish_rows,
     .finish_columns = finish_columns,

@@ -17,9 +17,9 @@ static void cut(const double *from, int64_t count, const int64_t *at, float *val
     for (int64_t i = 0; i < count; i++) values[i] = (float)from[place(at, i)];
 }
 
-static Sent sent_in(const CameShard *h, double *at, int64_t inner, double **rest) {
+static CameShardSums shard_sums_at(const CameShard *h, double *at, int64_t inner, double **rest) {
     const int one_way = h->split_down != h->split_across;
-    Sent s = {0};
+    CameShardSums s = {0};
     if (one_way) s.inner = at, at += inner;
     if (h->split_across) s.row = at, at += h->matrices * h->height;
     if (h->split_down) s.col = at, at += h->matrices * h->width;
@@ -28,25 +28,26 @@ static Sent sent_in(const CameShard *h, double *at, int64_t inner, double **rest
     return s;
 }
 
-Sent squares_sent(const Job *job) {
+CameShardSums square_shard_sums(const CameJob *job) {
     const CameShard *h = job->shard;
     double *rest;
-    Sent s = sent_in(h, h->sums[0], h->matrices * (h->split_down ? h->width : h->height), &rest);
+    CameShardSums s = shard_sums_at(h, h->sums[0], h->matrices * (h->split_down ? h->width : h->height), &rest);
     if (is_split_both_ways(h)) rest = h->sums[1];
     if (!s.inner) s.update = rest++;
     s.param = rest;
     return s;
 }
 
-Sent residuals_sent(const Job *job) {
+CameShardSums residual_shard_sums(const CameJob *job) {
     const CameShard *h = job->shard;
     double *rest;
-    Sent s = sent_in(h, h->sums[is_split_both_ways(h) ? 2 : 1], h->matrices, &rest);
+    CameShardSums s = shard_sums_at(h, h->sums[is_split_both_ways(h) ? 2 : 1], h->matrices, &rest);
     if (!is_split(h)) s.confidence = rest;
     return s;
 }
 
-void give(const Job *job, const Average *average, const Average *ratio, const Sent *to) {
+void store_shard_average(const CameJob *job, const CameAverage *average, const CameAverage *ratio,
+                         const CameShardSums *to) {
     const CameRow *row = job->row;
     const CameShard *h = job->shard;
     const int64_t rows = row->matrices * row->height, columns = row->matrices * row->width;
@@ -67,39 +68,39 @@ void give(const Job *job, const Average *average, const Average *ratio, const Se
     }
 }
 
-void give_square_sums(const Sent *to, SquareSums sums) {
+void store_shard_square_sums(const CameShardSums *to, CameSquareSums sums) {
     if (to->update) *to->update = sums.update;
     *to->param = sums.param;
 }
 
 /* The mean of row averages of matrix k of the whole tensor. */
-static double arrived_mean(const CameShard *h, const Sent *from, int64_t k) {
+static double reduced_row_mean(const CameShard *h, const CameShardSums *from, int64_t k) {
     if (!from->row) return from->total[k] / (double)h->height;
     double total = 0;
     for (int64_t i = 0; i < h->height; i++) total += from->row[k * h->height + i];
     return total / (double)h->height;
 }
 
-void take(const Job *job, const Average *average, const Sent *from) {
+void load_reduced_average(const CameJob *job, const CameAverage *average, const CameShardSums *from) {
     const CameRow *row = job->row;
     const CameShard *h = job->shard;
     if (from->row) cut(from->row, row->matrices * row->height, h->row_at, average->row.values);
     if (from->col) cut(from->col, row->matrices * row->width, h->col_at, average->col.values);
-    for (int64_t k = 0; k < row->matrices; k++) job->means[k] = arrived_mean(h, from, place(h->matrix_at, k));
+    for (int64_t k = 0; k < row->matrices; k++) job->means[k] = reduced_row_mean(h, from, place(h->matrix_at, k));
 }
 
-SquareSums arrived_square_sums(const Job *job, const Sent *from) {
+CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from) {
     const CameShard *h = job->shard;
-    if (from->update) return (SquareSums){*from->update, *from->param};
+    if (from->update) return (CameSquareSums){*from->update, *from->param};
     const int64_t count = from->row ? h->height : h->width;
     const double *average = from->row ? from->row : from->col;
     double sum = 0;
     for (int64_t k = 0; k < h->matrices; k++) {
         double ratios = 0;
         for (int64_t i = k * count; i < (k + 1) * count; i++) ratios += from->inner[i] / average[i];
-        sum += arrived_mean(h, from, k) * ratios;
+        sum += reduced_row_mean(h, from, k) * ratios;
     }
-    return (SquareSums){sum / (ROOT_SCALE * ROOT_SCALE), *from->param};
+    return (CameSquareSums){sum / (ROOT_SCALE * ROOT_SCALE), *from->param};
 }
 
 static double roots(const double *averages, int64_t count) {
@@ -108,12 +109,12 @@ static double roots(const double *averages, int64_t count) {
     return sum;
 }
 
-double arrived_confidence(const Job *job, const Sent *from) {
+double reduced_confidence(const CameJob *job, const CameShardSums *from) {
     const CameShard *h = job->shard;
     double sum = 0;
     if (from->confidence) return *from->confidence;
     for (int64_t k = 0; k < h->matrices; k++)
-        sum += sqrt(arrived_mean(h, from, k)) *
+        sum += sqrt(reduced_row_mean(h, from, k)) *
                (from->row ? roots(from->row + k * h->height, h->height) : from->inner[k]) *
                (from->col ? roots(from->col + k * h->width, h->width) : from->inner[k]);
     return sum;

@@ -7,16 +7,16 @@
 typedef struct {
     int64_t matrix, matrices, block, strip;
     int64_t row, rows, column, columns; /* of the first matrix */
-} Tile;
+} CameTile;
 
-static Tile tile_at(const Grid *g, int64_t index) {
+static CameTile tile_at(const CameGrid *g, int64_t index) {
     int64_t group = index / (g->strips * g->blocks), rest = index % (g->strips * g->blocks);
-    Tile t = {.matrix = group * g->per_tile, .strip = rest / g->blocks, .block = rest % g->blocks};
+    CameTile t = {.matrix = group * g->per_tile, .strip = rest / g->blocks, .block = rest % g->blocks};
     t.matrices = g->matrices - t.matrix < g->per_tile ? g->matrices - t.matrix : g->per_tile;
     t.row = share(g->height, t.block, g->blocks);
     t.rows = share(g->height, t.block + 1, g->blocks) - t.row;
-    t.column = t.strip * PIECE;
-    t.columns = g->strips == 1 ? g->width : g->width - t.column < PIECE ? g->width - t.column : PIECE;
+    t.column = t.strip * PIECE_ELEMS;
+    t.columns = g->strips == 1 ? g->width : g->width - t.column < PIECE_ELEMS ? g->width - t.column : PIECE_ELEMS;
     return t;
 }
 
@@ -29,15 +29,15 @@ typedef struct {
     int64_t apart;              /* rows from one span to the next */
     int64_t left;               /* rows of the first span's quarter */
     int count, n, lines;
-} Span;
+} CameSpan;
 
-static int is_narrow(const Grid *g) { return g->whole || g->width < NARROW; }
+static int is_narrow(const CameGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
 
 /* Moves on, from zeros to the first, or from a count of 1 if spans are wanted one by one; false after the last. */
-static int next_span(const Grid *g, const Tile *t, Span *s) {
+static int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
     const int64_t rows = t->matrices * t->rows;
     if (is_narrow(g)) {
-        const int most = PIECE / (int)g->width;
+        const int most = PIECE_ELEMS / (int)g->width;
         s->row += s->lines;
         s->lines = rows - s->row < most ? (int)(rows - s->row) : most;
         s->n = s->lines * (int)g->width;
@@ -48,17 +48,17 @@ static int next_span(const Grid *g, const Tile *t, Span *s) {
         if (s->left == 0) {
             s->row += s->apart * (s->count - 1);
             const int64_t rest = rows - s->row;
-            s->count = s->count == 1 || rest < TOGETHER ? 1 : TOGETHER;
-            s->left = s->apart = s->count == 1 ? rest : (rest / TOGETHER - 1) | 1;
+            s->count = s->count == 1 || rest < INTERLEAVED_ROWS ? 1 : INTERLEAVED_ROWS;
+            s->left = s->apart = s->count == 1 ? rest : (rest / INTERLEAVED_ROWS - 1) | 1;
         }
         s->lines = 1;
-        s->n = t->columns - s->column < PIECE ? (int)(t->columns - s->column) : PIECE;
+        s->n = t->columns - s->column < PIECE_ELEMS ? (int)(t->columns - s->column) : PIECE_ELEMS;
     }
     s->start = (t->matrix * g->height + t->row + s->row) * g->width + t->column + s->column;
     return s->row < rows;
 }
 
 /* Where span k begins. */
-static int64_t start_of(const Grid *g, const Span *s, int k) { return s->start + k * s->apart * g->width; }
+static int64_t start_of(const CameGrid *g, const CameSpan *s, int k) { return s->start + k * s->apart * g->width; }
 
 #endif

@@ -6,83 +6,88 @@
 
 #include <math.h>
 
-enum { CODEC_BLOCK = 256 };
+enum { CODEC_BLOCK_ELEMS = 256 };
 
 /* How a value's share of its block's scale becomes a code. */
-enum Form { LINEAR, SIGNED, UNSIGNED, HALF, HALF_ROOT };
+enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT };
 
 /* ---- where blocks lie ------------------------------------------------------------------------------------ */
 
 /* Blocks run inside rows of dim 0, which have `inner` elements each. */
-static inline int64_t blocks_in_row(int64_t inner) { return (inner + CODEC_BLOCK - 1) / CODEC_BLOCK; }
+static inline int64_t blocks_in_row(int64_t inner) { return (inner + CODEC_BLOCK_ELEMS - 1) / CODEC_BLOCK_ELEMS; }
 
 /* Elements [start, start + size) of a tensor, which lie in one block: `at` is where they begin in their row. */
 typedef struct {
     int64_t start, at, scale;
     int size;
-} Part;
+} CodecPart;
 
 /* The first parts of [start, end), and those that follow a part that ends its block; at last there is one of size 0. */
-static inline Part part_of(int64_t inner, int64_t start, int64_t at, int64_t scale, int64_t end) {
-    int64_t rest = inner - at, in_block = CODEC_BLOCK - at % CODEC_BLOCK, size = rest < in_block ? rest : in_block;
-    return (Part){start, at, scale, (int)(size < end - start ? size : end - start)};
+static inline CodecPart codec_part_of(int64_t inner, int64_t start, int64_t at, int64_t scale, int64_t end) {
+    int64_t rest = inner - at, in_block = CODEC_BLOCK_ELEMS - at % CODEC_BLOCK_ELEMS,
+            size = rest < in_block ? rest : in_block;
+    return (CodecPart){start, at, scale, (int)(size < end - start ? size : end - start)};
 }
 
-static inline Part first_part(int64_t inner, int64_t start, int64_t end) {
+static inline CodecPart first_codec_part(int64_t inner, int64_t start, int64_t end) {
     int64_t row = start / inner, at = start % inner;
-    return part_of(inner, start, at, row * blocks_in_row(inner) + at / CODEC_BLOCK, end);
+    return codec_part_of(inner, start, at, row * blocks_in_row(inner) + at / CODEC_BLOCK_ELEMS, end);
 }
 
-static inline Part next_part(int64_t inner, Part part, int64_t end) {
+static inline CodecPart next_codec_part(int64_t inner, CodecPart part, int64_t end) {
     int64_t at = part.at + part.size;
-    return part_of(inner, part.start + part.size, at < inner ? at : 0, part.scale + 1, end);
+    return codec_part_of(inner, part.start + part.size, at < inner ? at : 0, part.scale + 1, end);
 }
 
-#define EACH_PART(part, inner, start, end) \
-    for (Part part = first_part(inner, start, end); part.size > 0; part = next_part(inner, part, end))
+#define EACH_CODEC_PART(part, inner, start, end) \
+    for (CodecPart part = first_codec_part(inner, start, end); part.size > 0; part = next_codec_part(inner, part, end))
 
 /* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
 
 /* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once.
  */
 typedef struct {
-    float scale;  /* as it is stored: in HALF_ROOT the root */
+    float scale;  /* as it is stored: in CODEC_HALF_ROOT the root */
     float unit;   /* value = unit times what a code stands for */
     float factor; /* what a code stands for = factor value */
     float lift;   /* what values are to be multiplied with first, so that the factor is finite: mostly 1 */
-} Scale;
+} CodecScale;
 
-/* What the largest code stands for: of SIGNED and UNSIGNED the specification's 63, times a power of 2 that suits bits.
+/* What the largest code stands for: of CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power of 2 that
+ * suits bits.
  */
-ALWAYS float top_of(const enum Form form) {
-    return form == LINEAR ? 127 : form == SIGNED || form == UNSIGNED ? 63 / 32.0f : 1;
+FORCE_INLINE_TEMPLATE float top_of(const enum CodecForm form) {
+    return form == CODEC_LINEAR ? 127 : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f : 1;
 }
 
-ALWAYS Scale scale_of(const enum Form form, float scale) { return (Scale){scale, scale / top_of(form), 0, 1}; }
+FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale) {
+    return (CodecScale){scale, scale / top_of(form), 0, 1};
+}
 
 /* From the bits of the largest magnitude: NaN if one is not finite. */
-ALWAYS Scale new_scale(const enum Form form, uint32_t magnitude) {
+FORCE_INLINE_TEMPLATE CodecScale new_scale(const enum CodecForm form, uint32_t magnitude) {
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
-    Scale s = scale_of(form, form == HALF_ROOT ? sqrtf(largest) : largest);
+    CodecScale s = scale_of(form, form == CODEC_HALF_ROOT ? sqrtf(largest) : largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    /* Rounded up: of LINEAR's ties between two codes there is but 63.5, whose upper one is even. It is so little that
-     * the largest magnitude has the largest code, with dither too, since a quarter of it is below a float's last bit.
+    /* Rounded up: of CODEC_LINEAR's ties between two codes there is but 63.5, whose upper one is even. It is so little
+     * that the largest magnitude has the largest code, with dither too, since a quarter of it is below a float's last
+     * bit.
      */
     s.factor = largest > 0 ? top_of(form) / (largest * s.lift) * (1 + 0x1p-23f) : 0;
     return s;
 }
 
 /* Values made ready to be encoded. Those of a block of zeros, or with one that is not finite, have codes of 0. */
-static inline void make_ready(float *values, int n, const Scale *s) {
+static inline void make_ready(float *values, int n, const CodecScale *s) {
     if (!(s->scale > 0)) memset(values, 0, (size_t)n * sizeof(float));
     else if (s->lift != 1)
         for (int i = 0; i < n; i++) values[i] *= s->lift;
 }
 
-ALWAYS uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
+FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
 
 /* A sum with it is rounded to a whole number, ties to even, which the low bits of the sum are. */
-#define WHOLE 0x1.8p23f
+#define ROUND_TO_INTEGER 0x1.8p23f
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
@@ -91,11 +96,11 @@ typedef struct {
     int8_t *codes;
     float *scales;
     int64_t inner;
-} Int8;
+} CodecInt8;
 
-static inline void decode(const Int8 *data, int64_t start, int n, float *restrict out) {
-    EACH_PART(part, data->inner, start, start + n) {
-        const float unit = scale_of(LINEAR, data->scales[part.scale]).unit;
+static inline void decode(const CodecInt8 *data, int64_t start, int n, float *restrict out) {
+    EACH_CODEC_PART(part, data->inner, start, start + n) {
+        const float unit = scale_of(CODEC_LINEAR, data->scales[part.scale]).unit;
         const int8_t *restrict codes = data->codes + part.start;
 #pragma omp simd
         for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
@@ -104,8 +109,8 @@ static inline void decode(const Int8 *data, int64_t start, int n, float *restric
 }
 
 /* Elements [start, start + n) are whole blocks. */
-static inline void encode(const Int8 *data, int64_t start, int n, const float *restrict values) {
-    EACH_PART(part, data->inner, start, start + n) {
+static inline void encode(const CodecInt8 *data, int64_t start, int n, const float *restrict values) {
+    EACH_CODEC_PART(part, data->inner, start, start + n) {
         int8_t *restrict codes = data->codes + part.start;
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
@@ -113,13 +118,13 @@ static inline void encode(const Int8 *data, int64_t start, int n, const float *r
             uint32_t magnitude = magnitude_of(values[i]);
             largest = magnitude > largest ? magnitude : largest;
         }
-        const Scale scale = new_scale(LINEAR, largest);
-        float ready[CODEC_BLOCK];
+        const CodecScale scale = new_scale(CODEC_LINEAR, largest);
+        float ready[CODEC_BLOCK_ELEMS];
         memcpy(ready, values, (size_t)part.size * sizeof(float));
         make_ready(ready, part.size, &scale);
         data->scales[part.scale] = scale.scale;
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + WHOLE);
+        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + ROUND_TO_INTEGER);
         values += part.size;
     }
 }

@@ -33,9 +33,9 @@ static inline const float *read_grad(const Gradient *gradient, const void *data,
     const int64_t *layout = gradient->layout;
     const int type = gradient->type;
     if (!layout) return widen(data, type, start, n, buffer);
-    const int64_t stride = last_stride(layout);
+    const int64_t stride = layout_last_stride(layout);
     for (int i = 0; i < n;) {
-        int64_t count, offset = place_in(layout, start + i, &count);
+        int64_t count, offset = layout_offset(layout, start + i, &count);
         for (; i < n && count > 0; i++, count--, offset += stride) buffer[i] = element(data, type, offset);
     }
     return buffer;
@@ -43,10 +43,10 @@ static inline const float *read_grad(const Gradient *gradient, const void *data,
 
 /* The mean of elements [start, start + size). */
 static inline float mean(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
-    float buffer[PIECE];
+    float buffer[PIECE_ELEMS];
     double total = 0;
-    for (int64_t done = 0; done < size; done += PIECE) {
-        int n = (int)(size - done < PIECE ? size - done : PIECE);
+    for (int64_t done = 0; done < size; done += PIECE_ELEMS) {
+        int n = (int)(size - done < PIECE_ELEMS ? size - done : PIECE_ELEMS);
         const float *restrict g = read_grad(gradient, data, start + done, n, buffer);
         double piece = 0;
 #pragma omp simd reduction(+ : piece)
@@ -60,16 +60,16 @@ static inline float mean(const Gradient *gradient, const void *data, int64_t sta
 typedef struct {
     int64_t first;
     float value;
-} Mean;
+} GradientMean;
 
 /* g <- g - mean(g over dims 1..), of which elements [start, start + n) are wanted. */
 static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const float *g, float *out,
-                          Mean *last) {
+                          GradientMean *last) {
     int64_t fan = gradient->fan;
     for (int i = 0; i < n;) {
         int64_t first = (start + i) / fan * fan;
         int end = (int)(first + fan - start < n ? first + fan - start : n);
-        if (last->first != first) *last = (Mean){first, mean(gradient, data, first, fan)};
+        if (last->first != first) *last = (GradientMean){first, mean(gradient, data, first, fan)};
         for (; i < end; i++) out[i] = g[i] - last->value;
     }
 }
@@ -79,7 +79,7 @@ static inline int is_plain(const Gradient *gradient) { return !gradient->fan && 
 
 /* Elements [start, start + n), centred, in float32. */
 static inline const float *centred_grad(const Gradient *gradient, const void *data, int64_t start, int n, float *buffer,
-                                        Mean *last) {
+                                        GradientMean *last) {
     const float *g = read_grad(gradient, data, start, n, buffer);
     if (!gradient->fan) return g;
     centre(gradient, data, start, n, g, buffer, last);
@@ -88,7 +88,7 @@ static inline const float *centred_grad(const Gradient *gradient, const void *da
 
 /* Elements [start, start + n), centred and scaled, in float32. */
 static inline const float *load_grad(const Gradient *gradient, const void *data, float scale, int64_t start, int n,
-                                     float *buffer, Mean *last) {
+                                     float *buffer, GradientMean *last) {
     const float *g = centred_grad(gradient, data, start, n, buffer, last);
     if (scale == 1) return g;
     for (int i = 0; i < n; i++) buffer[i] = scale * g[i];

@@ -7,12 +7,12 @@
 #include "rounding.h"
 #include "run.h"
 
-enum SecondMoment { ADAM = 0, AMSGRAD = 1, ADAGRAD = 2 };
-enum BiasCorrection { NONE = 0, MOMENTS = 1, LEARNING_RATE = 2 };
-enum DecayMode { RATIO = 0, DECOUPLED = 1, L2 = 2 };
+enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECOND_MOMENT_ADAGRAD = 2 };
+enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
+enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
 
 /* Moments and sums come first, the trust ratio and x second; with both in one call, x finds its data in cache. */
-enum Phase { BOTH = 0, FIRST = 1, SECOND = 2 };
+enum LambPhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
 
 /* What the tensors of one bucket share. Bounds are [0, infinity] where nothing is bounded. */
 typedef struct {
@@ -20,7 +20,7 @@ typedef struct {
     double weight_norm_bounds[2], trust_ratio_bounds[2];
     uint64_t rounding_seed;
     int32_t adapt, bias_correction, grad_averaging, decay_mode, second_moment, maximize;
-} Options;
+} LambOptions;
 
 /* One tensor (or one slice of a stacked one), dense in memory, its state in the same order. */
 typedef struct {
@@ -31,7 +31,7 @@ typedef struct {
     const float *step; /* steps taken so far */
     float *norms;      /* out: weight norm, update norm, trust ratio */
     int32_t state_type, options;
-} Row;
+} LambRow;
 
 /* One tensor's step as plain float32 factors. */
 typedef struct {
@@ -39,47 +39,47 @@ typedef struct {
     float beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
     float correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
     float decay;                         /* x <- decay * x - step * u */
-    uint32_t draw, turns;                /* what random bits start from, and dither */
-} Factors;
+    uint32_t rng_key, dither;            /* what random bits start from, and dither */
+} LambFactors;
 
 typedef struct {
     double weight, update; /* sums of squares of x and u */
-} Sums;
+} LambSums;
 
 /* A block: elements [start, start + size) of a row. */
 typedef struct {
-    const Row *row;
+    const LambRow *row;
     const Gradient *gradient;
     const void *grad;
     int64_t start, size;
-} Block;
+} LambBlock;
 
 /* Whether weights lie as they are computed with, in bfloat16; and whether gradients, too, can be used where they lie.
  */
-static inline int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->way == NEAREST; }
+static inline int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST; }
 
-static inline int all_in_bfloat16(const Block *b) {
+static inline int all_in_bfloat16(const LambBlock *b) {
     return lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
 }
 
 /* lamb_loops.c for moments in floats as they are, lamb_blocks.c for moments in blocks. */
 typedef struct {
     /* Moments, then u; u is stored unless `update` is NULL. */
-    Sums (*moments)(const Block *block, const Factors *factors, int second_moment, float *update);
+    LambSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, float *update);
     /* x from a stored u, or from u computed again where `update` is NULL. */
-    void (*apply)(const Block *block, const Factors *factors, float step, const float *update);
+    void (*apply)(const LambBlock *block, const LambFactors *factors, float step, const float *update);
     /* Both in one pass, for a step that is known beforehand. */
-    Sums (*moments_and_apply)(const Block *block, const Factors *factors, int second_moment, float step);
+    LambSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, float step);
 } LambLoops;
 
 /* ---- arithmetic that both share -------------------------------------------------------------------------- */
 
 /* u, the same to the bit wherever it is computed; `root` is that of v. */
-static inline float update_of(const Factors f, float x, float m, float root) {
+static inline float update_of(const LambFactors f, float x, float m, float root) {
     return FMA(f.weight_decay, x, f.correction * m / (root + f.eps)); /* LAMB-u */
 }
 
-static inline float moved(const Factors f, float step, float x, float u) {
+static inline float moved(const LambFactors f, float step, float x, float u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */
 }
 

@@ -3,27 +3,27 @@
 
 #include <math.h>
 
-enum After { FORGET, KEEP, APPLY }; /* what becomes of u */
+enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY }; /* what becomes of u */
 
-enum { SUMMED = 1024 }; /* elements whose squares are added up in float32 */
+enum { FLOAT_SUM_ELEMS = 1024 }; /* elements whose squares are added up in float32 */
 
 /* A piece of a row: where it lies, but for weights that are float16 or not rounded to the nearest. */
 typedef struct {
     void *x, *m, *v, *v_max;
     int x_type, state_type;
-    float buffer[PIECE];
-} Piece;
+    float buffer[PIECE_ELEMS];
+} LambPiece;
 
 static int lies_ready(const Weights *w) { return w->type == FLOAT32 || lies_in_bfloat16(w); }
 
 /* Elements in a piece. Where nothing passes through a buffer it is a block: a loop that goes on has more loads under
  * way, 4% of a step beyond the caches. */
-static int piece_of(const Block *b) {
+static int piece_of(const LambBlock *b) {
     const int reads_floats = is_plain(b->gradient) && b->gradient->type == FLOAT32;
-    return lies_ready(&b->row->weights) && (reads_floats || all_in_bfloat16(b)) ? BLOCK : PIECE;
+    return lies_ready(&b->row->weights) && (reads_floats || all_in_bfloat16(b)) ? BLOCK_ELEMS : PIECE_ELEMS;
 }
 
-static void take(Piece *p, const Row *row, int64_t start, int n) {
+static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
     const Weights *w = &row->weights;
     const int type = row->state_type;
     p->x_type = lies_ready(w) ? w->type : FLOAT32;
@@ -34,42 +34,45 @@ static void take(Piece *p, const Row *row, int64_t start, int n) {
     p->v_max = row->max_exp_avg_sq ? at(row->max_exp_avg_sq, type, start) : NULL;
 }
 
-static void give_back(const Piece *p, const Row *row, uint32_t draw, int64_t start, int n) {
-    if (!lies_ready(&row->weights)) write_weights(&row->weights, draw, start, n, p->buffer);
+static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key, int64_t start, int n) {
+    if (!lies_ready(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->buffer);
 }
 
 /* The moments of one element, and u. */
-ALWAYS float step_one(const Factors f, const int second_moment, const int g_type, const int state_type, float g,
-                      float x, float *m, float *v, float *v_max) {
+FORCE_INLINE_TEMPLATE float step_one(const LambFactors f, const int second_moment, const int g_type,
+                                     const int state_type, float g, float x, float *m, float *v, float *v_max) {
     float grad = FMA(f.l2, x, f.grad_scale * g);
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
-    if (second_moment != AMSGRAD) return update_of(f, x, *m, sqrtf(*v));
+    if (second_moment != SECOND_MOMENT_AMSGRAD) return update_of(f, x, *m, sqrtf(*v));
     *v_max = *v > *v_max || *v != *v ? *v : *v_max;
     return update_of(f, x, *m, sqrtf(*v_max));
 }
 
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
-ALWAYS Sums step_loop(const Factors f, const int second_moment, const enum After after, const int x_type,
-                      const int g_type, const int state_type, float step, int n, const void *restrict g,
-                      void *restrict m, void *restrict v, void *restrict v_max, void *restrict x, float *restrict u) {
-    Sums sums = {0, 0};
+FORCE_INLINE_TEMPLATE LambSums step_loop(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
+                                         const int x_type, const int g_type, const int state_type, float step, int n,
+                                         const void *restrict g, void *restrict m, void *restrict v,
+                                         void *restrict v_max, void *restrict x, float *restrict u) {
+    LambSums sums = {0, 0};
     for (int start = 0, end; start < n; start = end) {
         float weight = 0, update = 0;
-        end = n - start < SUMMED ? n : start + SUMMED;
+        end = n - start < FLOAT_SUM_ELEMS ? n : start + FLOAT_SUM_ELEMS;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            float old_x = get(x_type, x, i), new_m = get(state_type, m, i), new_v = get(state_type, v, i);
-            float new_max = second_moment == AMSGRAD ? get(state_type, v_max, i) : 0;
-            float new_u =
-                step_one(f, second_moment, g_type, state_type, get(g_type, g, i), old_x, &new_m, &new_v, &new_max);
-            put(state_type, m, i, new_m);
-            put(state_type, v, i, new_v);
-            if (second_moment == AMSGRAD) put(state_type, v_max, i, new_max);
+            float old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
+                  new_v = load_element(state_type, v, i);
+            float new_max = second_moment == SECOND_MOMENT_AMSGRAD ? load_element(state_type, v_max, i) : 0;
+            float new_u = step_one(f, second_moment, g_type, state_type, load_element(g_type, g, i), old_x, &new_m,
+                                   &new_v, &new_max);
+            store_element(state_type, m, i, new_m);
+            store_element(state_type, v, i, new_v);
+            if (second_moment == SECOND_MOMENT_AMSGRAD) store_element(state_type, v_max, i, new_max);
             weight = FMA(old_x, old_x, weight);
             update = FMA(new_u, new_u, update);
-            if (after == KEEP) u[i] = new_u;
-            if (after == APPLY) put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
+            if (after == UPDATE_KEEP) u[i] = new_u;
+            if (after == UPDATE_APPLY)
+                store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
         }
         sums.weight += weight, sums.update += update;
     }
@@ -77,70 +80,74 @@ ALWAYS Sums step_loop(const Factors f, const int second_moment, const enum After
 }
 
 /* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
-ALWAYS Sums step_pairs(const Factors f, const int second_moment, const enum After after, const int g_type, float step,
-                       int n, const void *restrict g, Pair *restrict m, Pair *restrict v, Pair *restrict v_max,
-                       Pair *restrict x, float *restrict u) {
+FORCE_INLINE_TEMPLATE LambSums step_pairs(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
+                                          const int g_type, float step, int n, const void *restrict g,
+                                          Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
+                                          Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x, float *restrict u) {
     const int half = n / 2;
-    Sums sums = {0, 0};
+    LambSums sums = {0, 0};
     for (int start = 0, end; start < half; start = end) {
         float weight = 0, update = 0;
-        end = half - start < SUMMED / 2 ? half : start + SUMMED / 2;
+        end = half - start < FLOAT_SUM_ELEMS / 2 ? half : start + FLOAT_SUM_ELEMS / 2;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Pair *)g)[i]);
-            float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Pair *)g)[i]);
+            float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
+            float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
             float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
             float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
-            float max1 = second_moment == AMSGRAD ? low(v_max[i]) : 0;
-            float max2 = second_moment == AMSGRAD ? high(v_max[i]) : 0;
+            float max1 = second_moment == SECOND_MOMENT_AMSGRAD ? low(v_max[i]) : 0;
+            float max2 = second_moment == SECOND_MOMENT_AMSGRAD ? high(v_max[i]) : 0;
             float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
             float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
             m[i] = pair_of(m1, m2);
             v[i] = pair_of(v1, v2);
-            if (second_moment == AMSGRAD) v_max[i] = pair_of(max1, max2);
+            if (second_moment == SECOND_MOMENT_AMSGRAD) v_max[i] = pair_of(max1, max2);
             weight = FMA(x1, x1, FMA(x2, x2, weight));
             update = FMA(u1, u1, FMA(u2, u2, update));
-            if (after == KEEP) u[i] = u1, u[half + i] = u2;
-            if (after == APPLY)
+            if (after == UPDATE_KEEP) u[i] = u1, u[half + i] = u2;
+            if (after == UPDATE_APPLY)
                 x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
         }
         sums.weight += weight, sums.update += update;
     }
     if (n % 2) {
-        Sums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1,
-                              at((void *)g, g_type, n - 1), m + half, v + half, v_max + half, x + half, u + n - 1);
+        LambSums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1,
+                                  at((void *)g, g_type, n - 1), m + half, v + half, v_max + half, x + half, u + n - 1);
         sums.weight += last.weight, sums.update += last.update;
     }
     return sums;
 }
 
 /* The sums of a piece whose squares leave the range of float32: formed again in double. */
-static Sums careful_sums(const Factors f, const Piece *p, int n) {
+static LambSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
     double weight = 0, update = 0;
     for (int i = 0; i < n; i++) {
-        float x = get(p->x_type, p->x, i);
-        float v = get(p->state_type, p->v_max ? p->v_max : p->v, i);
-        double u = update_of(f, x, get(p->state_type, p->m, i), sqrtf(v));
+        float x = load_element(p->x_type, p->x, i);
+        float v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
+        double u = update_of(f, x, load_element(p->state_type, p->m, i), sqrtf(v));
         weight += (double)x * x;
         update += u * u;
     }
-    return (Sums){weight, update};
+    return (LambSums){weight, update};
 }
 
-#define STEP_LOOP(x_type, g_type, state_type)                                                               \
-    (second_moment == AMSGRAD                                                                               \
-         ? step_loop(*f, AMSGRAD, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
-         : step_loop(*f, ADAM, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
-#define STEP_PAIRS(g_type)                                                                                    \
-    (second_moment == AMSGRAD ? step_pairs(*f, AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
-                              : step_pairs(*f, ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
+#define STEP_LOOP(x_type, g_type, state_type)                                                                         \
+    (second_moment == SECOND_MOMENT_AMSGRAD ? step_loop(*f, SECOND_MOMENT_AMSGRAD, after, x_type, g_type, state_type, \
+                                                        step, n, g, p.m, p.v, p.v_max, p.x, u)                        \
+                                            : step_loop(*f, SECOND_MOMENT_ADAM, after, x_type, g_type, state_type,    \
+                                                        step, n, g, p.m, p.v, p.v_max, p.x, u))
+#define STEP_PAIRS(g_type)                                                                             \
+    (second_moment == SECOND_MOMENT_AMSGRAD                                                            \
+         ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
+         : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
 
-ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment, const enum After after, float step,
-                       int64_t start, int n, float *u, Mean *last) {
-    Piece p;
-    float buffer[PIECE];
-    Sums sums;
-    take(&p, b->row, start, n);
+FORCE_INLINE_TEMPLATE LambSums step_piece(const LambBlock *b, const LambFactors *f, int second_moment,
+                                          const enum LambUpdateUse after, float step, int64_t start, int n, float *u,
+                                          GradientMean *last) {
+    LambPiece p;
+    float buffer[PIECE_ELEMS];
+    LambSums sums;
+    load_piece(&p, b->row, start, n);
     int half = all_in_bfloat16(b);
     const void *g = half ? at((void *)b->grad, BFLOAT16, start)
                          : (const void *)centred_grad(b->gradient, b->grad, start, n, buffer, last);
@@ -152,47 +159,51 @@ ALWAYS Sums step_piece(const Block *b, const Factors *f, int second_moment, cons
         case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
         default: sums = STEP_PAIRS(BFLOAT16); break;
     }
-    if (after == APPLY) give_back(&p, b->row, f->draw, start, n);
+    if (after == UPDATE_APPLY) store_piece(&p, b->row, f->rng_key, start, n);
     else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, &p, n);
     return sums;
 }
 
-ALWAYS Sums step_block(const Block *b, const Factors *f, int second_moment, const enum After after, float step,
-                       float *u) {
-    Sums sums = {0, 0};
-    Mean last = {-1, 0};
+FORCE_INLINE_TEMPLATE LambSums step_block(const LambBlock *b, const LambFactors *f, int second_moment,
+                                          const enum LambUpdateUse after, float step, float *u) {
+    LambSums sums = {0, 0};
+    GradientMean last = {-1, 0};
     const int piece = piece_of(b);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
-        float *kept = after == KEEP ? u + done : NULL;
-        Sums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
+        float *kept = after == UPDATE_KEEP ? u + done : NULL;
+        LambSums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
         sums.weight += s.weight;
         sums.update += s.update;
     }
     return sums;
 }
 
-static Sums moments(const Block *b, const Factors *f, int second_moment, float *update) {
-    return update ? step_block(b, f, second_moment, KEEP, 0, update) : step_block(b, f, second_moment, FORGET, 0, NULL);
+static LambSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
+    return update ? step_block(b, f, second_moment, UPDATE_KEEP, 0, update)
+                  : step_block(b, f, second_moment, UPDATE_FORGET, 0, NULL);
 }
 
-static Sums moments_and_apply(const Block *b, const Factors *f, int second_moment, float step) {
-    return step_block(b, f, second_moment, APPLY, step, NULL);
+static LambSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
+    return step_block(b, f, second_moment, UPDATE_APPLY, step, NULL);
 }
 
-ALWAYS void apply_loop(const Factors f, const int x_type, const int state_type, float step, int n,
-                       const float *restrict u, const void *restrict m, const void *restrict v, void *restrict x) {
+FORCE_INLINE_TEMPLATE void apply_loop(const LambFactors f, const int x_type, const int state_type, float step, int n,
+                                      const float *restrict u, const void *restrict m, const void *restrict v,
+                                      void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        float old_x = get(x_type, x, i);
-        float new_u = u ? u[i] : update_of(f, old_x, get(state_type, m, i), sqrtf(get(state_type, v, i)));
-        put(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
+        float old_x = load_element(x_type, x, i);
+        float new_u =
+            u ? u[i] : update_of(f, old_x, load_element(state_type, m, i), sqrtf(load_element(state_type, v, i)));
+        store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
     }
 }
 
 /* The same for pairs of bfloat16, as `step_pairs` leaves u. */
-ALWAYS void apply_pairs(const Factors f, float step, int n, const float *restrict u, const Pair *restrict m,
-                        const Pair *restrict v, Pair *restrict x) {
+FORCE_INLINE void apply_pairs(const LambFactors f, float step, int n, const float *restrict u,
+                              const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
+                              Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
@@ -210,21 +221,25 @@ ALWAYS void apply_pairs(const Factors f, float step, int n, const float *restric
     (u ? apply_pairs(*f, step, n, u, NULL, NULL, p.x) \
        : apply_pairs(*f, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
 
-static void apply(const Block *b, const Factors *f, float step, const float *update) {
+static void apply(const LambBlock *b, const LambFactors *f, float step, const float *update) {
     const int piece = piece_of(b);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
         const float *u = update ? update + done : NULL;
-        Piece p;
-        take(&p, b->row, b->start + done, n);
+        LambPiece p;
+        load_piece(&p, b->row, b->start + done, n);
         switch (p.x_type << 1 | p.state_type) {
             case FLOAT32 << 1 | FLOAT32: APPLY_LOOP(FLOAT32, FLOAT32); break;
             case FLOAT32 << 1 | BFLOAT16: APPLY_LOOP(FLOAT32, BFLOAT16); break;
             case BFLOAT16 << 1 | FLOAT32: APPLY_LOOP(BFLOAT16, FLOAT32); break;
             default: APPLY_PAIRS(); break;
         }
-        give_back(&p, b->row, f->draw, b->start + done, n);
+        store_piece(&p, b->row, f->rng_key, b->start + done, n);
     }
 }
 
-const LambLoops CONCATENATE(lamb_loops_, ISA) = {moments, apply, moments_and_apply};
+const LambLoops PER_ISA(lamb_loops) = {
+    .moments = moments,
+    .apply = apply,
+    .moments_and_apply = moments_and_apply,
+};

@@ -5,28 +5,18 @@
 #ifndef BIGHORN_NUMBERS_H
 #define BIGHORN_NUMBERS_H
 
+#include "compiler.h"
+
 #include <stdint.h>
 #include <string.h>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
 
-enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 }; /* FLOAT64: gradients only */
+enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 }; /* FLOAT64: gradients only */
 
-/* A fused multiply-add where the instruction set has one; the build contracts nothing by itself. */
-#if defined(__FMA__) || defined(__aarch64__)
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
-#else
-#define FMA(a, b, c) ((a) * (b) + (c))
-#endif
-
-#define CONCATENATE_(a, b) a##b
-#define CONCATENATE(a, b) CONCATENATE_(a, b)
-
-/* A function whose constant arguments make a loop of its own where it is called. */
-#define ALWAYS static inline __attribute__((always_inline))
-
-enum { PIECE = 1024 };
+/* Elements that a loop converts at once, in a buffer that stays in the first-level cache. */
+enum { PIECE_ELEMS = 1024 };
 
 /* ---- dtypes ---------------------------------------------------------------------------------------------- */
 
@@ -55,11 +45,13 @@ static inline uint16_t to_bfloat16(float value, int any_nan) {
 
 /* Two neighbours in bfloat16. Shifts and masks take them apart and put them together, where widening and narrowing
  * would move them between the lanes of vectors. */
-typedef uint32_t __attribute__((aligned(2), may_alias)) Pair;
+typedef uint32_t __attribute__((aligned(2), may_alias)) Bfloat16Pair;
 
-static inline float low(Pair pair) { return from_bits(pair << 16); }
-static inline float high(Pair pair) { return from_bits(pair & 0xffff0000u); }
-static inline Pair pair_of(float low, float high) { return to_bits(low) >> 16 | to_bits(high); } /* both are rounded */
+static inline float low(Bfloat16Pair pair) { return from_bits(pair << 16); }
+static inline float high(Bfloat16Pair pair) { return from_bits(pair & 0xffff0000u); }
+static inline Bfloat16Pair pair_of(float low, float high) {
+    return to_bits(low) >> 16 | to_bits(high);
+} /* both are rounded */
 
 /* float16 without hardware help: scaling by powers of two lets the float unit do subnormals and rounding. */
 static inline float from_float16(uint16_t half) {
@@ -122,21 +114,21 @@ static inline void narrow(const float *restrict values, int n, void *data, int t
 
 /* ---- one element of float32 or bfloat16; types are known when this is compiled --------------------------- */
 
-ALWAYS void *at(const void *data, const int type, int64_t start) {
+FORCE_INLINE_TEMPLATE void *at(const void *data, const int type, int64_t start) {
     return (char *)data + start * (type == FLOAT32 ? 4 : 2);
 }
 
-ALWAYS float get(const int type, const void *data, int i) {
+FORCE_INLINE_TEMPLATE float load_element(const int type, const void *data, int i) {
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
 /* A value computed from data of type `from`, as one of this type keeps it. */
-ALWAYS float rounded(const int type, const int from, float value) {
+FORCE_INLINE_TEMPLATE float rounded(const int type, const int from, float value) {
     return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
 }
 
 /* Stores a rounded value. */
-ALWAYS void put(const int type, void *data, int i, float value) {
+FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, float value) {
     if (type == FLOAT32) ((float *)data)[i] = value;
     else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
 }
@@ -144,8 +136,8 @@ ALWAYS void put(const int type, void *data, int i, float value) {
 /* ---- layouts --------------------------------------------------------------------------------------------- */
 
 /* A layout is dims, sizes, strides, of elements that are counted outermost dimension first. Where an element lies in
- * it, and how many there are from there to the end of the last dimension, `last_stride` apart. */
-static inline int64_t place_in(const int64_t *layout, int64_t index, int64_t *count) {
+ * it, and how many there are from there to the end of the last dimension, `layout_last_stride` apart. */
+static inline int64_t layout_offset(const int64_t *layout, int64_t index, int64_t *count) {
     const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
     int64_t inner = index % sizes[last], rest = index / sizes[last], place = inner * strides[last];
     for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) place += rest % sizes[d] * strides[d];
@@ -153,7 +145,7 @@ static inline int64_t place_in(const int64_t *layout, int64_t index, int64_t *co
     return place;
 }
 
-static inline int64_t last_stride(const int64_t *layout) { return layout[2 * layout[0]]; }
+static inline int64_t layout_last_stride(const int64_t *layout) { return layout[2 * layout[0]]; }
 
 /* base^exponent by squaring: bias corrections without a mathematics library. */
 static inline double power(double base, int64_t exponent) {

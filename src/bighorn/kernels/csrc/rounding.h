@@ -4,16 +4,16 @@
 
 #include "numbers.h"
 
-enum Way { NEAREST = 0, STOCHASTIC = 1, KAHAN = 2, MASTER = 3 };
+enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
 
-/* One tensor's weights: how they are stored, and where in their parameter they lie, which decides on random bits. */
+/* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits. */
 typedef struct {
     void *data;
-    void *kept;            /* kahan: int16, the compensation; master: float32 */
-    const int64_t *places; /* NULL: one after the other. Else how they lie in the whole parameter (numbers.h) */
-    int64_t first;         /* the place of the first */
-    uint32_t number;       /* the parameter's */
-    int32_t type, way;
+    void *aux;             /* kahan: the compensation, int16; master: the master weights, float32 */
+    const int64_t *layout; /* positions in the whole parameter (numbers.h); NULL: consecutive */
+    int64_t offset;        /* position of the first weight in the parameter */
+    uint32_t param_id;
+    int32_t type, rounding;
 } Weights;
 
 /* ---- random bits ----------------------------------------------------------------------------------------- */
@@ -24,28 +24,28 @@ static inline uint32_t mix(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-static inline uint32_t stream_of(const Weights *w, uint64_t seed) {
-    return mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix(w->number)));
+static inline uint32_t rng_stream_of(const Weights *w, uint64_t seed) {
+    return mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix(w->param_id)));
 }
 
 /* What the random bits of a tensor start from at step t, which is 1 at first. */
-static inline uint32_t draw_at(const Weights *w, uint64_t seed, int64_t t) {
-    return mix(stream_of(w, seed) + (uint32_t)t);
+static inline uint32_t rng_key_at(const Weights *w, uint64_t seed, int64_t t) {
+    return mix(rng_stream_of(w, seed) + (uint32_t)t);
 }
 
-/* What dither starts from: it is the upper half of this and a TURN for each element before. */
-#define TURN 0xc13fa9a9u
+/* What dither starts from: it is the upper half of this and a DITHER_STRIDE for each element before. */
+#define DITHER_STRIDE 0xc13fa9a9u
 
-static inline uint32_t turns_at(const Weights *w, uint64_t seed, int64_t t) {
-    return stream_of(w, seed) + (uint32_t)t * 0x9e3779b9u + (uint32_t)w->first * TURN;
+static inline uint32_t dither_at(const Weights *w, uint64_t seed, int64_t t) {
+    return rng_stream_of(w, seed) + (uint32_t)t * 0x9e3779b9u + (uint32_t)w->offset * DITHER_STRIDE;
 }
 
 /* 32 random bits for each of the elements [start, start + n). */
-static inline void random_bits(const Weights *w, uint32_t draw, int64_t start, int n, uint32_t *restrict bits) {
-    const int64_t stride = w->places ? last_stride(w->places) : 1;
+static inline void random_bits(const Weights *w, uint32_t rng_key, int64_t start, int n, uint32_t *restrict bits) {
+    const int64_t stride = w->layout ? layout_last_stride(w->layout) : 1;
     for (int64_t done = 0; done < n;) {
-        int64_t count = INT64_MAX, place = w->places ? place_in(w->places, start + done, &count) : start + done;
-        const uint32_t lower = (uint32_t)(place += w->first), upper = mix(draw + (uint32_t)(place >> 32));
+        int64_t count = INT64_MAX, place = w->layout ? layout_offset(w->layout, start + done, &count) : start + done;
+        const uint32_t lower = (uint32_t)(place += w->offset), upper = mix(rng_key + (uint32_t)(place >> 32));
         const int64_t alike = (UINT32_MAX - lower) / stride + 1; /* that share the upper half of their places */
         count = count < n - done ? count : n - done;
         count = count < alike ? count : alike;
@@ -57,25 +57,25 @@ static inline void random_bits(const Weights *w, uint32_t draw, int64_t start, i
 
 /* ---- one element; types are known when this is compiled -------------------------------------------------- */
 
-ALWAYS float from_half(const int type, uint16_t half) {
+FORCE_INLINE_TEMPLATE float from_half(const int type, uint16_t half) {
     return type == BFLOAT16 ? from_bits((uint32_t)half << 16) : from_float16(half);
 }
 
-ALWAYS uint16_t to_half(const int type, float value) {
+FORCE_INLINE_TEMPLATE uint16_t to_half(const int type, float value) {
     return type == BFLOAT16 ? to_bfloat16(value, 1) : to_float16(value);
 }
 
-ALWAYS int is_finite(float value) { return (to_bits(value) & 0x7fffffffu) < 0x7f800000u; }
+FORCE_INLINE int is_finite(float value) { return (to_bits(value) & 0x7fffffffu) < 0x7f800000u; }
 
 /* What takes a number to where the bits that its dtype lacks are float32's last ones. */
-ALWAYS float raised(const int type, float x) {
+FORCE_INLINE_TEMPLATE float raised(const int type, float x) {
     if (type == BFLOAT16) return 0;
     uint32_t bits = to_bits(x);
     return (bits & 0x7fffffffu) < 0x38800000u ? from_bits(0x38800000u | (bits & 0x80000000u)) : 0; /* 2^-14 */
 }
 
 /* One of a value's two neighbours, in float32. */
-ALWAYS float round_by_chance(const int type, float value, uint32_t bits) {
+FORCE_INLINE_TEMPLATE float round_by_chance(const int type, float value, uint32_t bits) {
     const int dropped = type == BFLOAT16 ? 16 : 13;
     float shift = raised(type, value);
     uint32_t moved = (to_bits(value + shift) + (bits >> (32 - dropped))) & (0xffffffffu << dropped);
@@ -83,7 +83,7 @@ ALWAYS float round_by_chance(const int type, float value, uint32_t bits) {
 }
 
 /* What rounding a value to `near` cut off. */
-ALWAYS int16_t lost_bits(const int type, float value, float near) {
+FORCE_INLINE_TEMPLATE int16_t lost_bits(const int type, float value, float near) {
     float shift = raised(type, near);
     int32_t lost = (int32_t)(to_bits(value + shift) - to_bits(near + shift));
     lost = lost < INT16_MIN ? INT16_MIN : lost > INT16_MAX ? INT16_MAX : lost;
@@ -91,23 +91,23 @@ ALWAYS int16_t lost_bits(const int type, float value, float near) {
 }
 
 /* A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN. */
-ALWAYS float with_lost_bits(const int type, float near, int16_t lost) {
+FORCE_INLINE_TEMPLATE float with_lost_bits(const int type, float near, int16_t lost) {
     float shift = raised(type, near);
     return from_bits(to_bits(near + shift) + (uint32_t)(near + shift == 0 ? 0 : lost)) - shift;
 }
 
 /* A master, but where the parameter is not its rounding. */
-ALWAYS float with_master(const int type, float near, float master) {
+FORCE_INLINE_TEMPLATE float with_master(const int type, float near, float master) {
     return from_half(type, to_half(type, master)) == near ? master : near;
 }
 
 /* ---- pieces ---------------------------------------------------------------------------------------------- */
 
-ALWAYS void read_halves(const int type, const Weights *w, int64_t start, int n, float *restrict out) {
+FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, int64_t start, int n, float *restrict out) {
     const uint16_t *restrict x = (const uint16_t *)w->data + start;
-    const int16_t *restrict lost = (const int16_t *)w->kept + start;
-    const float *restrict master = (const float *)w->kept + start;
-    if (w->way == KAHAN) {
+    const int16_t *restrict lost = (const int16_t *)w->aux + start;
+    const float *restrict master = (const float *)w->aux + start;
+    if (w->rounding == ROUND_KAHAN) {
 #pragma omp simd
         for (int i = 0; i < n; i++) out[i] = with_lost_bits(type, from_half(type, x[i]), lost[i]);
     } else {
@@ -116,19 +116,19 @@ ALWAYS void read_halves(const int type, const Weights *w, int64_t start, int n, 
     }
 }
 
-ALWAYS void write_halves(const int type, const Weights *w, uint32_t draw, int64_t start, int n,
-                         const float *restrict values) {
+FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32_t rng_key, int64_t start, int n,
+                                        const float *restrict values) {
     uint16_t *restrict x = (uint16_t *)w->data + start;
-    int16_t *restrict lost = (int16_t *)w->kept + start;
-    if (w->way == KAHAN) {
+    int16_t *restrict lost = (int16_t *)w->aux + start;
+    if (w->rounding == ROUND_KAHAN) {
 #pragma omp simd
         for (int i = 0; i < n; i++) {
             x[i] = to_half(type, values[i]);
             lost[i] = lost_bits(type, values[i], from_half(type, x[i]));
         }
     } else {
-        uint32_t bits[PIECE];
-        random_bits(w, draw, start, n, bits);
+        uint32_t bits[PIECE_ELEMS];
+        random_bits(w, rng_key, start, n, bits);
 #pragma omp simd
         for (int i = 0; i < n; i++) x[i] = to_half(type, round_by_chance(type, values[i], bits[i]));
     }
@@ -137,18 +137,19 @@ ALWAYS void write_halves(const int type, const Weights *w, uint32_t draw, int64_
 /* What the weights [start, start + n) stand for, a piece at most: where they lie if they are float32, else in a buffer.
  */
 static inline float *read_weights(const Weights *w, int64_t start, int n, float *buffer) {
-    if (w->way == NEAREST || w->way == STOCHASTIC) return widen(w->data, w->type, start, n, buffer);
+    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC)
+        return widen(w->data, w->type, start, n, buffer);
     if (w->type == BFLOAT16) read_halves(BFLOAT16, w, start, n, buffer);
     else read_halves(FLOAT16, w, start, n, buffer);
     return buffer;
 }
 
-/* Stores values that `read_weights` gave and that were changed since; `draw` is from `draw_at`. */
-static inline void write_weights(const Weights *w, uint32_t draw, int64_t start, int n, const float *values) {
-    if (w->way == NEAREST || w->way == MASTER) narrow(values, n, w->data, w->type, start);
-    else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, draw, start, n, values);
-    else write_halves(FLOAT16, w, draw, start, n, values);
-    if (w->way == MASTER) memcpy((float *)w->kept + start, values, (size_t)n * sizeof(float));
+/* Stores values that `read_weights` gave and that were changed since; `rng_key` is from `rng_key_at`. */
+static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, const float *values) {
+    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, w->data, w->type, start);
+    else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, start, n, values);
+    else write_halves(FLOAT16, w, rng_key, start, n, values);
+    if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(float));
 }
 
 #endif

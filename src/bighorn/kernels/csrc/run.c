@@ -67,32 +67,32 @@ static inline void set_float_mode(uint64_t mode) {
 }
 
 typedef struct {
-    const Run *run;
-    Body *body;
+    const RunConfig *run;
+    RunBody *body;
     void *data;
     uint64_t float_mode;
-} Region;
+} RunRegion;
 
 /* Only the size that the team has in here counts. */
 static void enter(void *argument) {
-    const Region *region = argument;
+    const RunRegion *region = argument;
     uint64_t own = float_mode();
     set_float_mode(region->float_mode);
     region->body(region->run->thread_num(), region->run->num_threads(), region->data);
     set_float_mode(own);
 }
 
-void run_parallel(const Run *run, int64_t elements, Body *body, void *data) {
-    if (elements < LITTLE || run->threads <= 1 || !run->parallel) {
+void run_parallel(const RunConfig *run, int64_t elements, RunBody *body, void *data) {
+    if (elements < PARALLEL_MIN_ELEMS || run->threads <= 1 || !run->parallel) {
         body(0, 1, data);
         return;
     }
-    Region region = {.run = run, .body = body, .data = data, .float_mode = float_mode()};
+    RunRegion region = {.run = run, .body = body, .data = data, .float_mode = float_mode()};
     run->parallel(enter, &region, (unsigned)run->threads, 0);
 }
 
 /* Spins briefly, then sleeps in the kernel: spinning alone is 5 to 46 times slower with more threads than cores. */
-void wait_for_all(Barrier *barrier, int team) {
+void wait_for_all(RunBarrier *barrier, int team) {
     if (team == 1) return;
     int phase = atomic_load(&barrier->phase);
     if (atomic_fetch_add(&barrier->arrived, 1) == team - 1) {

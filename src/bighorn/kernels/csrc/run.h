@@ -2,19 +2,19 @@
 #ifndef BIGHORN_RUN_H
 #define BIGHORN_RUN_H
 
+#include "compiler.h"
+
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
 /* Fewer elements than torch shares out, too, stay with the caller: on a busy machine others take long to wake (8 ms for
  * 200 vectors of 16 elements). There is no team in between: libgomp ends threads that a smaller one leaves over. */
-enum { LITTLE = 1 << 15 };
+enum { PARALLEL_MIN_ELEMS = 1 << 15 };
 
 /* Sums are formed per block and added in block order, so that no result depends on the number of threads. */
-enum { BLOCK = 8192 };
+enum { BLOCK_ELEMS = 8192 };
 
-static inline int64_t blocks_in(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
+static inline int64_t blocks_in(int64_t size) { return (size + BLOCK_ELEMS - 1) / BLOCK_ELEMS; }
 
 /* What the process is like, as cpu/library.py found it: the instruction set, and the OpenMP runtime that is there. */
 typedef struct {
@@ -22,31 +22,20 @@ typedef struct {
     int (*thread_num)(void);
     int (*num_threads)(void);
     int32_t threads, isa;
-} Run;
+} RunConfig;
 
-/* `table_for(isa)`: a table of functions that each instruction set has its own of, as table_v2, table_v3, table_v4. */
-#if defined(ISA_X86)
-#define TABLE_PER_ISA(Type, table)                        \
-    extern const Type table##_v2, table##_v3, table##_v4; \
-    static const Type *table##_for(int isa) { return isa >= 4 ? &table##_v4 : isa == 3 ? &table##_v3 : &table##_v2; }
-#else
-#define TABLE_PER_ISA(Type, table)  \
-    extern const Type table##_base; \
-    static const Type *table##_for(int isa) { return (void)isa, &table##_base; }
-#endif
-
-typedef void Body(int thread, int team, void *data);
+typedef void RunBody(int thread, int team, void *data);
 
 /* Runs the body, for so many elements, in every thread of a team, which can be smaller than asked for
  * (OMP_THREAD_LIMIT, OMP_DYNAMIC). */
-void run_parallel(const Run *run, int64_t elements, Body *body, void *data);
+void run_parallel(const RunConfig *run, int64_t elements, RunBody *body, void *data);
 
 /* Where the threads of a team wait for each other; zeros to begin with. */
 typedef struct {
     atomic_int arrived, phase, sleepers;
-} Barrier;
+} RunBarrier;
 
-void wait_for_all(Barrier *barrier, int team);
+void wait_for_all(RunBarrier *barrier, int team);
 
 /* The first of `count` things that fall to a part of `parts`, say a thread of a team; the next part's first ends them.
  */

@@ -20,15 +20,16 @@ static void square_sum_body(int thread, int team, void *data) {
         const Gradient *gradient = &s->gradients[row];
         int64_t count = blocks_in(gradient->size);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
-            int64_t start = b * BLOCK, rest = gradient->size - start;
-            s->partial[before + b] = s->loops->square_sum(gradient, s->data[row], start, rest < BLOCK ? rest : BLOCK);
+            int64_t start = b * BLOCK_ELEMS, rest = gradient->size - start;
+            s->partial[before + b] =
+                s->loops->square_sum(gradient, s->data[row], start, rest < BLOCK_ELEMS ? rest : BLOCK_ELEMS);
         }
         before += count;
     }
 }
 
 /* The sum of all gradients' squares. `partial` has room for one entry per block of every row. */
-EXPORT double bighorn_square_sum(const Run *run, const Gradient *gradients, void *const *data, int64_t rows,
+EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients, void *const *data, int64_t rows,
                                  double *partial) {
     SquareSum s = {
         .loops = square_sum_loops_for(run->isa),

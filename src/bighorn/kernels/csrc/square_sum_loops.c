@@ -2,10 +2,10 @@
 
 /* Of elements [start, start + size), as they come: neither centred nor scaled. */
 static double square_sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
-    float buffer[PIECE];
+    float buffer[PIECE_ELEMS];
     double total = 0;
-    for (int64_t done = 0; done < size; done += PIECE) {
-        int n = (int)(size - done < PIECE ? size - done : PIECE);
+    for (int64_t done = 0; done < size; done += PIECE_ELEMS) {
+        int n = (int)(size - done < PIECE_ELEMS ? size - done : PIECE_ELEMS);
         const float *restrict g = read_grad(gradient, data, start + done, n, buffer);
         double piece = 0;
 #pragma omp simd reduction(+ : piece)
@@ -15,4 +15,4 @@ static double square_sum(const Gradient *gradient, const void *data, int64_t sta
     return total;
 }
 
-const SquareSumLoops CONCATENATE(square_sum_loops_, ISA) = {square_sum};
+const SquareSumLoops PER_ISA(square_sum_loops) = {.square_sum = square_sum};

@@ -21,8 +21,8 @@ from bighorn import kernels
 from bighorn.kernels import Bucket, CameOptions, codec, cpu, reference
 from bighorn.kernels.bucket import Factor, Shard
 from bighorn.kernels.cpu import came as face
+from bighorn.kernels.cpu.abi import CameRow, Gradient
 from bighorn.kernels.cpu.library import loaded
-from bighorn.kernels.cpu.tensors import Gradient
 from bighorn.kernels.reference import came as specification
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
 from tests.support.came_kernel_cases import CENTRED, DEFAULTS, OPTIONS, Grad, Leaf, bucket_of
@@ -293,7 +293,7 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
 def workspace(shape: tuple[int, int, int], threads: int) -> int:
     """Bytes that a float32 tensor of some matrices needs, which is not made for that."""
     matrices, height, width = shape
-    rows = (face.Row * 1)(face.Row(matrices=matrices, height=height, width=width))
+    rows = (CameRow * 1)(CameRow(matrices=matrices, height=height, width=width))
     gradients = (Gradient * 1)(Gradient(size=matrices * height * width))
     return 8 * int(loaded().bighorn_came_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from array import array
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
+from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.came_shards import Shards
 from bighorn.kernels.cpu.library import address, loaded
 from bighorn.kernels.cpu.stepper import Stepper, words
-from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 
 STATE = (
     "exp_avg",
@@ -24,29 +24,6 @@ STATE = (
     "exp_avg_sq",
     *(f"exp_avg_{of}_{line}" for of in ("sq", "res") for line in ("row", "col")),
 )
-
-
-class Options(ctypes.Structure):
-    """`CameOptions` of csrc/came.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta3", "eps1", "eps2", "clip_threshold")),
-        *((name, ctypes.c_double) for name in ("weight_decay", "scale_eps")),
-        ("rounding_seed", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("bias_correction", "scale_parameter", "maximize")),
-    ]
-
-
-class Row(ctypes.Structure):
-    """`CameRow` of csrc/came.h."""
-
-    _fields_ = [
-        ("weights", Weights),
-        *((name, ctypes.c_void_p) for name in STATE),
-        *((name, ctypes.c_void_p) for name in ("step", "norms")),
-        *((name, ctypes.c_int64) for name in ("matrices", "height", "width", "inner")),
-        *((name, ctypes.c_int32) for name in ("state_type", "options", "factored")),
-    ]
 
 
 def why_not(param: Tensor, options: CameOptions) -> str | None:
@@ -66,7 +43,7 @@ class Came(Stepper[CameOptions]):
         """Where the rows begin in whole tensors, and the sums that ranks add up."""
         return Shards(self.buckets)
 
-    def make_rows(self) -> list[Row]:
+    def make_rows(self) -> list[abi.CameRow]:
         """As `Stepper.make_rows`."""
         each = [(bucket, i, index) for index, bucket in enumerate(self.buckets) for i in range(len(bucket.params))]
         return [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
@@ -109,7 +86,7 @@ class Came(Stepper[CameOptions]):
         with self.lock:
             loaded().bighorn_came_step(
                 self.how,
-                (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+                (abi.CameOptions * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
                 tables.rows.data_ptr(),
                 None if shards is None else shards.data_ptr(),
                 tables.gradients.data_ptr(),
@@ -123,11 +100,11 @@ class Came(Stepper[CameOptions]):
             )
 
 
-def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> Row:
+def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> abi.CameRow:
     """Row `i` of a bucket, which is the `index`-th."""
     x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
     matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
-    return Row(
+    return abi.CameRow(
         weights=weights(bucket, i, places),
         **{name: state[name].data_ptr() for name in STATE if name in state},
         step=bucket.steps[i].data_ptr(),
@@ -149,8 +126,8 @@ def _beta2s(bucket: Bucket[CameOptions]) -> list[float]:
     return [1 - (step.item() + 1) ** -o.decay_rate for step in bucket.steps]
 
 
-def _options(o: CameOptions) -> Options:
-    return Options(
+def _options(o: CameOptions) -> abi.CameOptions:
+    return abi.CameOptions(
         lr=float(o.lr),
         beta1=o.betas[0],
         beta3=o.betas[2],

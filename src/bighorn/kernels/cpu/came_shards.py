@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 
@@ -10,22 +9,9 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, Shard, matrix_shape
+from bighorn.kernels.cpu.abi import CameShard
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import places
-
-ROUNDS = 3
-"""At most, where both dims of a matrix are cut."""
-
-
-class Whole(ctypes.Structure):
-    """`CameShard` of csrc/came.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("matrices", "height", "width")),
-        *((name, ctypes.c_void_p) for name in ("matrix_at", "row_at", "col_at")),
-        ("sums", ctypes.c_void_p * ROUNDS),
-        *((name, ctypes.c_int32) for name in ("split_down", "split_across", "leads_down", "leads_across")),
-    ]
 
 
 class Shards:
@@ -51,7 +37,7 @@ class Shards:
         ]
         columns = list(zip(*counts, strict=True))
         used = [column for column in columns if sum(column)]
-        self.table = (Whole * len(wholes))(*wholes)
+        self.table = (CameShard * len(wholes))(*wholes)
         self.sums = [torch.empty(sum(column), dtype=torch.float64, device="cpu") for column in used]
         for i, (sums, column) in enumerate(zip(self.sums, used, strict=True)):
             for whole, start in zip(self.table, itertools.accumulate(column, initial=0), strict=False):
@@ -60,14 +46,14 @@ class Shards:
         squares = [not all(both_ways), any(both_ways), False]
         self.dtypes = [torch.float64 if any_squares else torch.float32 for any_squares in squares[: len(used)]]
 
-    def _whole(self, bucket: Bucket[CameOptions], i: int, shard: Shard) -> Whole:
+    def _whole(self, bucket: Bucket[CameOptions], i: int, shard: Shard) -> CameShard:
         factor, dims = bucket.options.factor, range(len(shard.shape))
         matrices, height, width = matrix_shape(torch.Size(shard.shape), factor)
         if factor is None:
-            return Whole(matrices=matrices, height=height, width=width)
+            return CameShard(matrices=matrices, height=height, width=width)
         axis = len(dims) + row_axis(bucket.params[i], factor)
         row, col = (bucket.state[f"exp_avg_sq_{which}"][i] for which in ("row", "col"))
-        return Whole(
+        return CameShard(
             matrices=matrices,
             height=height,
             width=width,
@@ -92,7 +78,7 @@ class Shards:
         return at.data_ptr()
 
 
-def numbers(whole: Whole, factored: bool) -> tuple[int, int, int]:
+def numbers(whole: CameShard, factored: bool) -> tuple[int, int, int]:
     """How many numbers each round of a tensor has; csrc/came_shards.c says which."""
     matrices, height, width = whole.matrices, whole.height, whole.width
     if matrices * height * width == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from array import array
 from collections.abc import Iterator
@@ -11,42 +10,17 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.library import address, loaded, scratch
 from bighorn.kernels.cpu.stepper import Stepper
-from bighorn.kernels.cpu.tensors import STATE_TYPES, Weights, unsupported, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 from bighorn.kernels.rounding import kept_for
 
 SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
 BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
 DECAY_MODES = {"ratio": 0, "decoupled": 1, "l2": 2}
 BOTH, FIRST, SECOND = 0, 1, 2
-"""Phases of a step, as in csrc/lamb.h."""
-
-
-class Options(ctypes.Structure):
-    """`Options` of csrc/lamb.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
-        ("weight_norm_bounds", ctypes.c_double * 2),
-        ("trust_ratio_bounds", ctypes.c_double * 2),
-        ("rounding_seed", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("adapt", "bias_correction", "grad_averaging")),
-        *((name, ctypes.c_int32) for name in ("decay_mode", "second_moment", "maximize")),
-    ]
-
-
-class Row(ctypes.Structure):
-    """`Row` of csrc/lamb.h."""
-
-    _fields_ = [
-        ("weights", Weights),
-        *((name, ctypes.c_void_p) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale")),
-        ("inner", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("step", "norms")),
-        *((name, ctypes.c_int32) for name in ("state_type", "options")),
-    ]
+"""Phases of a step, as in csrc/abi.h."""
 
 
 def why_not(param: Tensor, options: LambOptions) -> str | None:
@@ -67,7 +41,7 @@ class Lamb(Stepper[LambOptions]):
         most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
         self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
 
-    def make_rows(self) -> list[Row]:
+    def make_rows(self) -> list[abi.LambRow]:
         """As `Stepper.make_rows`."""
         each = [(bucket, i, index) for index, bucket in enumerate(self.buckets) for i in range(len(bucket.params))]
         return [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
@@ -99,7 +73,7 @@ class Lamb(Stepper[LambOptions]):
         with self.lock:
             loaded().bighorn_lamb_step(
                 self.how,
-                (Options * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+                (abi.LambOptions * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
                 self.tables.rows.data_ptr(),
                 self.tables.gradients.data_ptr(),
                 address(grads),
@@ -114,11 +88,11 @@ class Lamb(Stepper[LambOptions]):
             )
 
 
-def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> Row:
+def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
     """Row `i` of a bucket, which is the `index`-th."""
     x, beside = bucket.params[i], kept_for(bucket.options.weight_rounding)
     state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
-    return Row(
+    return abi.LambRow(
         weights=weights(bucket, i, places),
         **{name: tensor.data_ptr() for name, tensor in state.items()},
         step=bucket.steps[i].data_ptr(),
@@ -129,9 +103,9 @@ def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int]
     )
 
 
-def _options(o: LambOptions) -> Options:
+def _options(o: LambOptions) -> abi.LambOptions:
     unbounded = (0.0, math.inf)
-    return Options(
+    return abi.LambOptions(
         lr=float(o.lr),
         beta1=o.betas[0],
         beta2=o.betas[1],

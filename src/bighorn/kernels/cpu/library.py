@@ -19,20 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bighorn.kernels.cpu.abi import RunConfig, difference
+
 LIBRARY_NAME = "libbighorn.so"
 CSRC = Path(__file__).parents[1] / "csrc"
 SCRATCH_BYTES = 8 << 20  # u is kept for the last blocks of a tensor up to this much, for all threads together
 
 ISAS = {"v2": 2, "v3": 3, "v4": 4}
-
-
-class Run(ctypes.Structure):
-    """`Run` of csrc/run.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("parallel", "thread_num", "num_threads")),
-        *((name, ctypes.c_int32) for name in ("threads", "isa")),
-    ]
 
 
 # ---- the library and the machine ------------------------------------------------------------------------------
@@ -47,10 +40,13 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     try:
         library = ctypes.CDLL(str(path))
         declare(library)
+        other = difference(library)
     except (OSError, AttributeError) as error:  # an AttributeError: built from older sources
         return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
     if (present := sources()) is not None and library.bighorn_sources() != present:
         return None, f"{LIBRARY_NAME} was built from other sources than these; reinstall bighorn from source"
+    if other is not None:
+        return None, f"{LIBRARY_NAME} is of another build than this package: {other}; reinstall bighorn from source"
     return library, str(path)
 
 
@@ -67,7 +63,7 @@ def sources() -> bytes | None:
 def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes what the library's functions take and return."""
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    run = ctypes.POINTER(Run)
+    run = ctypes.POINTER(RunConfig)
     library.bighorn_sources.restype = ctypes.c_char_p
     library.bighorn_isa.argtypes = []
     library.bighorn_advance.argtypes = [address, count]
@@ -179,14 +175,14 @@ def loaded() -> ctypes.CDLL:
     return LIBRARY
 
 
-def run() -> Run:
+def run() -> RunConfig:
     """How the next call is to run."""
     return _run_on(threads(), isa())
 
 
 @functools.cache
-def _run_on(threads: int, isa: int) -> Run:
-    return Run(*(OPENMP or (None, None, None)), threads, isa)
+def _run_on(threads: int, isa: int) -> RunConfig:
+    return RunConfig(*(OPENMP or (None, None, None)), threads, isa)
 
 
 def address(values: array[int] | array[float]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from array import array
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
 from bighorn.kernels.cpu import library
+from bighorn.kernels.cpu.abi import Gradient, Weights
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for
 
@@ -44,16 +44,6 @@ def unsupported_shard(shard: Shard, options: LambOptions | CameOptions) -> str |
     return None
 
 
-class Gradient(ctypes.Structure):
-    """`Gradient` of csrc/gradient.h."""
-
-    _fields_ = [
-        ("layout", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("size", "fan")),
-        ("type", ctypes.c_int32),
-    ]
-
-
 def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> Gradient:
     """How a gradient lies, which may have to be centred."""
     return Gradient(
@@ -62,17 +52,6 @@ def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> G
         fan=x.numel() // x.shape[0] if centre and x.numel() else 0,
         type=GRAD_TYPES[g.dtype],
     )
-
-
-class Weights(ctypes.Structure):
-    """`Weights` of csrc/rounding.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("data", "aux", "layout")),
-        ("offset", ctypes.c_int64),
-        ("param_id", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in ("type", "rounding")),
-    ]
 
 
 def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weights:

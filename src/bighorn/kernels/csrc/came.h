@@ -9,37 +9,6 @@
 #include "rounding.h"
 #include "run.h"
 
-/* What the tensors of one bucket share. */
-typedef struct {
-    double lr, beta1, beta3, eps1, eps2, clip_threshold, weight_decay, scale_eps;
-    uint64_t rounding_seed;
-    int32_t bias_correction, scale_parameter, maximize;
-} CameOptions;
-
-/* One tensor (or one slice of a stacked one), dense in memory, its state in the same order: `matrices` of
- * height x width elements one after the other. */
-typedef struct {
-    Weights weights;
-    void *exp_avg;
-    float *exp_avg_scale; /* of an int8 average */
-    float *exp_avg_sq;    /* where the second moment is not factored; else */
-    float *sq_row, *sq_col, *res_row, *res_col;
-    const float *step; /* steps taken so far */
-    float *norms;      /* out: RMS of u, its clip factor, mean confidence */
-    int64_t matrices, height, width;
-    int64_t inner; /* elements per index of dim 0: blocks of an int8 average do not cross it */
-    int32_t state_type, options, factored;
-} CameRow;
-
-/* The whole of a tensor of which a row is a shard. */
-typedef struct {
-    int64_t matrices, height, width;
-    const int64_t *matrix_at, *row_at, *col_at; /* where in the whole each one here lies; NULL: in the same order */
-    double *sums[3];                            /* for each round, what all shards add up */
-    int32_t split_down, split_across;           /* other shards have other rows, other columns of the matrices here */
-    int32_t leads_down, leads_across;           /* this one has the first row, the first column */
-} CameShard;
-
 enum {
     NARROW_COLUMNS = 32,  /* columns: shorter rows go together */
     WIDE_COLUMNS = 8192,  /* columns: longer rows are cut into strips of a piece */

@@ -11,7 +11,7 @@
 /* FORCE_INLINE_TEMPLATE is C's substitute for a C++ template. A function so declared takes some of its parameters as
  * constants (dtypes, an optimizer's variant, the number of rows), and every call passes literals for these. Inlining is
  * mandatory: the compiler then removes the branches on the constants and vectorizes one loop for each combination. The
- * parameters that must be literals are those declared `const int` or `const enum`. */
+ * literals are those parameters that are declared `const int` or `const enum`, and pointers that may be NULL. */
 #define FORCE_INLINE_TEMPLATE FORCE_INLINE
 
 #define CONCATENATE_(a, b) a##b

@@ -4,14 +4,6 @@
 
 #include "numbers.h"
 
-/* How the gradient of one row lies in memory; its address is new at each step. */
-typedef struct {
-    const int64_t *layout; /* NULL: in the parameter's order. Else where the elements in that order lie (numbers.h) */
-    int64_t size;
-    int64_t fan; /* consecutive elements that are centred on their mean; 0: none are */
-    int32_t type;
-} Gradient;
-
 static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
     int64_t elements = 0;
     for (int64_t row = 0; row < rows; row++) elements += gradients[row].size;

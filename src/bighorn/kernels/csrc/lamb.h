@@ -1,37 +1,11 @@
 /* The seam between lamb.c (schedule, trust ratio) and lamb_loops.c and lamb_blocks.c (arithmetic, once per instruction
- * set), and the C ABI that kernels/cpu mirrors with ctypes. Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
+ * set). Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
 #ifndef BIGHORN_LAMB_H
 #define BIGHORN_LAMB_H
 
 #include "gradient.h"
 #include "rounding.h"
 #include "run.h"
-
-enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECOND_MOMENT_ADAGRAD = 2 };
-enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
-enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
-
-/* Moments and sums come first, the trust ratio and x second; with both in one call, x finds its data in cache. */
-enum LambPhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
-
-/* What the tensors of one bucket share. Bounds are [0, infinity] where nothing is bounded. */
-typedef struct {
-    double lr, beta1, beta2, eps, weight_decay;
-    double weight_norm_bounds[2], trust_ratio_bounds[2];
-    uint64_t rounding_seed;
-    int32_t adapt, bias_correction, grad_averaging, decay_mode, second_moment, maximize;
-} LambOptions;
-
-/* One tensor (or one slice of a stacked one), dense in memory, its state in the same order. */
-typedef struct {
-    Weights weights;
-    void *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
-    float *exp_avg_scale, *exp_avg_sq_scale;
-    int64_t inner;     /* of moments in blocks: elements per index of dim 0, which blocks do not cross; else 0 */
-    const float *step; /* steps taken so far */
-    float *norms;      /* out: weight norm, update norm, trust ratio */
-    int32_t state_type, options;
-} LambRow;
 
 /* One tensor's step as plain float32 factors. */
 typedef struct {

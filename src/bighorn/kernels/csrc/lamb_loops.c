@@ -201,9 +201,9 @@ FORCE_INLINE_TEMPLATE void apply_loop(const LambFactors f, const int x_type, con
 }
 
 /* The same for pairs of bfloat16, as `step_pairs` leaves u. */
-FORCE_INLINE void apply_pairs(const LambFactors f, float step, int n, const float *restrict u,
-                              const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
-                              Bfloat16Pair *restrict x) {
+FORCE_INLINE_TEMPLATE void apply_pairs(const LambFactors f, float step, int n, const float *restrict u,
+                                       const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
+                                       Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {

@@ -5,6 +5,7 @@
 #ifndef BIGHORN_NUMBERS_H
 #define BIGHORN_NUMBERS_H
 
+#include "abi.h"
 #include "compiler.h"
 
 #include <stdint.h>
@@ -12,8 +13,6 @@
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
-
-enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 }; /* FLOAT64: gradients only */
 
 /* Elements that a loop converts at once, in a buffer that stays in the first-level cache. */
 enum { PIECE_ELEMS = 1024 };

@@ -4,18 +4,6 @@
 
 #include "numbers.h"
 
-enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
-
-/* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits. */
-typedef struct {
-    void *data;
-    void *aux;             /* kahan: the compensation, int16; master: the master weights, float32 */
-    const int64_t *layout; /* positions in the whole parameter (numbers.h); NULL: consecutive */
-    int64_t offset;        /* position of the first weight in the parameter */
-    uint32_t param_id;
-    int32_t type, rounding;
-} Weights;
-
 /* ---- random bits ----------------------------------------------------------------------------------------- */
 
 static inline uint32_t mix(uint32_t h) {

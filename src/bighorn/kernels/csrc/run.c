@@ -12,9 +12,6 @@
 #include <unistd.h>
 #endif
 
-/* The digest of the sources, by CMakeLists.txt. */
-EXPORT const char *bighorn_sources(void) { return SOURCES; }
-
 /* ---- the instruction set --------------------------------------------------------------------------------- */
 
 /* The highest x86-64 level that the machine has; 0 elsewhere. */

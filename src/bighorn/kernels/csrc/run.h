@@ -2,6 +2,7 @@
 #ifndef BIGHORN_RUN_H
 #define BIGHORN_RUN_H
 
+#include "abi.h"
 #include "compiler.h"
 
 #include <stdatomic.h>
@@ -15,14 +16,6 @@ enum { PARALLEL_MIN_ELEMS = 1 << 15 };
 enum { BLOCK_ELEMS = 8192 };
 
 static inline int64_t blocks_in(int64_t size) { return (size + BLOCK_ELEMS - 1) / BLOCK_ELEMS; }
-
-/* What the process is like, as cpu/library.py found it: the instruction set, and the OpenMP runtime that is there. */
-typedef struct {
-    void (*parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-    int (*thread_num)(void);
-    int (*num_threads)(void);
-    int32_t threads, isa;
-} RunConfig;
 
 typedef void RunBody(int thread, int team, void *data);
 

@@ -1,0 +1,23 @@
+/* What the library says of itself, so that Python notices a library of another build. */
+#include "abi.h"
+#include "compiler.h"
+
+#include <stddef.h>
+
+/* The digest of the sources; CMakeLists.txt computes it. */
+EXPORT const char *bighorn_sources(void) { return SOURCES; }
+
+/* One field of a structure, or with an empty name the whole of it. */
+typedef struct {
+    const char *structure, *field;
+    int64_t offset, size;
+} FieldLayout;
+
+#define FIELD_LAYOUT(S, type, name) {#S, #name, offsetof(S, name), sizeof(type)},
+#define STRUCT_LAYOUT(S, FIELDS) FIELDS(FIELD_LAYOUT, S){#S, "", 0, sizeof(S)},
+
+/* All fields of all structures of abi.h; after the last one, an entry without names. */
+EXPORT const FieldLayout *bighorn_layouts(void) {
+    static const FieldLayout layouts[] = {FOR_EACH_STRUCT(STRUCT_LAYOUT){NULL, NULL, 0, 0}};
+    return layouts;
+}

@@ -1,0 +1,162 @@
+/* The structures and constants that Python passes to the library. kernels/cpu/abi.py mirrors this file with ctypes.
+ *
+ * A structure is a list of its fields, FIELD(S, type, name). The list declares the structure at the end of this file,
+ * and abi.c exports the offset and the size of each field in it, which abi.py compares when it loads the library. */
+#ifndef BIGHORN_ABI_H
+#define BIGHORN_ABI_H
+
+#include <stdint.h>
+
+enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 }; /* FLOAT64: gradients only */
+enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
+
+enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECOND_MOMENT_ADAGRAD = 2 };
+enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
+enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
+
+/* The parts of a layer-wise step. With both in one call, the second one finds its data in cache. */
+enum LayerwisePhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
+
+typedef void ParallelFunction(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+typedef int ThreadFunction(void);
+typedef double Bounds[2];
+typedef double *RoundSums[3];
+
+/* What cpu/library.py knows of the process: the OpenMP runtime that is loaded, and the instruction set. */
+#define RUN_CONFIG_FIELDS(FIELD, S)         \
+    FIELD(S, ParallelFunction *, parallel)  \
+    FIELD(S, ThreadFunction *, thread_num)  \
+    FIELD(S, ThreadFunction *, num_threads) \
+    FIELD(S, int32_t, threads)              \
+    FIELD(S, int32_t, isa)
+
+/* The memory layout of one row's gradient; its address is new at each step.
+ * layout: offsets of the elements in the parameter's order (numbers.h); NULL: they are in that order.
+ * fan: the number of consecutive elements that are centred on their mean; 0: none are. */
+#define GRADIENT_FIELDS(FIELD, S)     \
+    FIELD(S, const int64_t *, layout) \
+    FIELD(S, int64_t, size)           \
+    FIELD(S, int64_t, fan)            \
+    FIELD(S, int32_t, type)
+
+/* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits.
+ * aux: kahan: the compensation, int16; master: the master weights, float32.
+ * layout: positions in the whole parameter (numbers.h); NULL: they are consecutive.
+ * offset: the position of the first weight in the parameter. */
+#define WEIGHTS_FIELDS(FIELD, S)      \
+    FIELD(S, void *, data)            \
+    FIELD(S, void *, aux)             \
+    FIELD(S, const int64_t *, layout) \
+    FIELD(S, int64_t, offset)         \
+    FIELD(S, uint32_t, param_id)      \
+    FIELD(S, int32_t, type)           \
+    FIELD(S, int32_t, rounding)
+
+/* The options that the tensors of one bucket share. Bounds are [0, infinity] where nothing is bounded. */
+#define LAMB_OPTIONS_FIELDS(FIELD, S)    \
+    FIELD(S, double, lr)                 \
+    FIELD(S, double, beta1)              \
+    FIELD(S, double, beta2)              \
+    FIELD(S, double, eps)                \
+    FIELD(S, double, weight_decay)       \
+    FIELD(S, Bounds, weight_norm_bounds) \
+    FIELD(S, Bounds, trust_ratio_bounds) \
+    FIELD(S, uint64_t, rounding_seed)    \
+    FIELD(S, int32_t, adapt)             \
+    FIELD(S, int32_t, bias_correction)   \
+    FIELD(S, int32_t, grad_averaging)    \
+    FIELD(S, int32_t, decay_mode)        \
+    FIELD(S, int32_t, second_moment)     \
+    FIELD(S, int32_t, maximize)
+
+/* One tensor (or one slice of a stacked one), dense in memory, with its state in the same order.
+ * inner: for moments in blocks, the elements per index of dim 0, which blocks do not cross; else 0.
+ * step: the number of steps taken so far.
+ * norms: the output: weight norm, update norm, trust ratio.
+ * options: the index of its options. */
+#define LAMB_ROW_FIELDS(FIELD, S)       \
+    FIELD(S, Weights, weights)          \
+    FIELD(S, void *, exp_avg)           \
+    FIELD(S, void *, exp_avg_sq)        \
+    FIELD(S, void *, max_exp_avg_sq)    \
+    FIELD(S, float *, exp_avg_scale)    \
+    FIELD(S, float *, exp_avg_sq_scale) \
+    FIELD(S, int64_t, inner)            \
+    FIELD(S, const float *, step)       \
+    FIELD(S, float *, norms)            \
+    FIELD(S, int32_t, state_type)       \
+    FIELD(S, int32_t, options)
+
+#define CAME_OPTIONS_FIELDS(FIELD, S)  \
+    FIELD(S, double, lr)               \
+    FIELD(S, double, beta1)            \
+    FIELD(S, double, beta3)            \
+    FIELD(S, double, eps1)             \
+    FIELD(S, double, eps2)             \
+    FIELD(S, double, clip_threshold)   \
+    FIELD(S, double, weight_decay)     \
+    FIELD(S, double, scale_eps)        \
+    FIELD(S, uint64_t, rounding_seed)  \
+    FIELD(S, int32_t, bias_correction) \
+    FIELD(S, int32_t, scale_parameter) \
+    FIELD(S, int32_t, maximize)
+
+/* As a LambRow: `matrices` of height x width elements one after the other.
+ * exp_avg_scale: the scales of an int8 average.
+ * exp_avg_sq: the second moment where it is not factored; where it is, the four averages after it.
+ * norms: the output: RMS of u, its clip factor, mean confidence. */
+#define CAME_ROW_FIELDS(FIELD, S)      \
+    FIELD(S, Weights, weights)         \
+    FIELD(S, void *, exp_avg)          \
+    FIELD(S, float *, exp_avg_scale)   \
+    FIELD(S, float *, exp_avg_sq)      \
+    FIELD(S, float *, exp_avg_sq_row)  \
+    FIELD(S, float *, exp_avg_sq_col)  \
+    FIELD(S, float *, exp_avg_res_row) \
+    FIELD(S, float *, exp_avg_res_col) \
+    FIELD(S, const float *, step)      \
+    FIELD(S, float *, norms)           \
+    FIELD(S, int64_t, matrices)        \
+    FIELD(S, int64_t, height)          \
+    FIELD(S, int64_t, width)           \
+    FIELD(S, int64_t, inner)           \
+    FIELD(S, int32_t, state_type)      \
+    FIELD(S, int32_t, options)         \
+    FIELD(S, int32_t, factored)
+
+/* The whole tensor of which a row is a shard.
+ * matrix_at, row_at, col_at: the index in the whole tensor of each matrix, row and column here; NULL: the same.
+ * sums: for each round of reductions, the sums that all shards add up.
+ * split_down, split_across: other shards have other rows, other columns of the matrices here.
+ * leads_down, leads_across: this shard has the first row, the first column. */
+#define CAME_SHARD_FIELDS(FIELD, S)      \
+    FIELD(S, int64_t, matrices)          \
+    FIELD(S, int64_t, height)            \
+    FIELD(S, int64_t, width)             \
+    FIELD(S, const int64_t *, matrix_at) \
+    FIELD(S, const int64_t *, row_at)    \
+    FIELD(S, const int64_t *, col_at)    \
+    FIELD(S, RoundSums, sums)            \
+    FIELD(S, int32_t, split_down)        \
+    FIELD(S, int32_t, split_across)      \
+    FIELD(S, int32_t, leads_down)        \
+    FIELD(S, int32_t, leads_across)
+
+#define FOR_EACH_STRUCT(STRUCT)              \
+    STRUCT(RunConfig, RUN_CONFIG_FIELDS)     \
+    STRUCT(Gradient, GRADIENT_FIELDS)        \
+    STRUCT(Weights, WEIGHTS_FIELDS)          \
+    STRUCT(LambOptions, LAMB_OPTIONS_FIELDS) \
+    STRUCT(LambRow, LAMB_ROW_FIELDS)         \
+    STRUCT(CameOptions, CAME_OPTIONS_FIELDS) \
+    STRUCT(CameRow, CAME_ROW_FIELDS)         \
+    STRUCT(CameShard, CAME_SHARD_FIELDS)
+
+#define DECLARE_FIELD(S, type, name) type name;
+#define DECLARE_STRUCT(S, FIELDS) \
+    typedef struct {              \
+        FIELDS(DECLARE_FIELD, S)  \
+    } S;
+FOR_EACH_STRUCT(DECLARE_STRUCT)
+
+#endif

@@ -1,0 +1,115 @@
+"""How the C library is built: what its files include, what it exports, and how it agrees with its ctypes structures."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import bighorn
+from bighorn import kernels
+from bighorn.kernels.cpu import abi, library
+
+ROOT = Path(bighorn.__file__).parent
+CSRC = ROOT / "kernels" / "csrc"
+STATUS = kernels.status()["cpu"]
+needs_the_library = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
+
+
+def includes(folder: Path) -> dict[str, set[str]]:
+    """The units of a folder, each with the units that it includes; a unit is a .c file, its header, or both."""
+    graph: dict[str, set[str]] = {}
+    for path in folder.glob("*.[ch]"):
+        included = {Path(name).stem for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)}
+        graph.setdefault(path.stem, set()).update(included - {path.stem})
+    return graph
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The units of one cycle, or none."""
+    done: set[str] = set()
+
+    def visit(unit: str, path: list[str]) -> list[str]:
+        if unit in path:
+            return path[path.index(unit) :]
+        if unit in done:
+            return []
+        found = next((found for other in sorted(graph.get(unit, ())) if (found := visit(other, [*path, unit]))), [])
+        done.add(unit)
+        return found
+
+    return next((found for unit in sorted(graph) if (found := visit(unit, []))), [])
+
+
+@pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
+def test_no_c_files_include_each_other() -> None:
+    graph = includes(CSRC)
+    assert cycle(graph) == []
+    assert set().union(*graph.values()) <= set(graph), "a file that is included is gone"
+
+
+def test_the_include_rule_sees_a_cycle(tmp_path: Path) -> None:
+    (tmp_path / "a.c").write_text('#include "b.h"\n')
+    (tmp_path / "b.h").write_text('#include "c.h"\n')
+    (tmp_path / "c.h").write_text("int c;\n")
+    assert cycle(includes(tmp_path)) == []
+    (tmp_path / "c.h").write_text('#include "a.h"\n')
+    assert sorted(cycle(includes(tmp_path))) == ["a", "b", "c"]
+
+
+@needs_the_library
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_the_library_exports_only_what_python_calls() -> None:
+    output = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", library.LIBRARY_DETAIL],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    exported = {line.split()[-1].lstrip("_") for line in output.splitlines()}
+    called = {
+        name for path in (ROOT / "kernels").rglob("*.py") for name in re.findall(r"\bbighorn_\w+", path.read_text())
+    }
+    assert exported == called - {"bighorn_launcher"}
+
+
+@needs_the_library
+def test_structures_of_the_library_are_those_of_ctypes() -> None:
+    assert library.LIBRARY is not None
+    assert abi.layout_of(library.LIBRARY) == abi.layout_here()
+    assert {name for name, _ in abi.layout_here()} == {structure.__name__ for structure in abi.STRUCTURES}
+
+
+def changed(structure: type[ctypes.Structure], change: str) -> type[ctypes.Structure]:
+    """The structure with another declaration."""
+    fields = list(structure._fields_)
+    if change == "type":
+        fields[-1] = (fields[-1][0], ctypes.c_int64)
+    elif change == "order":
+        fields[0], fields[1] = fields[1], fields[0]
+    elif change == "added":
+        fields.append(("another", ctypes.c_int32))
+    elif change == "removed":
+        del fields[-1]
+    return type(structure.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+@needs_the_library
+@pytest.mark.parametrize("change", ["type", "order", "added", "removed"])
+@pytest.mark.parametrize("structure", abi.STRUCTURES, ids=lambda structure: structure.__name__)
+def test_a_library_of_another_build_is_refused(
+    structure: type[ctypes.Structure], change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = changed(structure, change)
+    monkeypatch.setattr(abi, "STRUCTURES", tuple(other if each is structure else each for each in abi.STRUCTURES))
+    if abi.layout_here() == abi.layout_of(library.loaded()):
+        pytest.skip("the last field has this type")
+    loaded, detail = library.load_library()
+    assert loaded is None
+    assert re.search(
+        rf"of another build than this package: its .*{structure.__name__}.* reinstall bighorn from source$", detail
+    )

@@ -184,7 +184,7 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
 
 static void wait(const CameWork *w) { wait_for_all(w->barrier, w->team); }
 
-/* The sum of what all threads have put, once they have. */
+/* The sum of all threads' tile sums, after a barrier. They may be written again only after another one. */
 static double total(const CameWork *w, int64_t count) {
     double sum = 0;
     wait(w);
@@ -206,7 +206,7 @@ static void finish(const CameWork *w, const CameAverage *average) {
             job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
 }
 
-/* The sum of x^2, where it is asked for. */
+/* The sum of x^2 if the learning rate depends on it. It ends with a barrier, so that it can come before other sums. */
 static double param_square_sum(CameWork *w) {
     if (!w->options->scale_parameter) return 0;
     for (int64_t tile = w->first; tile < w->last; tile++)
@@ -335,15 +335,15 @@ static void step_shard(CameWork *w, int round) {
     CameSquareSums sums;
     switch (round > 0 && !both_ways ? round + 1 : round) {
         case 0:
-            sums.update = second_moment(w);
             sums.param = both_ways ? 0 : param_square_sum(w);
+            sums.update = second_moment(w);
             if (stores) store_shard_average(job, &job->square, &job->ratio, &squares);
             if (stores && !both_ways) store_shard_square_sums(&squares, sums);
             break;
         case 1: /* split both ways, where no sums of lines tell the size of u */
             load_reduced_together(w, &job->square, &squares);
-            sums.update = update_square_sum(w);
             sums.param = param_square_sum(w);
+            sums.update = update_square_sum(w);
             if (stores) store_shard_square_sums(&squares, sums);
             break;
         case 2: {

@@ -4,7 +4,9 @@
  * sums of columns), again for m and the residuals' averages, and then writes x. Small tensors go to threads whole, so
  * that all but the first pass find them in cache. Large ones are shared by all threads in static slices with barriers
  * between the passes; these go forward and backward in turn, to begin with what the last one left in cache. */
-#include "came.h"
+#include "came_shards.h"
+#include "codec.h"
+#include "run.h"
 
 #include <math.h>
 
@@ -99,13 +101,11 @@ typedef struct {
     const Gradient *gradients;
     void *const *grads;
     const double *beta2s;
-    const int64_t *order; /* rows, largest first */
-    int64_t rows_count;
     double grad_scale;
     int round; /* of the shards' sums: what comes before it is done, or after the last */
     double *workspace;
     CameWorkspaceNeeds needs;
-    atomic_llong next; /* small rows are handed out in order */
+    RowQueue queue;
     RunBarrier barrier;
 } CameStep;
 
@@ -171,8 +171,8 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
         .col_sums = (float *)(workspace + p.col_sums),
         .ratio_sums = (float *)(workspace + p.ratio_sums),
     };
-    w->first = share(grid.tiles, thread, team);
-    w->last = share(grid.tiles, thread + 1, team);
+    w->first = share_of(grid.tiles, thread, team);
+    w->last = share_of(grid.tiles, thread + 1, team);
     w->size = (double)w->job.gradient->size;
     if (shard) w->size = (double)shard->matrices * (double)shard->height * (double)shard->width;
     w->barrier = &s->barrier;
@@ -199,10 +199,10 @@ static void finish(const CameWork *w, const CameAverage *average) {
     const int64_t blocks = g->matrices * g->blocks, pieces = g->matrices * g->pieces;
     wait(w);
     if (g->strips > 1)
-        for (int64_t i = share(blocks, w->thread, w->team); i < share(blocks, w->thread + 1, w->team); i++)
+        for (int64_t i = share_of(blocks, w->thread, w->team); i < share_of(blocks, w->thread + 1, w->team); i++)
             w->loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
     if (g->blocks > 1)
-        for (int64_t i = share(pieces, w->thread, w->team); i < share(pieces, w->thread + 1, w->team); i++)
+        for (int64_t i = share_of(pieces, w->thread, w->team); i < share_of(pieces, w->thread + 1, w->team); i++)
             job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
 }
 
@@ -286,7 +286,8 @@ static void momentum(CameWork *w, CameSquareSums sums) {
     const int apart = row->state_type == INT8 && row->inner != row->width && job->gradient->size > 0;
     if (apart) {
         int64_t blocks = job->gradient->size / row->inner * blocks_in_row(row->inner);
-        loops->momentum_apart(job, clip, share(blocks, w->thread, w->team), share(blocks, w->thread + 1, w->team));
+        loops->momentum_apart(job, clip, share_of(blocks, w->thread, w->team),
+                              share_of(blocks, w->thread + 1, w->team));
         wait(w);
     }
     for (int64_t tile = w->last; tile-- > w->first;) loops->momentum(job, tile, clip, apart, w->columns);
@@ -365,13 +366,17 @@ static void step_shard(CameWork *w, int round) {
     }
 }
 
-/* All of a tensor by one thread, or a thread's share of it. */
-static void step_row(CameStep *s, int64_t index, CameScratch *scratch, double *workspace, int thread, int team) {
+/* One thread's part of a tensor's step. */
+static void step_row(void *data, int64_t row, RowShare share) {
+    CameStep *s = data;
+    CameScratch *scratch = (CameScratch *)s->workspace;
+    double *shared = (double *)(scratch + share.team);
+    double *own = shared + (share.team > 1 ? s->needs.shared + share.thread * s->needs.own : 0);
     CameWork w;
-    begin_work(&w, s, index, scratch, workspace, thread, team);
+    begin_work(&w, s, row, &scratch[share.thread], share.parts > 1 ? shared : own, share.part, share.parts);
     if (w.size == 0) {
-        float *norms = s->rows[index].norms;
-        if (thread == 0) norms[0] = 0, norms[1] = norms[2] = 1;
+        float *norms = s->rows[row].norms;
+        if (share.part == 0) norms[0] = 0, norms[1] = norms[2] = 1;
         return;
     }
     if (s->shards) step_shard(&w, s->round);
@@ -381,19 +386,9 @@ static void step_row(CameStep *s, int64_t index, CameScratch *scratch, double *w
 
 /* ---- all tensors ----------------------------------------------------------------------------------------- */
 
-static void step_body(int thread, int team, void *data) {
+static void step_rows(int thread, int team, void *data) {
     CameStep *s = data;
-    CameScratch *scratch = (CameScratch *)s->workspace + thread;
-    double *shared = (double *)((CameScratch *)s->workspace + team);
-    int64_t large = 0;
-    for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > SHARED_MIN_ELEMS; large++)
-        step_row(s, s->order[large], scratch, shared, thread, team);
-    double *own = shared + (team > 1 ? s->needs.shared + thread * s->needs.own : 0);
-    for (;;) {
-        int64_t position = large + atomic_fetch_add(&s->next, 1);
-        if (position >= s->rows_count) return;
-        step_row(s, s->order[position], scratch, own, 0, 1);
-    }
+    for_each_row(&s->queue, thread, team, step_row, s);
 }
 
 /* One CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on its
@@ -411,12 +406,11 @@ EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, 
         .gradients = gradients,
         .grads = grads,
         .beta2s = beta2s,
-        .order = order,
-        .rows_count = rows_count,
+        .queue = {.order = order, .gradients = gradients, .count = rows_count, .shared_min_elems = SHARED_MIN_ELEMS},
         .grad_scale = grad_scale,
         .round = round,
         .workspace = workspace,
         .needs = needs_of(rows, shards, gradients, rows_count),
     };
-    run_parallel(run, elements_of(gradients, rows_count), step_body, &s);
+    run_parallel(run, elements_in(&s.queue), step_rows, &s);
 }

@@ -3,7 +3,9 @@
  * The inner loops go over spans of consecutive elements, and take the factor 1 / sqrt(row col / mean(row)) as r * c[i].
  * In a wide matrix a span lies in one row of a tile: r is the row's, c the columns'. Where rows are short a span is
  * many of them, or many matrices: r is 1, and c is their product, written out. */
-#include "came_lines.h"
+#include "came_averages.h"
+#include "codec.h"
+#include "rounding.h"
 
 enum { L2_CACHE_ELEMS = 1 << 16 }; /* elements that stay in the second-level cache */
 
@@ -117,7 +119,7 @@ static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer
         float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         for (int k = 0; k < s.count; k++) g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
         FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
-        add_span(job, &job->square, t, &s, row_sums, sums);
+        came_add_span(job, &job->square, t, &s, row_sums, sums);
     }
 }
 
@@ -143,10 +145,10 @@ static double squares(const CameJob *job, int64_t index) {
     CameGradBuffer *buffers = job->scratch->gradients;
     CameTileSums *sums = &job->scratch->sums;
     start_buffers(buffers, INTERLEAVED_ROWS);
-    begin_tile(job, &t, sums);
+    came_begin_tile(job, &t, sums);
     if (is_narrow(g)) {
         add_squares(job, &t, buffers, &t, sums);
-        return end(job, &job->square, &t, sums);
+        return came_end_tile(job, &job->square, &t, sums);
     }
     const int64_t most = L2_CACHE_ELEMS / t.columns / INTERLEAVED_ROWS * INTERLEAVED_ROWS;
     CameTile part = t;
@@ -155,10 +157,10 @@ static double squares(const CameJob *job, int64_t index) {
         part.rows = t.rows - row < most ? t.rows - row : most;
         add_squares(job, &part, buffers, &t, sums);
         sums->lines = (int)part.rows;
-        flush_rows(job, &job->square, &t, sums);
+        came_flush_rows(job, &job->square, &t, sums);
         if (g->read_once) add_ratios(job, &part, buffers, sums);
     }
-    return end(job, &job->square, &t, sums);
+    return came_end_tile(job, &job->square, &t, sums);
 }
 
 static double update_square_sum(const CameJob *job, int64_t index, CameColumns *columns) {
@@ -167,10 +169,10 @@ static double update_square_sum(const CameJob *job, int64_t index, CameColumns *
     CameFactors f;
     double total = 0;
     start_buffers(&buffer, 1);
-    set_columns(job, &job->square, &t, columns);
+    came_set_columns(job, &job->square, &t, columns);
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
-        set_factors(job, &job->square, &t, &s, columns, &f);
+        came_set_factors(job, &job->square, &t, &s, columns, &f);
         const float *restrict c = f.c, r = f.r[0];
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -190,18 +192,18 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
     CameFactors f;
     CameTileSums *sums = &job->scratch->sums;
     start_buffers(&buffer, 1);
-    set_columns(job, &job->known, &t, columns);
-    begin_tile(job, &t, sums);
+    came_set_columns(job, &job->known, &t, columns);
+    came_begin_tile(job, &t, sums);
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
         const float *g = grad_at(job, s.start, s.n, &buffer);
         float roots[PIECE_ELEMS], row_sum;
         const void *const spans[] = {roots};
-        set_factors(job, &job->known, &t, &s, columns, &f);
+        came_set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
         square_loop(1, FLOAT32, s.n, spans, 1, sums->elements + s.column, &row_sum);
-        add_span(job, &job->ratio, &t, &s, &row_sum, sums);
+        came_add_span(job, &job->ratio, &t, &s, &row_sum, sums);
     }
-    end(job, &job->ratio, &t, sums);
+    came_end_tile(job, &job->ratio, &t, sums);
 }
 
 /* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
@@ -267,13 +269,13 @@ static void momentum(const CameJob *job, int64_t index, float clip, int apart, C
     CameTileSums *sums = &job->scratch->sums;
     CameFactors f;
     start_buffers(buffers, INTERLEAVED_ROWS);
-    set_columns(job, &job->square, &t, columns);
-    begin_tile(job, &t, sums);
+    came_set_columns(job, &job->square, &t, columns);
+    came_begin_tile(job, &t, sums);
     for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
         const void *g[INTERLEAVED_ROWS];
         void *m[INTERLEAVED_ROWS];
         float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
-        set_factors(job, &job->square, &t, &s, columns, &f);
+        came_set_factors(job, &job->square, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             f.r[k] *= clip;
@@ -289,9 +291,9 @@ static void momentum(const CameJob *job, int64_t index, float clip, int apart, C
         if (is_ready(row->state_type))
             FOR_TYPES(momentum_loop, s.count, grad_type(job), row->state_type, job, s.n, g, f.r, f.c, m, elements,
                       row_sums);
-        add_span(job, &job->residual, &t, &s, row_sums, sums);
+        came_add_span(job, &job->residual, &t, &s, row_sums, sums);
     }
-    end(job, &job->residual, &t, sums);
+    came_end_tile(job, &job->residual, &t, sums);
 }
 
 /* Where rows of dim 0 hold many matrices, int8 blocks cross their rows. */
@@ -311,7 +313,7 @@ static void momentum_apart(const CameJob *job, float clip, int64_t first, int64_
         read_m(row, start, n, m);
         for (int i = 0; i < n;) {
             const int64_t line = (start + i) / width, matrix = line / height;
-            if (matrix != known) mean = row_mean(job, average, matrix), known = matrix;
+            if (matrix != known) mean = came_row_mean(job, average, matrix), known = matrix;
             const float *col = average->col.values + matrix * width;
             const float r = row_factor(mean, average->row.values, line) * clip;
             for (int64_t j = (start + i) % width; j < width && i < n; i++, j++)
@@ -348,9 +350,9 @@ static double confidence(const CameJob *job, int64_t index, CameColumns *columns
     const CameTile t = tile_at(&job->grid, index);
     CameFactors f;
     double total = 0;
-    set_columns(job, &job->residual, &t, columns);
+    came_set_columns(job, &job->residual, &t, columns);
     for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
-        set_factors(job, &job->residual, &t, &s, columns, &f);
+        came_set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) total += f.r[k] * f.sum;
     }
     return total;
@@ -364,12 +366,12 @@ static double apply(const CameJob *job, int64_t index, float step, float decay, 
     float (*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
     CameFactors f;
     double total = 0;
-    set_columns(job, &job->residual, &t, columns);
+    came_set_columns(job, &job->residual, &t, columns);
     for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
         void *x[INTERLEAVED_ROWS];
         const void *m[INTERLEAVED_ROWS];
         float r[INTERLEAVED_ROWS];
-        set_factors(job, &job->residual, &t, &s, columns, &f);
+        came_set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             x[k] = x_ready ? at(w->data, w->type, start) : read_weights(w, start, s.n, x_buffers[k]);
@@ -441,8 +443,8 @@ static double param_square_sum(const CameJob *job, int64_t index) {
 
 const CameLoops PER_ISA(came_loops) = {
     .squares = squares,
-    .finish_rows = finish_rows,
-    .finish_columns = finish_columns,
+    .finish_rows = came_finish_rows,
+    .finish_columns = came_finish_columns,
     .ratios = ratios,
     .update_square_sum = update_square_sum,
     .momentum_apart = momentum_apart,

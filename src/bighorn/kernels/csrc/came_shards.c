@@ -3,7 +3,7 @@
  * A shard of whole rows knows the averages of these, and a part of each column's; one of whole columns, the reverse. An
  * average that is split is added up over the shards. Under one split the sum of u^2 is mean(row) sum_j (sum_i q_ij /
  * row_i) / col_j, whose inner sums add up beside the averages, and so is that of the confidence. */
-#include "came.h"
+#include "came_shards.h"
 
 #include <math.h>
 

@@ -2,19 +2,20 @@
 #ifndef BIGHORN_CAME_TILES_H
 #define BIGHORN_CAME_TILES_H
 
-#include "came.h"
+#include "came_job.h"
+#include "run.h"
 
 typedef struct {
     int64_t matrix, matrices, block, strip;
     int64_t row, rows, column, columns; /* of the first matrix */
 } CameTile;
 
-static CameTile tile_at(const CameGrid *g, int64_t index) {
+static inline CameTile tile_at(const CameGrid *g, int64_t index) {
     int64_t group = index / (g->strips * g->blocks), rest = index % (g->strips * g->blocks);
     CameTile t = {.matrix = group * g->per_tile, .strip = rest / g->blocks, .block = rest % g->blocks};
     t.matrices = g->matrices - t.matrix < g->per_tile ? g->matrices - t.matrix : g->per_tile;
-    t.row = share(g->height, t.block, g->blocks);
-    t.rows = share(g->height, t.block + 1, g->blocks) - t.row;
+    t.row = share_of(g->height, t.block, g->blocks);
+    t.rows = share_of(g->height, t.block + 1, g->blocks) - t.row;
     t.column = t.strip * PIECE_ELEMS;
     t.columns = g->strips == 1 ? g->width : g->width - t.column < PIECE_ELEMS ? g->width - t.column : PIECE_ELEMS;
     return t;
@@ -31,10 +32,10 @@ typedef struct {
     int count, n, lines;
 } CameSpan;
 
-static int is_narrow(const CameGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
+static inline int is_narrow(const CameGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
 
 /* Moves on, from zeros to the first, or from a count of 1 if spans are wanted one by one; false after the last. */
-static int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
+static inline int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
     const int64_t rows = t->matrices * t->rows;
     if (is_narrow(g)) {
         const int most = PIECE_ELEMS / (int)g->width;
@@ -59,6 +60,8 @@ static int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
 }
 
 /* Where span k begins. */
-static int64_t start_of(const CameGrid *g, const CameSpan *s, int k) { return s->start + k * s->apart * g->width; }
+static inline int64_t start_of(const CameGrid *g, const CameSpan *s, int k) {
+    return s->start + k * s->apart * g->width;
+}
 
 #endif

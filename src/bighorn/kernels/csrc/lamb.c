@@ -198,7 +198,7 @@ static void step_body(int thread, int team, void *data) {
     int64_t large = 0;
     for (; large < s->rows_count && team > 1 && s->gradients[s->order[large]].size > SHARED_MIN_ELEMS; large++) {
         int64_t index = s->order[large], count = blocks_of(&s->rows[index], s->gradients[index].size);
-        int64_t first = share(count, thread, team), last = share(count, thread + 1, team);
+        int64_t first = share_of(count, thread, team), last = share_of(count, thread + 1, team);
         step_slice(s, index, first, last, s->partial[large % 2], thread, team);
     }
     for (;;) {

@@ -115,3 +115,25 @@ void wait_for_all(RunBarrier *barrier, int team) {
     }
     atomic_fetch_sub(&barrier->sleepers, 1);
 }
+
+/* ---- rows ------------------------------------------------------------------------------------------------ */
+
+void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data) {
+    int64_t first = 0; /* of the rows that go to one thread */
+    for (; first < queue->count && team > 1; first++) {
+        const int64_t row = queue->order[first];
+        if (queue->gradients[row].size <= queue->shared_min_elems) break;
+        function(data, row, (RowShare){.thread = thread, .team = team, .part = thread, .parts = team, .turn = first});
+    }
+    for (;;) {
+        const int64_t position = first + atomic_fetch_add(&queue->next, 1);
+        if (position >= queue->count) return;
+        function(data, queue->order[position], (RowShare){.thread = thread, .team = team, .part = 0, .parts = 1});
+    }
+}
+
+int64_t elements_in(const RowQueue *queue) {
+    int64_t elements = 0;
+    for (int64_t row = 0; row < queue->count; row++) elements += queue->gradients[row].size;
+    return elements;
+}

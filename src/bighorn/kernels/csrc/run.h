@@ -30,8 +30,32 @@ typedef struct {
 
 void wait_for_all(RunBarrier *barrier, int team);
 
-/* The first of `count` things that fall to a part of `parts`, say a thread of a team; the next part's first ends them.
- */
-static inline int64_t share(int64_t count, int64_t part, int64_t parts) { return count * part / parts; }
+/* The first of `count` items in part `part` of `parts`; the first of the next part ends them. */
+static inline int64_t share_of(int64_t count, int64_t part, int64_t parts) { return count * part / parts; }
+
+/* ---- rows ------------------------------------------------------------------------------------------------ */
+
+/* All rows of a call. Zero `next` before it. */
+typedef struct {
+    const int64_t *order; /* row indices, largest row first */
+    const Gradient *gradients;
+    int64_t count;
+    int64_t shared_min_elems; /* all threads share a row of more elements, and one thread gets any other row */
+    atomic_llong next;        /* of the rows that go to one thread each */
+} RowQueue;
+
+/* One thread's part of one row. */
+typedef struct {
+    int thread, team; /* the thread, among those of the call */
+    int part, parts;  /* 0 of 1 for a row that goes to one thread */
+    int64_t turn;     /* the number of shared rows before: rows can use two sets of memory in turn */
+} RowShare;
+
+typedef void RowFunction(void *data, int64_t row, RowShare share);
+
+/* Calls the function for each row that this thread has a part in. */
+void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data);
+
+int64_t elements_in(const RowQueue *queue);
 
 #endif

@@ -15,7 +15,7 @@ typedef struct {
 
 static void square_sum_body(int thread, int team, void *data) {
     const SquareSum *s = data;
-    int64_t first = share(s->blocks, thread, team), last = share(s->blocks, thread + 1, team), before = 0;
+    int64_t first = share_of(s->blocks, thread, team), last = share_of(s->blocks, thread + 1, team), before = 0;
     for (int64_t row = 0; row < s->rows && before < last; row++) {
         const Gradient *gradient = &s->gradients[row];
         int64_t count = blocks_in(gradient->size);

@@ -1,10 +1,8 @@
-/* The seam between came.c (schedule, clipping, what is known of whole tensors), came_shards.c (what is known of shards)
- * and came_loops.c (arithmetic, once per instruction set), and the C ABI that kernels/cpu mirrors with ctypes. Symbols
- * are those of arXiv:2307.02047v2, Algorithm 2. */
-#ifndef BIGHORN_CAME_H
-#define BIGHORN_CAME_H
+/* One tensor's CAME step, as came.c (schedule), came_shards.c and came_averages.c share it, and the arithmetic that is
+ * compiled once per instruction set. Symbols are those of arXiv:2307.02047v2, Algorithm 2. */
+#ifndef BIGHORN_CAME_JOB_H
+#define BIGHORN_CAME_JOB_H
 
-#include "codec.h"
 #include "gradient.h"
 #include "rounding.h"
 #include "run.h"
@@ -79,8 +77,8 @@ typedef struct {
     double beta2, eps1;                  /* of a second moment that is not factored */
     uint32_t rng_key;                    /* what random bits start from */
     CameAverage square, residual;
-    CameAverage known,
-        ratio; /* of a shard: `square` without the lines that other shards have parts of, and q / known */
+    CameAverage known; /* of a shard: `square` without the lines that other shards have parts of */
+    CameAverage ratio; /* of a shard: q / known */
     CameScratch *scratch;
     double *tile_sums;
     double *means;     /* of a shard that is split: what `Average` has there */
@@ -118,41 +116,5 @@ typedef struct {
     void (*momentum_and_apply)(const CameJob *job, int64_t tile, float clip, float step, float decay);
     double (*param_square_sum)(const CameJob *job, int64_t tile);
 } CameLoops;
-
-/* ---- came_shards.c --------------------------------------------------------------------------------------- */
-
-/* How a shard is split: other shards have other rows or columns of its matrices. */
-static inline int is_split(const CameShard *shard) { return shard && (shard->split_down || shard->split_across); }
-static inline int is_split_both_ways(const CameShard *shard) {
-    return shard && shard->split_down && shard->split_across;
-}
-
-/* Where what all shards add up lies in the sums of the rounds; NULL where it is not sent. */
-typedef struct {
-    double *inner;     /* split one way: ratios, added up along the split, or a matrix's sum of 1 / sqrt(average) */
-    double *row, *col; /* averages of the lines that are split */
-    double *total;     /* split one way: a matrix's sum of the averages that are not */
-    double *update, *param, *confidence; /* the sums of u^2, of x^2, and of the confidence */
-} CameShardSums;
-
-CameShardSums square_shard_sums(const CameJob *job);
-CameShardSums residual_shard_sums(const CameJob *job);
-
-/* Over all elements: of u^2 before clipping, and of x^2. */
-typedef struct {
-    double update, param;
-} CameSquareSums;
-
-/* This shard's part of an average, with its ratios if there are any. */
-void store_shard_average(const CameJob *job, const CameAverage *average, const CameAverage *ratio,
-                         const CameShardSums *to);
-void store_shard_square_sums(const CameShardSums *to, CameSquareSums sums);
-
-/* An average that has arrived: its lines and, into `job->means`, the means of its rows. */
-void load_reduced_average(const CameJob *job, const CameAverage *average, const CameShardSums *from);
-
-/* Of the whole tensor, from what has arrived. */
-CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from);
-double reduced_confidence(const CameJob *job, const CameShardSums *from);
 
 #endif

@@ -1,9 +1,8 @@
-/* What the loops of a CAME step know of rows and columns: averages, as sums grow and when they are done, and the
- * factors that come from them. */
-#ifndef BIGHORN_CAME_LINES_H
-#define BIGHORN_CAME_LINES_H
+/* The running averages of rows and columns in a CAME step: sums as they grow, the averages when these are complete, and
+ * the factors of u that the averages make. Compiled once per instruction set. */
+#include "came_averages.h"
 
-#include "came_tiles.h"
+#include "came_shards.h"
 
 #include <float.h>
 #include <math.h>
@@ -21,7 +20,7 @@ static void update_averages(const CameLines *lines, int64_t first, int n, const 
 }
 
 /* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
-static double row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
+double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
     const int64_t height = job->grid.height;
     const float *row = average->row.values;
     if (!row || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
@@ -32,7 +31,7 @@ static double row_mean(const CameJob *job, const CameAverage *average, int64_t m
     return sum / (double)height;
 }
 
-static void begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
+void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
@@ -42,7 +41,7 @@ static void begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
 }
 
 /* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
-static void flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
+void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
     if (g->strips == 1) {
@@ -75,7 +74,7 @@ static double update_columns(const CameJob *job, const CameAverage *average, int
     const float *restrict col = average->col.values + matrix * g->width + first;
 #pragma omp simd reduction(+ : total)
     for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
-    return total * row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
+    return total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
 }
 
 /* Sums of rows and columns of `matrices` of height x width, one after the other. */
@@ -123,8 +122,8 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
 /* A span was added to `elements`; `row_sums` are what was added for each row. */
-static void add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                     const float *row_sums, CameTileSums *s) {
+void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                   const float *row_sums, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     if (!is_narrow(g)) {
         for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
@@ -134,16 +133,16 @@ static void add_span(const CameJob *job, const CameAverage *average, const CameT
     if (g->whole) FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
     else FOR_SHAPE(fold, 1, span->lines, g->width, s->elements, s->rows, s->columns);
     memset(s->elements, 0, (size_t)span->n * sizeof(float));
-    flush_rows(job, average, t, s);
+    came_flush_rows(job, average, t, s);
 }
 
 /* Puts what is left; returns the sum of u^2, if it is known. */
-static double end(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
+double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     double total = 0;
     if (s->row < t->rows) {
         s->lines = (int)(t->rows - s->row);
-        flush_rows(job, average, t, s);
+        came_flush_rows(job, average, t, s);
     }
     if (is_narrow(g)) {
         const int n = (int)(t->matrices * t->columns);
@@ -167,9 +166,9 @@ static double end(const CameJob *job, const CameAverage *average, const CameTile
     return total;
 }
 
-static void finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block) {
+void came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block) {
     const CameGrid *g = &job->grid;
-    const int64_t from = share(g->height, block, g->blocks), to = share(g->height, block + 1, g->blocks);
+    const int64_t from = share_of(g->height, block, g->blocks), to = share_of(g->height, block + 1, g->blocks);
     double sums[PIECE_ELEMS];
     for (int64_t row = from; row < to; row += PIECE_ELEMS) {
         int n = (int)(to - row < PIECE_ELEMS ? to - row : PIECE_ELEMS);
@@ -181,7 +180,7 @@ static void finish_rows(const CameJob *job, const CameAverage *average, int64_t 
     }
 }
 
-static double finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece) {
+double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece) {
     const CameGrid *g = &job->grid;
     const int64_t first = piece * SUMMED_COLUMNS, at = matrix * g->width + first;
     const int n = (int)(g->width - first < SUMMED_COLUMNS ? g->width - first : SUMMED_COLUMNS);
@@ -191,22 +190,15 @@ static double finish_columns(const CameJob *job, const CameAverage *average, int
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
-/* The factor of a row: sqrt(mean(row) / row), in double, since a row of zeros beside large ones is a ratio of 1e42. */
-static inline float row_factor(double mean, const float *rows, int64_t i) {
-    return (float)sqrt(rows ? mean / rows[i] : mean);
-}
-
-static inline float column_factor(float col) { return 1 / sqrtf(col); }
-
 /* Of columns from `first` on; NULL: 1. */
 static void column_factors(const float *restrict columns, int64_t first, int n, float *restrict out) {
     for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
 }
 
-static void set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns) {
+void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns) {
     const CameGrid *g = &job->grid;
     if (g->whole || (columns->matrix == t->matrix && columns->strip == t->strip)) return;
-    if (columns->matrix != t->matrix) columns->row_mean = row_mean(job, average, t->matrix);
+    if (columns->matrix != t->matrix) columns->row_mean = came_row_mean(job, average, t->matrix);
     columns->matrix = t->matrix;
     columns->strip = t->strip;
     column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
@@ -216,16 +208,8 @@ static void set_columns(const CameJob *job, const CameAverage *average, const Ca
     columns->sum = sum;
 }
 
-/* The factors of a span's elements are r * c[i]; their sum over c is `sum`. */
-typedef struct {
-    const float *c;
-    float r[INTERLEAVED_ROWS];
-    double sum;
-    float buffer[PIECE_ELEMS];
-} CameFactors;
-
-static void set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                        const CameColumns *columns, CameFactors *f) {
+void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                      const CameColumns *columns, CameFactors *f) {
     const CameGrid *g = &job->grid;
     const float *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + span->row;
@@ -242,7 +226,7 @@ static void set_factors(const CameJob *job, const CameAverage *average, const Ca
         double means[PIECE_ELEMS];
         column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
         if (is_split(job->shard))
-            for (int i = 0; i < span->lines; i++) means[i] = row_mean(job, average, t->matrix + i / g->height);
+            for (int i = 0; i < span->lines; i++) means[i] = came_row_mean(job, average, t->matrix + i / g->height);
         else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, means);
         for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], rows, first + i);
         FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
@@ -252,5 +236,3 @@ static void set_factors(const CameJob *job, const CameAverage *average, const Ca
     for (int i = 0; i < span->n; i++) sum += f->buffer[i];
     f->c = f->buffer, f->r[0] = 1, f->sum = sum;
 }
-
-#endif

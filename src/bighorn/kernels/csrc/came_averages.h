@@ -1,0 +1,63 @@
+/* The running averages of rows and columns in a CAME step, for the loops of the same instruction set. */
+#ifndef BIGHORN_CAME_AVERAGES_H
+#define BIGHORN_CAME_AVERAGES_H
+
+#include "came_tiles.h"
+
+#include <math.h>
+
+/* Each instruction set has functions of its own. */
+#define came_row_mean PER_ISA(came_row_mean)
+#define came_begin_tile PER_ISA(came_begin_tile)
+#define came_flush_rows PER_ISA(came_flush_rows)
+#define came_add_span PER_ISA(came_add_span)
+#define came_end_tile PER_ISA(came_end_tile)
+#define came_finish_rows PER_ISA(came_finish_rows)
+#define came_finish_columns PER_ISA(came_finish_columns)
+#define came_set_columns PER_ISA(came_set_columns)
+#define came_set_factors PER_ISA(came_set_factors)
+
+/* ---- averages -------------------------------------------------------------------------------------------- */
+
+/* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
+double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix);
+
+void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s);
+
+/* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
+void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
+
+/* A span was added to `elements`; `row_sums` are what was added for each row. */
+void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                   const float *row_sums, CameTileSums *s);
+
+/* Puts what is left; returns the sum of u^2, if it is known. */
+double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
+
+/* Adds up the partial sums of a block's rows, or of some columns, for lines that no tile saw whole (CameLoops). */
+void came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
+double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
+
+/* ---- factors --------------------------------------------------------------------------------------------- */
+
+/* The factors of a span's elements are r * c[i]; their sum over c is `sum`. */
+typedef struct {
+    const float *c;
+    float r[INTERLEAVED_ROWS];
+    double sum;
+    float buffer[PIECE_ELEMS];
+} CameFactors;
+
+/* The factor of a row: sqrt(mean(row) / row), in double, since a row of zeros beside large ones is a ratio of 1e42. */
+static inline float row_factor(double mean, const float *rows, int64_t i) {
+    return (float)sqrt(rows ? mean / rows[i] : mean);
+}
+
+static inline float column_factor(float col) { return 1 / sqrtf(col); }
+
+void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns);
+
+void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                      const CameColumns *columns, CameFactors *f);
+
+#endif

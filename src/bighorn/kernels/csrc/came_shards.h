@@ -1,0 +1,41 @@
+/* What all shards of a tensor add up in a CAME step: where it is stored, and what it says of the whole tensor. */
+#ifndef BIGHORN_CAME_SHARDS_H
+#define BIGHORN_CAME_SHARDS_H
+
+#include "came_job.h"
+
+/* How a shard is split: other shards have other rows or columns of its matrices. */
+static inline int is_split(const CameShard *shard) { return shard && (shard->split_down || shard->split_across); }
+static inline int is_split_both_ways(const CameShard *shard) {
+    return shard && shard->split_down && shard->split_across;
+}
+
+/* Where what all shards add up lies in the sums of the rounds; NULL where it is not sent. */
+typedef struct {
+    double *inner;     /* split one way: ratios, added up along the split, or a matrix's sum of 1 / sqrt(average) */
+    double *row, *col; /* averages of the lines that are split */
+    double *total;     /* split one way: a matrix's sum of the averages that are not */
+    double *update, *param, *confidence; /* the sums of u^2, of x^2, and of the confidence */
+} CameShardSums;
+
+CameShardSums square_shard_sums(const CameJob *job);
+CameShardSums residual_shard_sums(const CameJob *job);
+
+/* Over all elements: of u^2 before clipping, and of x^2. */
+typedef struct {
+    double update, param;
+} CameSquareSums;
+
+/* This shard's part of an average, with its ratios if there are any. */
+void store_shard_average(const CameJob *job, const CameAverage *average, const CameAverage *ratio,
+                         const CameShardSums *to);
+void store_shard_square_sums(const CameShardSums *to, CameSquareSums sums);
+
+/* An average that has arrived: its lines and, into `job->means`, the means of its rows. */
+void load_reduced_average(const CameJob *job, const CameAverage *average, const CameShardSums *from);
+
+/* Of the whole tensor, from what has arrived. */
+CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from);
+double reduced_confidence(const CameJob *job, const CameShardSums *from);
+
+#endif

@@ -4,8 +4,8 @@
 #define BIGHORN_LAMB_H
 
 #include "gradient.h"
+#include "layerwise.h"
 #include "rounding.h"
-#include "run.h"
 
 /* One tensor's step as plain float32 factors. */
 typedef struct {
@@ -15,10 +15,6 @@ typedef struct {
     float decay;                         /* x <- decay * x - step * u */
     uint32_t rng_key, dither;            /* what random bits start from, and dither */
 } LambFactors;
-
-typedef struct {
-    double weight, update; /* sums of squares of x and u */
-} LambSums;
 
 /* A block: elements [start, start + size) of a row. */
 typedef struct {
@@ -39,11 +35,11 @@ static inline int all_in_bfloat16(const LambBlock *b) {
 /* lamb_loops.c for moments in floats as they are, lamb_blocks.c for moments in blocks. */
 typedef struct {
     /* Moments, then u; u is stored unless `update` is NULL. */
-    LambSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, float *update);
+    LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, float *update);
     /* x from a stored u, or from u computed again where `update` is NULL. */
     void (*apply)(const LambBlock *block, const LambFactors *factors, float step, const float *update);
     /* Both in one pass, for a step that is known beforehand. */
-    LambSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, float step);
+    LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, float step);
 } LambLoops;
 
 /* ---- arithmetic that both share -------------------------------------------------------------------------- */

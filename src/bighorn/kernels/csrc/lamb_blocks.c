@@ -233,8 +233,8 @@ static void apply_update(const LambFactors *f, float step, LambQuantBlock *block
 /* ---- blocks ---------------------------------------------------------------------------------------------- */
 
 /* The sums again, in double: of squares that leave the range of float32. */
-static LambSums careful_sums(const LambBlock *b, const LambFactors *f) {
-    LambSums sums = {0, 0};
+static LayerSums careful_sums(const LambBlock *b, const LambFactors *f) {
+    LayerSums sums = {0, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
@@ -251,7 +251,7 @@ static LambSums careful_sums(const LambBlock *b, const LambFactors *f) {
 
 /* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster.
  */
-static LambSums step_block(const LambBlock *b, const LambFactors *f, const float *step, float *update) {
+static LayerSums step_block(const LambBlock *b, const LambFactors *f, const float *step, float *update) {
     const int type = all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}};
@@ -271,17 +271,17 @@ static LambSums step_block(const LambBlock *b, const LambFactors *f, const float
             if (step) apply_update(f, *step, &blocks[i], blocks[i].u);
         }
     }
-    LambSums sums = {0, 0};
+    LayerSums sums = {0, 0};
     EACH_LANE(lane) sums.weight += lane_sums.weight[lane], sums.update += lane_sums.update[lane];
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
-static LambSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
+static LayerSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
     (void)second_moment; /* a running maximum is refused, and the others differ by factors alone */
     return step_block(b, f, NULL, update);
 }
 
-static LambSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
+static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
     (void)second_moment;
     return step_block(b, f, &step, NULL);
 }

@@ -50,11 +50,11 @@ FORCE_INLINE_TEMPLATE float step_one(const LambFactors f, const int second_momen
 }
 
 /* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
-FORCE_INLINE_TEMPLATE LambSums step_loop(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
-                                         const int x_type, const int g_type, const int state_type, float step, int n,
-                                         const void *restrict g, void *restrict m, void *restrict v,
-                                         void *restrict v_max, void *restrict x, float *restrict u) {
-    LambSums sums = {0, 0};
+FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
+                                          const int x_type, const int g_type, const int state_type, float step, int n,
+                                          const void *restrict g, void *restrict m, void *restrict v,
+                                          void *restrict v_max, void *restrict x, float *restrict u) {
+    LayerSums sums = {0, 0};
     for (int start = 0, end; start < n; start = end) {
         float weight = 0, update = 0;
         end = n - start < FLOAT_SUM_ELEMS ? n : start + FLOAT_SUM_ELEMS;
@@ -80,12 +80,12 @@ FORCE_INLINE_TEMPLATE LambSums step_loop(const LambFactors f, const int second_m
 }
 
 /* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
-FORCE_INLINE_TEMPLATE LambSums step_pairs(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
-                                          const int g_type, float step, int n, const void *restrict g,
-                                          Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
-                                          Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x, float *restrict u) {
+FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
+                                           const int g_type, float step, int n, const void *restrict g,
+                                           Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
+                                           Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x, float *restrict u) {
     const int half = n / 2;
-    LambSums sums = {0, 0};
+    LayerSums sums = {0, 0};
     for (int start = 0, end; start < half; start = end) {
         float weight = 0, update = 0;
         end = half - start < FLOAT_SUM_ELEMS / 2 ? half : start + FLOAT_SUM_ELEMS / 2;
@@ -111,15 +111,15 @@ FORCE_INLINE_TEMPLATE LambSums step_pairs(const LambFactors f, const int second_
         sums.weight += weight, sums.update += update;
     }
     if (n % 2) {
-        LambSums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1,
-                                  at((void *)g, g_type, n - 1), m + half, v + half, v_max + half, x + half, u + n - 1);
+        LayerSums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1,
+                                   at((void *)g, g_type, n - 1), m + half, v + half, v_max + half, x + half, u + n - 1);
         sums.weight += last.weight, sums.update += last.update;
     }
     return sums;
 }
 
 /* The sums of a piece whose squares leave the range of float32: formed again in double. */
-static LambSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
+static LayerSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
     double weight = 0, update = 0;
     for (int i = 0; i < n; i++) {
         float x = load_element(p->x_type, p->x, i);
@@ -128,7 +128,7 @@ static LambSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
         weight += (double)x * x;
         update += u * u;
     }
-    return (LambSums){weight, update};
+    return (LayerSums){weight, update};
 }
 
 #define STEP_LOOP(x_type, g_type, state_type)                                                                         \
@@ -141,12 +141,12 @@ static LambSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
          ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
          : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
 
-FORCE_INLINE_TEMPLATE LambSums step_piece(const LambBlock *b, const LambFactors *f, int second_moment,
-                                          const enum LambUpdateUse after, float step, int64_t start, int n, float *u,
-                                          GradientMean *last) {
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambFactors *f, int second_moment,
+                                           const enum LambUpdateUse after, float step, int64_t start, int n, float *u,
+                                           GradientMean *last) {
     LambPiece p;
     float buffer[PIECE_ELEMS];
-    LambSums sums;
+    LayerSums sums;
     load_piece(&p, b->row, start, n);
     int half = all_in_bfloat16(b);
     const void *g = half ? at((void *)b->grad, BFLOAT16, start)
@@ -164,27 +164,27 @@ FORCE_INLINE_TEMPLATE LambSums step_piece(const LambBlock *b, const LambFactors 
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LambSums step_block(const LambBlock *b, const LambFactors *f, int second_moment,
-                                          const enum LambUpdateUse after, float step, float *u) {
-    LambSums sums = {0, 0};
+FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambFactors *f, int second_moment,
+                                           const enum LambUpdateUse after, float step, float *u) {
+    LayerSums sums = {0, 0};
     GradientMean last = {-1, 0};
     const int piece = piece_of(b);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
         float *kept = after == UPDATE_KEEP ? u + done : NULL;
-        LambSums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
+        LayerSums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
         sums.weight += s.weight;
         sums.update += s.update;
     }
     return sums;
 }
 
-static LambSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
+static LayerSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
     return update ? step_block(b, f, second_moment, UPDATE_KEEP, 0, update)
                   : step_block(b, f, second_moment, UPDATE_FORGET, 0, NULL);
 }
 
-static LambSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
+static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
     return step_block(b, f, second_moment, UPDATE_APPLY, step, NULL);
 }
 

@@ -18,8 +18,8 @@ import torch
 from bighorn.cli import figures, files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
+from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.training import Run
 
 HERE = Path(__file__).parent
 LR, BATCH_SIZE = 3e-4, 16

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from bighorn import Came, Lamb
 from bighorn.cli import files, measure
 from bighorn.cli.environment import package_version, provenance
-from bighorn.cli.schedule import batch_indices
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks.dataset import batch_indices
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"

@@ -21,8 +21,8 @@ from torch import Tensor
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
+from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import Run
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.codec import Form
 

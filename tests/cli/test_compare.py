@@ -11,9 +11,9 @@ from bighorn.cli import sweep
 from bighorn.cli.compare import COLUMNS, WIDEST, CompareConfig, _table, continued, row, verdicts, warnings
 from bighorn.cli.config import RunConfig
 from bighorn.cli.optimizers import CONTESTANTS
+from bighorn.cli.run import Run
 from bighorn.cli.studies import STUDIES, Study
 from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.training import Run
 from tests.support.command_line import Invoke, assert_self_contained
 
 

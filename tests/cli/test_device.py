@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bighorn.cli import devices, randomness, train, training
-from bighorn.cli.config import Division, RunConfig
+from bighorn.cli import environment, run, train
+from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.ranks import ALONE, Ranks
+from bighorn.cli.run import MAX_UNREAD, DivergedError, Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import DivergedError, Run
 from tests.support.command_line import Invoke
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -31,11 +30,11 @@ def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
 
 def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    command = train.train.make_context("train", ["--device", "cuda"])
     outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))
+    request = train.Request({"device": "cuda"}, {}, outputs, None)
     with pytest.raises(InputError, match="--device cuda with 2 processes is not supported: no machine with several"):
-        train._prepare(command, None, outputs, None, Ranks(0, 2))
-    train._prepare(command, None, outputs, None, ALONE)
+        train._prepare(request, None, 2, True)
+    train._prepare(request, None, 1, True)
 
 
 @needs_no_gpu
@@ -66,20 +65,17 @@ def test_the_generator_of_a_gpu_is_saved_and_restored(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, _: restored.append(value))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    on_gpu, on_cpu = randomness.state(cuda), randomness.state(cpu)
-    assert [randomness.fits(saved, device) for saved in (on_gpu, on_cpu) for device in (cuda, cpu)] == [
-        *(True, False),
-        *(False, True),
-    ]
-    randomness.restore(on_cpu, cpu)
+    on_gpu, on_cpu = run.generator_state(cuda), run.generator_state(cpu)
+    assert ("cuda" in on_gpu, "cuda" in on_cpu) == (True, False)
+    run.restore_generators(on_cpu, cpu)
     assert not restored
-    randomness.restore(on_gpu, cuda)
+    run.restore_generators(on_gpu, cuda)
     assert restored[0] is state
 
 
 def run_on(device: str, data: Path | None = None, task: str = "digits", **options: Any) -> Run:
     config = RunConfig(task=task, data=None if data is None else str(data), device=device, **options).resolved()
-    return Run(config, TASKS[config.task].load(config.data), division=Division(accumulate=2))
+    return Run(config, TASKS[config.task].load(config.data), parallel=ParallelConfig(accumulate=2))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -111,7 +107,7 @@ def test_losses_that_are_read_together_are_the_same() -> None:
     for _ in range(30):
         exact.train_step()
     run = run_on("cpu", optimizer="adamw", steps=30, threads=1)
-    run._most_unread = 2
+    run._max_unread = 2
     known = []
     for _ in range(30):
         run.train_step()
@@ -124,14 +120,14 @@ def test_losses_that_are_read_together_are_the_same() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     run = run_on("cpu", optimizer=optimizer, steps=200)
-    run._most_unread = training.MOST_UNREAD
-    score, calls = run._score, iter(range(1000))
+    run._max_unread = MAX_UNREAD
+    score, calls = run._train_step.score, iter(range(1000))
 
     def diverging(*arguments: Any) -> tuple[Tensor, Tensor]:
         loss, accuracy = score(*arguments)
         return loss * (float("nan") if next(calls) >= 2 * 3 else 1.0), accuracy  # two parts a step
 
-    monkeypatch.setattr(run, "_score", diverging)
+    monkeypatch.setattr(run._train_step, "score", diverging)
     for _ in range(6):
         run.train_step()
     with pytest.raises(DivergedError, match="the loss became nan in step 4"):
@@ -144,4 +140,4 @@ def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.
 
 def test_the_name_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H900")
-    assert (devices.device_name("cpu"), devices.device_name("cuda")) == ("cpu", "H900")
+    assert (environment.device_name("cpu"), environment.device_name("cuda")) == ("cpu", "H900")

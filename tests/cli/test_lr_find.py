@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bighorn.cli.lr_find import Curve
-from bighorn.cli.training import DivergedError, Run
+from bighorn.cli.run import DivergedError, Run
 from tests.support.command_line import Invoke, assert_self_contained
 
 

@@ -18,9 +18,9 @@ from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.footprint import FOOTPRINTS, Named, kinds
 from bighorn.cli.memory import MemoryConfig, layer_rows
 from bighorn.cli.optimizers import CONTESTANTS, state_bytes
+from bighorn.cli.run import Run
 from bighorn.cli.shapes import SHAPES, llama
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import Run
 from bighorn.kernels.rounding import LOW, WAYS
 from tests.support.command_line import Invoke, assert_self_contained
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bighorn.cli.training import Run
+from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, write_idx, write_text
-from tests.support.processes import LIMIT
 from tests.support.torchrun import (
     TORCHRUN,
     TWO,

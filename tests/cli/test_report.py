@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bighorn.cli import figures
-from bighorn.cli.training import Run
+from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, Page, assert_self_contained
 
 

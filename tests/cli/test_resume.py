@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bighorn.cli.interrupt import Interrupt
+from bighorn.cli.ranks import Interrupt
 from tests.support.command_line import Invoke
 from tests.support.processes import LIMIT
 
@@ -91,7 +91,7 @@ def test_dropout_is_on_and_its_generator_is_what_resumes(invoke: Invoke, monkeyp
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "whole.pt")
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "again.pt")
     assert_same(content(Path("again.pt")), content(Path("whole.pt")))
-    monkeypatch.setattr("bighorn.cli.training.randomness.seed", lambda value: torch.manual_seed(value + 1))
+    monkeypatch.setattr("bighorn.cli.run.seed_generators", lambda value: torch.manual_seed(value + 1))
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "other.pt")
     assert content(Path("other.pt"))["run"]["history"]["loss"] != content(Path("whole.pt"))["run"]["history"]["loss"]
 

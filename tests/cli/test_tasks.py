@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.schedule import batch_indices
 from bighorn.cli.tasks import TASKS
+from bighorn.cli.tasks.dataset import batch_indices
 from bighorn.cli.tasks.mnist import FILES, read_idx
 from bighorn.cli.tasks.text import CONTEXT, standard_library
 

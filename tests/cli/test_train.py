@@ -18,13 +18,12 @@ from bighorn import WindowScale
 from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
-from bighorn.cli.config import Division, RunConfig
+from bighorn.cli.config import DECAYS, ParallelConfig, RunConfig
 from bighorn.cli.lr_find import SearchConfig
 from bighorn.cli.memory import MemoryConfig
 from bighorn.cli.optimizers import OPTIMIZERS
-from bighorn.cli.schedule import DECAYS
+from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import Run
 from tests.support.command_line import Invoke, without_dropout
 
 
@@ -71,7 +70,7 @@ def test_bf16_is_the_whole_model(invoke: Invoke) -> None:
 def test_fp16_skips_until_the_scale_fits_and_learns(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    monkeypatch.setattr("bighorn.cli.config.WindowScale", lambda: WindowScale(2.0**30))
+    monkeypatch.setattr("bighorn.cli.values.WindowScale", lambda: WindowScale(2.0**30))
     options = ["--optimizer", optimizer, "--precision", "fp16", "--epochs", 8, "--max-grad-norm", 1]
     output = invoke("train", *options, "--save", "run.pt", "--json", "run.json").output
     result = json.loads(Path("run.json").read_text())
@@ -254,7 +253,7 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     ("name", "config"),
     [
         ("train", RunConfig),
-        ("train", Division),
+        ("train", ParallelConfig),
         ("compare", CompareConfig),
         ("memory", MemoryConfig),
         ("lr-find", SearchConfig),

@@ -14,8 +14,8 @@ import torch
 from bighorn.cli import checkpoint
 from bighorn.cli.config import RunConfig
 from bighorn.cli.ranks import Ranks
+from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import Run
 
 
 def fresh() -> Run:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bighorn.cli.commands import bighorn
-from bighorn.cli.interrupt import Interrupt
-from bighorn.cli.training import Run
-from bighorn.cli.updating import Updater
+from bighorn.cli.ranks import Interrupt
+from bighorn.cli.run import Run
+from bighorn.cli.train_step import TrainStep
 from tests.support.command_line import without_dropout
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-train_step, updater_step, write_data = Run.train_step, Updater.step, FileSystemWriter.write_data
+train_step, update_step, write_data = Run.train_step, TrainStep.update, FileSystemWriter.write_data
 join, enter_interrupt = dist.init_process_group, Interrupt.__enter__
 
 
@@ -57,10 +57,10 @@ def run(
             raise ZeroDivisionError("the reason of it all")
         train_step(self)
 
-    def update(self: Updater) -> bool:
+    def update(self: TrainStep) -> bool:
         if RANK == 1 and present == kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        return updater_step(self)
+        return update_step(self)
 
     def write(self: FileSystemWriter, *arguments: Any) -> Any:
         if RANK == 1 and present == kill_saving:
@@ -73,7 +73,7 @@ def run(
 
     Interrupt.__enter__ = enter  # type: ignore[method-assign]
     Run.train_step = step  # type: ignore[method-assign]
-    Updater.step = update  # type: ignore[method-assign]
+    TrainStep.update = update  # type: ignore[method-assign]
     FileSystemWriter.write_data = write  # type: ignore[assignment, method-assign]
     dist.init_process_group = meet  # type: ignore[assignment]
     try:

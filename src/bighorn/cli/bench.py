@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import cuda, devices, files, traffic
+from bighorn.cli import cuda, files, traffic
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
@@ -26,7 +26,7 @@ from bighorn.cli.measure import compare, draw, error, prepared, temporaries
 from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES, Shape
-from bighorn.cli.values import at_least, names, positive
+from bighorn.cli.values import at_least, check_device, names, positive
 
 WIDTH_OF_FILES = 160
 """Columns of text for output that is no terminal, which rich would wrap at 80; the widest table has 120."""
@@ -122,7 +122,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     layout, instrument = config.layout, INSTRUMENTS[config.device]
     sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
     builds, absent = _load(config)
-    devices.check(config.device)
+    check_device(config.device)
     files.check_outputs({"--report": report, "--json": json_file})
     if config.threads is not None:
         torch.set_num_threads(config.threads)

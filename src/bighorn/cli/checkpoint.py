@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from bighorn.cli import files, folder
+from bighorn.cli import files, sharded_checkpoint
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
-from bighorn.cli.training import Run
+from bighorn.cli.run import Run
 from bighorn.cli.values import matches
 
 FORMAT = "bighorn checkpoint 2"
@@ -36,7 +36,7 @@ def save(run: Run, path: Path) -> None:
         "processes": run.ranks.size,
     }
     if run.is_sharded or run.ranks.from_first(path.is_dir):
-        folder.save(run, path, about)
+        sharded_checkpoint.save(run, path, about)
         return
     checkpoint = {**about, "run": run.state_dict()}
     run.ranks.from_first(lambda: _write(checkpoint, path))
@@ -56,8 +56,8 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         InputError: For a file that is missing, damaged or of another kind.
     """
-    place = folder.find(path) if path.is_dir() else None
-    file = path if place is None else place / folder.COMPLETE
+    place = sharded_checkpoint.find(path) if path.is_dir() else None
+    file = path if place is None else place / sharded_checkpoint.COMPLETE
     if not file.is_file():
         raise InputError(f"--resume {path}: there is no such file.")
     try:
@@ -91,9 +91,9 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
         raise InputError(f"the training data ({run.dataset.description}) are not those of the checkpoint: see --data.")
     try:
         if checkpoint["folder"] is not None:
-            folder.restore(run, Path(checkpoint["folder"]), checkpoint["run"])
+            sharded_checkpoint.restore(run, Path(checkpoint["folder"]), checkpoint["run"])
         elif run.is_sharded:
-            folder.restore_from_whole(run, checkpoint["run"])
+            sharded_checkpoint.restore_from_whole(run, checkpoint["run"])
         else:
             run.load_state_dict(checkpoint["run"])
     except InputError:

@@ -18,9 +18,9 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import FILE, command_line, config_options, option
+from bighorn.cli.run import Run
 from bighorn.cli.studies import STUDIES
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import Run
 from bighorn.cli.values import at_least, check_name, names, numbers
 
 WIDEST = 120

@@ -2,23 +2,28 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bighorn import FixedScale, WindowScale
-from bighorn.cli import devices
-from bighorn.cli.devices import DEVICES
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES, read_options
+from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
 from bighorn.cli.options import option
-from bighorn.cli.schedule import DECAYS, warmup_steps
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import MOST, at_least, positive
+from bighorn.cli.values import (
+    DEVICES,
+    MOST,
+    at_least,
+    check_device,
+    positive,
+    read_options,
+    scale_policy,
+    warmup_steps,
+)
 from bighorn.kernels import BACKENDS
-from bighorn.schedules import scaled_lr
+from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, scaled_lr
 from bighorn.schedules.large_batch import RULES
 
 BASE_BATCH = 256
@@ -33,6 +38,13 @@ MOST_THREADS = 1024
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights."""
 
+DECAYS: dict[str, Callable[[float, int], Schedule]] = {
+    "linear": Polynomial,  # of power 1, which the LAMB paper trains BERT with (arXiv:1904.00962v5, section 4.1)
+    "cosine": Cosine,
+    "constant": lambda peak, _: PiecewiseConstant([], [peak]),
+}
+"""What can follow the warm-up, from its first value and its number of steps."""
+
 
 def _by_name(table: Mapping[str, Any], attribute: str) -> str:
     return ", ".join(f"{name} {getattr(entry, attribute):g}" for name, entry in table.items())
@@ -40,7 +52,10 @@ def _by_name(table: Mapping[str, Any], attribute: str) -> str:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The options of a run. None stands for "the task's" or "the optimizer's own": :meth:`resolved` fills it in."""
+    """The options of a run. None stands for the task's or the optimizer's default.
+
+    Values are those of the command line until :meth:`resolved` checks them and fills in the defaults.
+    """
 
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
     data: str | None = option(
@@ -93,7 +108,8 @@ class RunConfig:
         None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
     )
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        """Refuse values that are out of range and options that exclude each other."""
         at_least("--batch-size", self.batch_size, 1)
         at_least("--steps", self.steps, 1)
         at_least("--threads", self.threads, 1, MOST_THREADS)
@@ -120,12 +136,13 @@ class RunConfig:
                 )
 
     def resolved(self) -> "RunConfig":
-        """The same run with every None filled in that the task, the optimizer or this machine decides.
+        """Check the options, and fill in every None that the task, the optimizer or this machine decides.
 
         Raises:
-            InputError: This machine does not have the device.
+            InputError: A value is out of range, two options exclude each other, or this machine lacks the device.
         """
-        devices.check(self.device)
+        self._check()
+        check_device(self.device)
         task, recipe = TASKS[self.task], OPTIMIZERS[self.optimizer]
         return dataclasses.replace(
             self,
@@ -163,10 +180,23 @@ class RunConfig:
         positive(f"--lr {self.lr:g} with --lr-scaling {self.lr_scaling}", scaled)
         return scaled
 
+    def lr_schedule(self, total: int) -> Schedule:
+        """Linear warm-up to the peak, then one of :data:`DECAYS`, which would end at step ``total``; if resolved.
+
+        Example:
+            >>> RunConfig(lr=1.0, warmup="2", batch_size=32).lr_schedule(total=6).as_list(6)
+            [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        peak, warmup = self.peak_lr(), warmup_steps(self.warmup, total)
+        if warmup > total:
+            raise InputError(f"--warmup {self.warmup} is longer than the run of {total} steps: take less.")
+        decay_steps = max(total - warmup, 1)  # a run that is all warm-up has no decay
+        return DECAYS[self.schedule](peak, decay_steps).after_warmup(warmup)
+
 
 @dataclass(frozen=True)
-class Division:
-    """How the work of a step is divided. It changes results by rounding alone, and no checkpoint holds it."""
+class ParallelConfig:
+    """How processes divide the work of a step. It changes results by rounding alone, and no checkpoint holds it."""
 
     parallel: str = option(
         "ddp",
@@ -177,7 +207,7 @@ class Division:
     )
     accumulate: int = option(1, "Parts in which each process computes its share of a batch, one after the other.")
     tail_overlap: bool = option(
-        False, "Step parameters while the last gradients are still on the wire; with several processes.", shown="off"
+        False, "Step parameters while the last gradients are still in flight; with several processes.", shown="off"
     )
     shard_update: bool = option(
         False, "Each process keeps optimizer state for, and steps, a part of the tensors.", shown="off"
@@ -198,46 +228,33 @@ class Division:
             )
 
     def shards(self, processes: int) -> bool:
-        """Whether tensors of the model are divided among so many processes."""
+        """Whether so many processes each hold a part of every tensor of the model."""
         return self.parallel != "ddp" and processes > 1
 
-    def shares(self, processes: int) -> int:
-        """Among how many a batch is divided."""
+    def dp_size(self, processes: int) -> int:
+        """The number of groups of processes that each take another part of a batch: the data-parallel size."""
         return 1 if self.parallel == "tp" else processes
 
-    def check(self, batch_size: int, processes: int) -> None:
-        """Refuse a batch that cannot be split evenly."""
-        processes = self.shares(processes)
-        if batch_size % (processes * self.accumulate):
-            into = [f"{processes} processes"] * (processes > 1) + [f"--accumulate {self.accumulate}"] * (
+    def check(self, config: RunConfig, processes: int) -> None:
+        """Refuse a resolved run that so many processes cannot divide in this way."""
+        assert config.batch_size is not None
+        dp_size = self.dp_size(processes)
+        if config.batch_size % (dp_size * self.accumulate):
+            into = [f"{dp_size} processes"] * (dp_size > 1) + [f"--accumulate {self.accumulate}"] * (
                 self.accumulate > 1
             )
             raise InputError(
-                f"--batch-size {batch_size} cannot be split evenly over {' x '.join(into)}: take a multiple."
+                f"--batch-size {config.batch_size} cannot be split evenly over {' x '.join(into)}: take a multiple."
+            )
+        own_clip = bool(OPTIMIZERS[config.optimizer].state_dtypes)
+        if config.max_grad_norm is not None and not own_clip and self.parallel == "tp" and processes > 1:
+            raise InputError(
+                f"--max-grad-norm with --optimizer {config.optimizer} and --parallel tp: torch does not add up the "
+                "norms of whole and of sharded tensors. Leave one of them out, or take lamb or came."
             )
 
-    def idle(self, processes: int) -> list[str]:
+    def without_effect(self, processes: int) -> list[str]:
         """The options that have no effect with so few processes."""
         sharding = f"--parallel {self.parallel}", self.parallel != "ddp"
         flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update), sharding]
         return [flag for flag, given in flags if given and processes == 1]
-
-
-def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
-    """Read ``--loss-scale``; None for none.
-
-    Example:
-        >>> scale_policy("1024")
-        FixedScale(init_scale=1024.0)
-    """
-    if text is None or text == "none":
-        return None
-    if text == "dynamic":
-        return WindowScale()
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = math.nan
-    if not 1 <= scale <= torch.finfo(torch.float32).max:
-        raise InputError(f"--loss-scale {text} is neither none, dynamic nor a number of at least 1, such as 1024.")
-    return FixedScale(scale)

@@ -1,6 +1,7 @@
 """Progress on the terminal: a line per evaluation, and below them a live bar where there is a terminal."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -8,17 +9,25 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from bighorn.cli.training import Run
+from bighorn.cli.environment import device_name
+from bighorn.cli.run import Run
 
 HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'acc':>7}{'lr':>9}{'per s':>7}"
 
 
 class Display:
-    """Shows how a run goes on."""
+    """Shows the progress of a run.
 
-    def __init__(self, run: Run, console: Console) -> None:
-        self.run, self.console = run, console
-        self._line = run.step, run.history.seconds
+    Args:
+        run: The run.
+        console: Where to print.
+        seconds: Time that the run has spent in training steps before.
+        warnings: Printed below the introduction.
+    """
+
+    def __init__(self, run: Run, console: Console, seconds: float, warnings: Sequence[str]) -> None:
+        self.run, self.console, self._warnings = run, console, warnings
+        self._line = run.step, seconds
         self._refreshed = 0.0
         self._live: Live | None = None
         if console.is_terminal and not console.quiet:
@@ -35,7 +44,8 @@ class Display:
             self._live = Live(self._bar, console=console, refresh_per_second=5, transient=True)
 
     def __enter__(self) -> "Display":
-        if not self.run.done:
+        introduce(self.run, self.console, self._warnings)
+        if self.run.step < self.run.total:
             self.console.print("  ".join([HEADER, *(gauge.label for gauge in self.run.gauges[:1])]), style="dim")
         if self._live is not None:
             self._live.start()
@@ -82,6 +92,31 @@ class Display:
             return ""
         ordered = self.run.gauge.sort().values.tolist()
         return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))
+
+
+def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
+    """Print what is about to run, and warnings."""
+    config = run.config
+    parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
+    scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
+    scale = "" if config.loss_scale == "none" else f", loss scale {config.loss_scale}"
+    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}{scale}")
+    if config.device != "cpu":
+        console.print(f"on {device_name(config.device)}")
+    state = "" if config.state_dtype is None else f", state in {config.state_dtype}"
+    options = "".join(f", {text}" for text in config.optimizer_option)
+    console.print(
+        f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
+        f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
+    )
+    if run.ranks.size > 1:
+        share = run.batch_size // run.ranks.size
+        machines = f" on {run.ranks.machines} machines" if run.ranks.machines > 1 else ""
+        console.print(f"{run.ranks.size} processes{machines}, each with {share} samples of a batch")
+    if run.step:
+        console.print(f"resumed after step {run.step}")
+    for warning in warnings:
+        console.print(f"Warning: {warning}", style="yellow")
 
 
 def counting(console: Console) -> Progress:

@@ -12,7 +12,6 @@ import torch
 
 import bighorn
 from bighorn import kernels
-from bighorn.cli.devices import device_name
 from bighorn.cli.errors import InputError
 from bighorn.kernels.cpu import library
 
@@ -45,6 +44,11 @@ def environment(device: str = "cpu") -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "cpu backend": kernels.status()["cpu"].detail,
     }
+
+
+def device_name(device: str) -> str:
+    """The model name of a GPU, such as "NVIDIA H100 80GB HBM3", and "cpu" for the CPU."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def check_variables() -> None:

@@ -18,8 +18,8 @@ from bighorn.cli.display import counting
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.options import FILE, command_line, config_options, given, option
+from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.training import DivergedError, Run
 from bighorn.cli.values import at_least, positive
 from bighorn.schedules import Exponential
 

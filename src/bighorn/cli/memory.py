@@ -16,11 +16,10 @@ from bighorn.cli.display import quantity
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, Named, kinds, predicted
-from bighorn.cli.optimizers import read_options
 from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, check_name, names, suggestion
+from bighorn.cli.values import at_least, check_name, names, read_options, suggestion
 from bighorn.kernels.rounding import WAYS
 
 SOURCES = ("task", "shapes", "model")

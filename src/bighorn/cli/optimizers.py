@@ -1,9 +1,9 @@
 """The optimizers that a run can name, each with the defaults that suit it: adding one is one entry."""
 
-import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,17 +11,56 @@ from torch import nn
 
 from bighorn import Came, Lamb, shard_update
 from bighorn.cli.errors import InputError
-from bighorn.cli.gauges import CONFIDENCE, TRUST_RATIO, UPDATE_RMS, Gauge
 from bighorn.kernels.rounding import WAYS
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """What ``--state-dtype`` calls them, and what the optimizers do."""
 
-OWN_FLAGS = ("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "process_group", "names")
-"""Arguments of an optimizer that ``--optimizer-option`` does not set."""
 
-OWN_RATES = ("relative_step", "warmup_init")
-"""Those with which an optimizer would set its own learning rate."""
+@dataclass(frozen=True)
+class Gauge:
+    """One figure per layer and step.
+
+    Attributes:
+        name: The attribute of ``telemetry()``.
+        label: Its name for people, also the column on the terminal.
+        heading: The heading of its heat map.
+        text: What the heat map shows.
+        times_lr: Whether the heat map shows it times the learning rate.
+    """
+
+    name: str
+    label: str
+    heading: str
+    text: str
+    times_lr: bool
+
+
+TRUST_RATIO = Gauge(
+    "trust_ratio",
+    "trust ratio",
+    "Effective learning rate by layer",
+    "Learning rate x trust ratio: how far a step moves each layer, relative to a plain Adam step.",
+    times_lr=True,
+)
+
+CONFIDENCE = Gauge(
+    "confidence",
+    "confidence",
+    "Effective learning rate by layer",
+    "Learning rate x mean confidence, what CAME multiplies its momentum with: large where the momentum predicts well, "
+    "and beyond measure while elements have met no gradient yet, as behind dead units.",
+    times_lr=True,
+)
+
+UPDATE_RMS = Gauge(
+    "update_rms",
+    "update RMS",
+    "Update size by layer",
+    "Root mean square of the update before it was clipped. What is above the threshold, 1 by default, was scaled down "
+    "to it.",
+    times_lr=False,
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +135,7 @@ def build_optimizer(
     weight_decay: float,
     backend: str | None = None,
     state_dtype: str | None = None,
-    options: Sequence[str] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
     max_grad_norm: float | None = None,
     sharded: bool = False,
 ) -> torch.optim.Optimizer:
@@ -121,38 +160,10 @@ def build_optimizer(
         ours |= {"max_grad_norm": max_grad_norm}
     groups = [group for group in groups if group["params"]]
     try:
-        optimizer = recipe.build(groups, lr=lr, **ours, **read_options(options))
+        optimizer = recipe.build(groups, lr=lr, **ours, **options)
         return shard_update(optimizer) if sharded else optimizer
     except (TypeError, ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
         raise InputError(f"--optimizer {name}: {error}") from error
-
-
-def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
-    """Read ``NAME=VALUE``, the value as Python writes it, or as a bare word.
-
-    Example:
-        >>> read_options(["bias_correction=True", "betas=(0.9, 0.99, 0.999)", "factor=last_two"])
-        {'bias_correction': True, 'betas': (0.9, 0.99, 0.999), 'factor': 'last_two'}
-    """
-    options: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
-        if name in OWN_FLAGS:
-            raise InputError(f"--optimizer-option {text}: {name} is set by the command itself; see its --help.")
-        if name in OWN_RATES:
-            raise InputError(
-                f"--optimizer-option {text}: the command sets the learning rate of each step itself, by --lr and "
-                "--warmup; leave it out, or use the optimizer in a program of your own."
-            )
-        if name in options:
-            raise InputError(f"--optimizer-option {text}: {name} is given twice.")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
-    return options
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -2,12 +2,14 @@
 
 import gc
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 from bighorn.cli.errors import InputError
 
 T = TypeVar("T")
+
+ECHO = 5.0
+"""Seconds after a Ctrl-C in which torchrun passes it on to processes that have had it from the terminal already."""
 
 PATIENCE = timedelta(seconds=10)
 """How long the other processes wait for the first one to tell of an error."""
@@ -106,12 +111,12 @@ class Ranks:
         Raises:
             InputError: In all processes, if the work raised an InputError or OSError in some.
         """
+        if self.size == 1:
+            return work()
         result, failure = None, None
         try:
             result = work()
         except (InputError, OSError) as error:
-            if self.size == 1:
-                raise
             failure = str(error)
         failures = self.gather(failure)
         for rank, text in enumerate(failures):
@@ -218,3 +223,39 @@ def _first_is_gone() -> bool:
         assert nothing is not None
         nothing.wait(PATIENCE)
     return time.monotonic() - start < PATIENCE.total_seconds()
+
+
+class Interrupt:
+    """Within its ``with`` block, a first Ctrl-C only sets :attr:`requested`; a second one aborts.
+
+    SIGTERM counts as a first one, however often it comes: torchrun sends it after passing a Ctrl-C on.
+
+    An interrupt inside an optimizer's step would leave half of the parameters updated.
+
+    Args:
+        echoes: Whether torchrun has started the process.
+    """
+
+    def __init__(self, echoes: bool = False) -> None:
+        self.requested = False
+        self._echo = ECHO if echoes else 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> "Interrupt":
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.requested and self._echo:
+            return  # the echo may still come, while what is left is to save and to say how to go on
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's signature
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = True, now
+        elif number == signal.SIGINT and now - self._since >= self._echo:
+            raise KeyboardInterrupt

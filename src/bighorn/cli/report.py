@@ -13,11 +13,10 @@ from bighorn.cli import figures
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.footprint import Kind
-from bighorn.cli.gauges import Gauge
 from bighorn.cli.lr_find import Curve
-from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.optimizers import Gauge, state_bytes
+from bighorn.cli.run import Run
 from bighorn.cli.sweep import Cell
-from bighorn.cli.training import Run
 
 
 @dataclass(frozen=True)

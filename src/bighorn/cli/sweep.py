@@ -15,8 +15,8 @@ from itertools import islice
 
 from bighorn.cli.config import RunConfig
 from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.training import DivergedError, Run
 
 Grids = Mapping[str, Sequence[float]]
 

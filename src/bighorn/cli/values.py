@@ -1,15 +1,34 @@
-"""What an option's value may be: a number in a range, a list of numbers, names out of a table."""
+"""Reading and checking the values of options."""
 
+import ast
 import difflib
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
+from bighorn import FixedScale, WindowScale
 from bighorn.cli.errors import InputError
 
 Number = TypeVar("Number", int, float)
+
+MOST = 3.4e38
+"""The largest float32, in which the kernels compute."""
+
+COMMAND_ARGUMENTS = (
+    *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "process_group", "names"),
+)
+"""Arguments of an optimizer that the command sets itself, so that ``--optimizer-option`` does not."""
+
+DEVICES = ("cpu", "cuda")
+"""What ``--device`` can be."""
+
+OWN_LR_ARGUMENTS = ("relative_step", "warmup_init")
+"""Arguments with which an optimizer sets its own learning rate."""
 
 
 def matches(value: object, hint: Any) -> bool:
@@ -44,8 +63,18 @@ def at_least(flag: str, value: float | None, least: float, most: float = math.in
         )
 
 
-MOST = 3.4e38
-"""Of a float32, in which the kernels compute."""
+def check_device(device: str) -> None:
+    """Refuse ``cuda`` on a machine without a CUDA device.
+
+    Raises:
+        InputError: torch sees no CUDA device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise InputError(
+            f"--device cuda: torch sees no CUDA device here (torch {torch.__version__} {built}). Use a machine with "
+            "one, or --device cpu."
+        )
 
 
 def positive(flag: str, value: float | None) -> None:
@@ -95,3 +124,64 @@ def names(flag: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     if len(set(words)) < len(words):
         raise InputError(f"{flag} {text!r} names something twice.")
     return words
+
+
+def warmup_steps(warmup: str, total: int) -> int:
+    """Read ``--warmup``, given as steps (``"200"``) or as a share of the run (``"10%"``).
+
+    Example:
+        >>> warmup_steps("10%", total=200), warmup_steps("15", total=200)
+        (20, 15)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", warmup.strip())
+    if match is None or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
+        raise InputError(f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%).")
+    return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
+
+
+def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
+    """Read ``--loss-scale``; None for none.
+
+    Example:
+        >>> scale_policy("1024")
+        FixedScale(init_scale=1024.0)
+    """
+    if text is None or text == "none":
+        return None
+    if text == "dynamic":
+        return WindowScale()
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = math.nan
+    if not 1 <= scale <= torch.finfo(torch.float32).max:
+        raise InputError(f"--loss-scale {text} is neither none, dynamic nor a number of at least 1, such as 1024.")
+    return FixedScale(scale)
+
+
+def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
+    """Read ``--optimizer-option NAME=VALUE``; the value is a Python literal or a bare word.
+
+    Example:
+        >>> read_options(["bias_correction=True", "betas=(0.9, 0.99, 0.999)", "factor=last_two"])
+        {'bias_correction': True, 'betas': (0.9, 0.99, 0.999), 'factor': 'last_two'}
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
+        if name in COMMAND_ARGUMENTS:
+            raise InputError(f"--optimizer-option {text}: {name} is set by the command itself; see its --help.")
+        if name in OWN_LR_ARGUMENTS:
+            raise InputError(
+                f"--optimizer-option {text}: the command sets the learning rate of each step itself, by --lr and "
+                "--warmup; leave it out, or use the optimizer in a program of your own."
+            )
+        if name in options:
+            raise InputError(f"--optimizer-option {text}: {name} is given twice.")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options

@@ -1,7 +1,8 @@
-"""Training and test samples in memory."""
+"""Training and test samples in memory, and which of them each step takes."""
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -54,3 +55,27 @@ class Dataset:
             self.targets[held],
             self.classes,
         )
+
+
+def batch_indices(seed: int, step: int, batch_size: int, samples: int) -> Tensor:
+    """The samples of a step, counted from 0, in an endless stream of epochs that are shuffled anew.
+
+    They depend on the arguments alone, so that a checkpoint needs no state of them.
+
+    Batches are always full: one that reaches past the end of an epoch goes on with the next.
+
+    Example:
+        >>> stream = torch.cat([batch_indices(seed=0, step=step, batch_size=3, samples=4) for step in range(4)])
+        >>> [sorted(epoch.tolist()) for epoch in stream.split(4)]
+        [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    """
+    start = step * batch_size
+    epochs = range(start // samples, (start + batch_size - 1) // samples + 1)
+    stream = torch.cat([_epoch(seed, epoch, samples) for epoch in epochs])
+    return stream[start % samples :][:batch_size]
+
+
+@lru_cache(maxsize=4)
+def _epoch(seed: int, epoch: int, samples: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
+    return torch.randperm(samples, generator=generator)

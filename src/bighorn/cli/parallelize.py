@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie: whole in every process, or in shards."""
+"""A model in several processes: whole in each of them, or sharded."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from bighorn.cli.ranks import Ranks
 from bighorn.cli.tasks.text import GPT
 
 
-def place(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
-    """The model as it is to be called: its own parameters in their places, and gradients averaged over the processes.
+def parallelize(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
+    """Shard or wrap a model that every process has built alike; gradients are averaged over the processes.
 
-    Every process has made the same model.
+    Returns:
+        The module to call for outputs.
 
     Raises:
-        InputError: For a model or a number of processes that cannot be divided in this way.
+        InputError: The model cannot be divided in this way, or not among so many processes.
     """
-    if ranks.size == 1:
-        return model
     if parallel == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if not isinstance(model, GPT):
         raise InputError(f"--parallel {parallel} is for --task text: leave it out, or train that.")
     if parallel == "tp":
-        _divide_layers(model, ranks.size)
+        _shard_layers(model, ranks.size)
         return model
     sizes = (1, ranks.size) if parallel == "fsdp" else _copies(ranks)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards"))
@@ -40,7 +39,7 @@ def place(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
 
 
 def _copies(ranks: Ranks) -> tuple[int, int]:
-    """How many copies of the model there are, and among how many processes each is sharded."""
+    """The number of copies of the model, and the number of processes that share each of them."""
     copies = ranks.machines if ranks.machines > 1 else 2
     if ranks.size % copies or ranks.size // copies < 2:
         raise InputError(
@@ -50,8 +49,8 @@ def _copies(ranks: Ranks) -> tuple[int, int]:
     return copies, ranks.size // copies
 
 
-def _divide_layers(model: GPT, processes: int) -> None:
-    """Each process has some heads of attention and some neurons of the perceptron."""
+def _shard_layers(model: GPT, processes: int) -> None:
+    """Give each process some heads of attention and some neurons of the perceptron."""
     if model.heads % processes:
         raise InputError(
             f"--parallel tp divides {model.heads} heads of attention, which {processes} processes cannot share evenly: "

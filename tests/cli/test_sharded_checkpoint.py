@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from bighorn.cli import folder
+from bighorn.cli import sharded_checkpoint
 from tests.support.command_line import Invoke
 
 TRAIN = ["train", "--steps", "4", "--threads", "1"]
@@ -91,7 +91,7 @@ def test_of_its_own_checkpoints_a_run_removes_the_earlier_ones_alone(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("run").mkdir()
-    finish = folder._finish
+    finish = sharded_checkpoint._finish
 
     def with_others(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
         """What another program makes while the run trains."""
@@ -100,7 +100,7 @@ def test_of_its_own_checkpoints_a_run_removes_the_earlier_ones_alone(
         Path("run/notes").mkdir(exist_ok=True)
         finish(checkpoint, partial, place)
 
-    monkeypatch.setattr(folder, "_finish", with_others)
+    monkeypatch.setattr(sharded_checkpoint, "_finish", with_others)
     invoke(*TRAIN, "--save", "run")
     assert names("run") == ["notes", "step-0", "step-1000", "step-4"]
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from bighorn.cli import files
 from bighorn.cli.errors import InputError
-from bighorn.cli.training import Run
+from bighorn.cli.run import Run
 
 COMPLETE = "run.pt"
 STEP = re.compile(r"step-(\d+)")

@@ -1,0 +1,70 @@
+"""The record of a run, step by step."""
+
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from bighorn.cli.values import matches
+
+
+@dataclass
+class History:
+    """The record of a run as plain lists. Checkpoints have them all, so that a report shows a resumed run as a whole.
+
+    Attributes:
+        loss: Training loss of each step's batch.
+        accuracy: Training accuracy of each step's batch.
+        lr: Learning rate of each step.
+        scale: Loss scale of each step; empty without.
+        skipped: The steps, counted from 1, that changed nothing because gradients overflowed.
+        tests: Evaluations, ``(step, loss, accuracy)``.
+        layers: Names of the matrices, for which gauges are kept; empty for optimizers without gauges.
+        gauge_steps: The steps, counted from 1, whose gauges were kept.
+        gauges: By the name of a gauge, for each of these steps one value per layer.
+        seconds: Time spent in training steps.
+        commands: The command that started the run, and each one that resumed it.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    lr: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    tests: list[tuple[int, float, float]] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    gauge_steps: list[int] = field(default_factory=list)
+    gauges: dict[str, list[list[float]]] = field(default_factory=dict)
+    seconds: float = 0.0
+    commands: list[str] = field(default_factory=list)
+
+    def steps_to(self, accuracy: float) -> int | None:
+        """The first evaluated step at which the test accuracy reached ``accuracy``, None if it never did."""
+        return next((step for step, _, reached in self.tests if reached >= accuracy), None)
+
+    def truncate(self, steps: int) -> None:
+        """Forget the steps after the first ``steps``."""
+        kept = sum(step <= steps for step in self.gauge_steps)
+        self.skipped = [step for step in self.skipped if step <= steps]
+        for values in (self.loss, self.accuracy, self.lr, self.scale):
+            del values[steps:]
+        del self.gauge_steps[kept:]
+        for rows in self.gauges.values():
+            del rows[kept:]
+
+
+def check_progress(state: dict[str, Any], total: int) -> None:
+    """Refuse a saved state whose history does not fit its step, or that is after no step of a run.
+
+    Raises:
+        ValueError: The state is damaged.
+    """
+    step, history = state["step"], vars(History(**state["history"]))
+    if not matches(step, int) or not 0 <= step <= total:
+        raise ValueError(f"it is after step {step!r:.20} of {total}")
+    if not isinstance(state["generators"], list) or not all(isinstance(one, dict) for one in state["generators"]):
+        raise ValueError("its state of generators is damaged")
+    hints = typing.get_type_hints(History)
+    wrong = [name for name in hints if not matches(history[name], hints[name])]
+    wrong += [name for name in ("loss", "accuracy", "lr") if name not in wrong and len(history[name]) != step]
+    if wrong:
+        raise ValueError(f"its history of {wrong[0]} is damaged")

@@ -1,0 +1,282 @@
+"""A training run: a model, its data, its step and its history. Nothing here prints or reads options."""
+
+import math
+import random
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bighorn.cli.config import PRECISIONS, ParallelConfig, RunConfig
+from bighorn.cli.history import History, check_progress
+from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.parallelize import parallelize
+from bighorn.cli.ranks import ALONE, Ranks
+from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks.dataset import batch_indices
+from bighorn.cli.train_step import TrainStep
+from bighorn.cli.values import read_options, scale_policy, warmup_steps
+
+TEST_BATCH = 1000
+
+HEAT_COLUMNS = 400
+"""The largest number of steps of a run, about, whose gauges are kept."""
+
+MAX_UNREAD = 50
+"""Steps on a GPU whose losses the host reads at once, since a read waits until the device has finished them."""
+
+
+class DivergedError(ArithmeticError):
+    """The loss is not finite, or gradients have overflowed for long.
+
+    On the CPU, the model is as it was before the step. On a GPU, up to :data:`MAX_UNREAD` more steps were made.
+    """
+
+
+class Run:
+    """A run of ``config`` on ``dataset``; two with the same arguments are bitwise equal on one machine.
+
+    A batch is a function of seed and step alone, whatever the number of processes.
+
+    Args:
+        config: A resolved configuration.
+        dataset: The data of its task.
+        ranks: The processes that share each batch.
+        evaluations: The number of evaluations in the whole run, evenly spread.
+        parallel: How the processes divide the work of a step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        ranks: Ranks = ALONE,
+        evaluations: int = 10,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        assert config.batch_size is not None
+        assert config.threads is not None
+        torch.set_num_threads(config.threads)
+        seed_generators(config.seed)
+        self.config, self.dataset, self.ranks, self.evaluations = config, dataset, ranks, evaluations
+        self.parallel, self.batch_size, self.device = parallel, config.batch_size, torch.device(config.device)
+        self.total = config.total_steps(len(dataset))
+        parallel.check(config, ranks.size)
+        self.is_sharded = parallel.shards(ranks.size)
+        """Whether each process holds a part of every tensor of the model, so that no checkpoint is one file."""
+        self._dp_size = parallel.dp_size(ranks.size)
+        self._dp_rank = ranks.rank % self._dp_size
+        self._own = slice(self._dp_rank, None, self._dp_size)
+        self.peak_lr = config.peak_lr()
+        self.schedule = config.lr_schedule(self.total)
+        self.warmup = warmup_steps(config.warmup, self.total)
+        options, loss_scale = read_options(config.optimizer_option), scale_policy(config.loss_scale)
+        self.model = TASKS[config.task].model(dataset).to(self.device, PRECISIONS.get(config.precision, torch.float32))
+        forward = parallelize(self.model, parallel.parallel, ranks) if ranks.size > 1 else self.model
+        self._train_step = TrainStep(self.model, forward, config, parallel, ranks, self.peak_lr, options, loss_scale)
+        self.optimizer = self._train_step.optimizer
+        """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
+        self.whole_optimizer: torch.optim.Optimizer = self._train_step.whole
+        """The optimizer of all parameters, which is sharded as they are."""
+        self.gauges = OPTIMIZERS[config.optimizer].gauges
+        self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
+        self.step = 0
+        self._seed_from_step()
+        self._history = History()
+        self._unread: list[Tensor] = []  # mean loss and accuracy of the last steps, not yet in the history
+        self._max_unread = 1 if self.device.type == "cpu" else MAX_UNREAD
+        self.gauge: Tensor | None = None
+        """The first gauge of each layer in the last step that it was read after; None for optimizers without."""
+
+    @property
+    def history(self) -> History:
+        """The history so far.
+
+        Raises:
+            DivergedError: The loss of a step on a GPU, which was not read before, is not finite.
+        """
+        if self._unread:
+            started = time.perf_counter()
+            self._read_losses()
+            self._history.seconds += time.perf_counter() - started
+        return self._history
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made."""
+        return self.step >= self.total
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data so far."""
+        return self.step * self.batch_size / len(self.dataset)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation follows the last step; one follows the last step of a run in any case."""
+        return self.step * self.evaluations // self.total > (self.step - 1) * self.evaluations // self.total
+
+    def train_step(self) -> None:
+        """Make one step.
+
+        Raises:
+            DivergedError: The loss is not finite, or gradients are not, whatever the loss scale. On a GPU, the loss
+                may be that of an earlier step.
+        """
+        started = time.perf_counter()
+        lr, history, scaler = self.schedule(self.step), self._history, self._train_step.scaler
+        if scaler.is_enabled():
+            history.scale.append(scaler.get_scale())
+        indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))[self._own]
+        inputs, targets = self.dataset.inputs[indices], self.dataset.targets[indices]
+        try:
+            stepped = self._train_step(inputs, targets, lr, self._record)
+        except FloatingPointError as error:
+            self._read_losses()
+            raise self._diverged(self.step, f"step {self.step + 1}: {error}") from error
+        self.step += 1
+        history.lr.append(lr)
+        if not stepped:
+            history.skipped.append(self.step)
+        elif self.gauges and (self._heat_map_due or self.evaluation_due):
+            self._record_gauges()
+        if self.evaluation_due:
+            self._read_losses()
+        history.seconds += time.perf_counter() - started
+
+    def _record(self, means: Tensor) -> None:
+        """Take the mean loss and accuracy of a step."""
+        self._unread.append(means)
+        if len(self._unread) >= self._max_unread:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        """Add the losses of the steps since the last call to the history; this waits for the device."""
+        if not self._unread:
+            return
+        read = torch.stack(self._unread).tolist()
+        self._unread.clear()
+        for loss, accuracy in read:
+            steps = len(self._history.loss)
+            if not math.isfinite(loss):
+                raise self._diverged(steps, f"the loss became {loss} in step {steps + 1}")
+            self._history.loss.append(loss)
+            self._history.accuracy.append(accuracy)
+
+    def _diverged(self, steps: int, reason: str) -> DivergedError:
+        """The error that ends the run, with the history cut to the steps before."""
+        self.step = steps
+        self._history.truncate(steps)
+        return DivergedError(reason)
+
+    @property
+    def _heat_map_due(self) -> bool:
+        """Whether the step just made is a column of the heat maps."""
+        return (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0
+
+    def _record_gauges(self) -> None:
+        history = self._history
+        telemetry = self._train_step.telemetry(tuple(gauge.name for gauge in self.gauges))
+        rows = {name: {key: of[key] for key in of if key in self._matrices} for name, of in telemetry.items()}
+        first = rows[self.gauges[0].name]
+        self.gauge = torch.tensor(list(first.values()))
+        history.layers = list(first)
+        if self._heat_map_due:
+            history.gauge_steps.append(self.step)
+            for name, row in rows.items():
+                history.gauges.setdefault(name, []).append(list(row.values()))
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Loss and accuracy on the whole test data, kept in the history."""
+        self.model.eval()
+        inputs, targets = self.dataset.test_inputs[self._own], self.dataset.test_targets[self._own]
+        totals, count = torch.zeros(2, dtype=torch.float64, device=self.device), len(self.dataset.test_inputs)
+        # Every process has the same number of batches, since the forward pass of a sharded model is a collective.
+        for start in range(0, math.ceil(count / self._dp_size), TEST_BATCH):
+            batch = slice(start, start + TEST_BATCH)
+            count_here = len(inputs[batch])
+            some, wanted = (
+                (inputs[batch], targets[batch])
+                if count_here
+                else (self.dataset.test_inputs[:1], self.dataset.test_targets[:1])
+            )
+            totals += count_here * torch.stack(self._train_step.score(self.model, some, wanted)).double()
+        loss, accuracy = (self.ranks.sum(totals) * self._dp_size / self.ranks.size / count).tolist()
+        self.history.tests.append((self.step, loss, accuracy))
+        return loss, accuracy
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state that the rest of the run depends on beyond its configuration; call it in all processes."""
+        return {**self.progress(), "model": self.model.state_dict(), "optimizer": self._train_step.state_dict()}
+
+    def progress(self) -> dict[str, Any]:
+        """The part of :meth:`state_dict` without the model and the optimizer; call it in all processes."""
+        return {
+            "step": self.step,
+            "scaler": self._train_step.scaler.state_dict(),
+            "history": vars(self.history),
+            "generators": self.ranks.gather(generator_state(self.device))[: self._dp_size],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the value of :meth:`state_dict`.
+
+        With another data-parallel size, or on another type of device, dropout draws anew.
+        """
+        self.model.load_state_dict(state["model"])
+        self._train_step.load_state_dict(state["optimizer"])
+        self.load_progress(state)
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Continue from the value of :meth:`progress`, with the model and the optimizer of the same step.
+
+        Raises:
+            ValueError: The history is not that of so many steps of this run.
+        """
+        check_progress(state, self.total)
+        self._train_step.scaler.load_state_dict(state["scaler"])
+        self.step = state["step"]
+        self._history = History(**state["history"])
+        generators = state["generators"]
+        same_device = len(generators) == self._dp_size and ("cuda" in generators[0]) == (self.device.type == "cuda")
+        if same_device:
+            restore_generators(generators[self._dp_rank], self.device)
+        else:
+            self._seed_from_step()
+
+    def _seed_from_step(self) -> None:
+        """Seed the generators by step and part of the batch, so that no two samples have the same dropout."""
+        seed_generators(self.config.seed + 1_000_003 * (self._dp_rank + self._dp_size * self.step))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all generators that code in a training step may draw from: torch's, also on a GPU, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is the one to be reproducible
+
+
+def generator_state(device: torch.device) -> dict[str, Any]:
+    """The state of these generators, with a GPU's for ``cuda``, as ``torch.load(weights_only=True)`` accepts it."""
+    numpy_state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, keys, *rest = numpy_state
+    on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {
+        **on_gpu,
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+    }
+
+
+def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Continue from the value of :func:`generator_state` for a device of the same type."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))  # noqa: NPY002

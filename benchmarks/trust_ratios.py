@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from bighorn.cli import figures, files
+from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
+from bighorn.cli.reports import figures
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS, Dataset
 

@@ -16,6 +16,7 @@ import torch
 
 from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, write_idx, write_text
+from tests.support.processes import LIMIT
 from tests.support.torchrun import (
     TORCHRUN,
     TWO,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bighorn.cli import figures
+from bighorn.cli.reports import figures
 from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, Page, assert_self_contained
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bighorn.cli import figures
 from bighorn.cli.compare import COLUMNS, row, verdicts
 from bighorn.cli.config import RunConfig
+from bighorn.cli.reports import figures
 from bighorn.cli.sweep import Cell, Trial
 
 ROOT = Path(__file__).parents[2]

@@ -158,7 +158,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     for name, reason in absent.items():
         console.print(f"Absent: {PEERS[name].label} ({reason})", markup=False)
     if report is not None:
-        from bighorn.cli.report import bench_report
+        from bighorn.cli.reports.bench import bench_report
 
         files.write_text(report, bench_report(content, COLUMNS, [PEERS[name].label for name in absent]))
         console.print(f"Report: {report}")

@@ -151,7 +151,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     for note in notes:
         console.print(note)
     if report is not None:
-        from bighorn.cli.report import compare_report
+        from bighorn.cli.reports.compare import compare_report
 
         rows = [row(cell) for cell in cells]
         asks = "Can the batch grow and the accuracy stay?" if config.study is None else STUDIES[config.study].asks

@@ -116,10 +116,20 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     for line in words:
         console.print(line)
     if report is not None:
-        from bighorn.cli.report import lr_report
+        from bighorn.cli.reports.lr_find import lr_report
 
         settings = asdict(search) | {name: getattr(config, name) for name in SHARED}
-        page = lr_report(config, dataset.description, curve, chosen, words, command_line(ctx), settings)
+        page = lr_report(
+            config,
+            dataset.description,
+            curve.lrs,
+            curve.losses,
+            curve.smooth,
+            chosen,
+            words,
+            command_line(ctx),
+            settings,
+        )
         files.write_text(report, page)
         console.print(f"Report: {report}")
     if json_file is not None:

@@ -119,7 +119,8 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
     console.print(_table(TOTAL_HEAD, total_rows(sizes, elements)))
     if report is not None:
-        from bighorn.cli.report import Section, memory_report
+        from bighorn.cli.reports import Section
+        from bighorn.cli.reports.memory import memory_report
 
         by_layer = Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers)))
         total = Section("Totals", head=TOTAL_HEAD, rows=total_rows(sizes, elements))

@@ -191,9 +191,9 @@ def _write(run: Run, outputs: dict[str, Path | None]) -> None:
     """Write the report and the JSON, in the first process."""
     report, json_file = outputs["--report"], outputs["--json"]
     if report is not None and run.ranks.first:
-        from bighorn.cli.report import run_report
+        from bighorn.cli.reports.train import train_report
 
-        files.write_text(report, run_report(run))
+        files.write_text(report, train_report(run))
     if json_file is not None and run.ranks.first:
         files.write_json(json_file, as_json(run))
 
@@ -207,7 +207,7 @@ def _check_plot(path: Path, outputs: dict[str, Path | None]) -> None:
 
 
 def _plot(run: Run, path: Path) -> None:
-    from bighorn.cli import figures
+    from bighorn.cli.reports import figures
 
     lrs = run.schedule.as_list(run.total)
     picture = figures.line_picture(range(1, run.total + 1), lrs, "learning rate", path.suffix[1:])

@@ -1,0 +1,84 @@
+"""The report of ``bighorn compare``."""
+
+from collections.abc import Mapping, Sequence
+
+from bighorn.cli.reports import Section, figures, render
+from bighorn.cli.sweep import Cell
+
+
+def compare_report(
+    asks: str,
+    cells: Sequence[Cell],
+    data: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    command: str,
+    settings: Mapping[str, object],
+) -> str:
+    """The report of ``bighorn compare``."""
+    names = list(dict.fromkeys(cell.optimizer for cell in cells))
+    of = {name: [cell for cell in cells if cell.optimizer == name] for name in names}
+    accuracy = figures.ranges(
+        [(name, [cell.batch_size for cell in of[name]], [cell.accuracy for cell in of[name]]) for name in names],
+        "batch size",
+    )
+    convergence = figures.convergence(
+        [(name, [(str(cell.batch_size), *_by_epoch(cell)) for cell in of[name]]) for name in names]
+    )
+    rates = figures.tuning(
+        [
+            (
+                name,
+                [
+                    (str(cell.batch_size), [lr for lr, _ in cell.tuned], [reached for _, reached in cell.tuned])
+                    for cell in of[name]
+                ],
+            )
+            for name in names
+        ]
+    )
+    seeds = len(cells[0].trials)
+    return render(
+        asks,
+        f"{' against '.join(names)} on {data}; {cells[0].trials[0].config.epochs:g} epochs, {seeds} seeds.",
+        {
+            f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}"
+            for name in names
+            for cell in (of[name][0], of[name][-1])
+        },
+        [
+            Section(
+                "Accuracy by batch size", f"Median, lowest and highest of {seeds} seeds on the test data.", accuracy
+            ),
+            Section(
+                "Results",
+                "Medians over the seeds; * marks a learning rate on the edge of its grid. Time is of the training "
+                "steps, on one thread, while other runs used the other processors.",
+                head=head,
+                rows=rows,
+            ),
+            Section("In words", "\n".join(notes)),
+            Section(
+                "Convergence",
+                "The test error on the way: median of the seeds, at the learning rate chosen.",
+                convergence,
+            ),
+            Section(
+                "Learning rates",
+                "Each rate was tried with a fifth of the training data held out; the highest mean "
+                "accuracy on that fifth was taken, the lower loss deciding ties.",
+                rates,
+            ),
+        ],
+        [command],
+        settings,
+    )
+
+
+def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
+    """The epochs of a cell's evaluations, and the test error at each."""
+    trial = cell.trials[0]
+    assert trial.config.epochs is not None
+    epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]
+    return epochs, [1 - accuracy for _, accuracy in cell.curve]

@@ -1,0 +1,46 @@
+"""The report of ``bighorn memory``."""
+
+from collections.abc import Mapping, Sequence
+
+from bighorn.cli.footprint import Kind
+from bighorn.cli.reports import Section, figures, render
+
+PARTS = 5
+"""Kinds of layers that the bars of a prediction tell apart."""
+
+
+def memory_report(
+    source: str,
+    about: str,
+    layers: Sequence[Kind],
+    elements: int,
+    layer_table: Section,
+    total_table: Section,
+    command: str,
+    settings: Mapping[str, object],
+) -> str:
+    """The report of ``bighorn memory``."""
+    names = list(layers[0].bytes)
+    parts = [
+        (kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:PARTS]
+    ]
+    rest = layers[PARTS:]
+    if rest:
+        label = f"{sum(kind.count for kind in rest)} others"
+        parts.append((label, [sum(kind.bytes[name] for kind in rest) / elements for name in names]))
+    return render(
+        f"Optimizer state of {source}",
+        f"{about}.",
+        {name: total for name, total, _ in total_table.rows},
+        [
+            Section(
+                "State by optimizer",
+                "Bytes for each parameter of the model, by the layers that they belong to.",
+                figures.bars(names, parts, "bytes per parameter"),
+            ),
+            total_table,
+            layer_table,
+        ],
+        [command],
+        settings,
+    )

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+import plots
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
-from bighorn.cli.reports import figures
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS, Dataset
 
@@ -80,7 +80,7 @@ def main() -> None:
         (title, [(name, steps, run[figure]) for name, run in runs.items()])
         for title, figure in (("RMS movement / learning rate", "movement_per_lr"), ("training loss", "loss"))
     ]
-    picture = figures.standalone(figures.side_by_side(panels, "step"))
+    picture = plots.standalone(plots.side_by_side(panels, "step"))
     files.write_text(HERE.parent / "docs" / "came-first-updates.svg", picture)
 
 

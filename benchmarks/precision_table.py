@@ -3,7 +3,7 @@
     python benchmarks/precision_table.py [--shapes bert_base] [--seconds 4] [--page]
 
 A step takes turns with that of the same optimizer whose weights, gradients and states are float32. Bytes are of the
-same shapes; losses are those of `bighorn compare --task text` with the studies precision and came, in their files.
+same shapes; losses are those of `bighorn compare --task text`, in precision-text.json and came-text.json.
 Writes benchmarks/results/precision-table.json, and from it the table in docs/precision.md; with --page that alone.
 """
 

@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+import ranks
 from bighorn import Came, Lamb, release_gradients
 from bighorn.cli import files
 from bighorn.cli.environment import provenance

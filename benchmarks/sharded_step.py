@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ranks
 from bighorn import Came, Lamb
 from bighorn.cli import files, measure
 from bighorn.cli.environment import package_version, provenance

@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+import ranks
 from bighorn import Lamb, TailOverlap
 from bighorn.cli.environment import provenance
 from bighorn.cli.measure import spread

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+import plots
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
-from bighorn.cli.reports import figures
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS, Dataset
 
@@ -109,7 +109,7 @@ def main() -> None:
     }
     files.write_json(HERE / "results" / "trust-ratios.json", result)
     panels = [("trust ratio, median of the matrices", middle), ("its largest relative difference", largest)]
-    picture = figures.standalone(figures.side_by_side(panels, "step"))
+    picture = plots.standalone(plots.side_by_side(panels, "step"))
     files.write_text(HERE.parent / "docs" / "trust-ratios.svg", picture)
 
 

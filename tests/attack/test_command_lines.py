@@ -73,7 +73,6 @@ VALUES: Mapping[str, Sequence[str]] = {
     "--seeds": ("1", "0", "-1", "x"),
     "--shapes": ("tiny", "x", "tiny,tiny", "", "resnet"),
     "--steps": ("1", "2", "0", "-1", "nan", "x"),
-    "--study": ("x", ""),
     "--table": ("x", ""),
     "--task": ("digits", "mnist", "mnist-rows", "x", ""),
     "--threads": ("1", "2", "0", "-1", "1025", "x"),

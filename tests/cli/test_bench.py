@@ -2,8 +2,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +14,7 @@ from torch import Tensor
 import bighorn
 from bighorn import Lamb, kernels
 from bighorn.cli import bench, environment, measure, peers
-from bighorn.cli.plain import compiled_loop
+from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
 
@@ -142,39 +140,11 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         assert 0 < averages.norm() <= 1.01e-4
 
 
-@pytest.fixture
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile without the C++ compiler's quarter of a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    compiled_loop.cache_clear()
-    yield
-    compiled_loop.cache_clear()
-
-
-@pytest.mark.usefixtures("small_shapes", "only_ours", "traced_only")
-def test_the_table_of_lambrrr(invoke: Invoke) -> None:
-    content, output = bench_json(invoke, "--table", "lambrrr", "--shapes", "small", "--clip", 1e-4)
-    assert content["baseline"] == "loop"
-    assert set(content["absent"]) == {"timm", "apex"}
-    assert "Absent: apex FusedLAMB (not installed; it is built from" in output
-    rows = {row["name"]: row for row in content["results"][0]["optimizers"]}
-    assert list(rows) == ["loop", "compiled", "lamb"]
-    assert all(row["error"] < 2e-7 for row in rows.values())
-    assert rows["loop"]["compile_s"] is None
-    assert 0 < rows["compiled"]["compile_s"] < rows["compiled"]["first_step_s"]
-    [heading] = [line for line in output.splitlines() if "compile" in line and "ratio" in line]
-    assert heading.split() == ["optimizer", "ms", "ms", "p10-p90", "ratio", "p10-p90", "compile", "error"]
-    [compiled] = [line for line in output.splitlines() if line.startswith(" compiled loop")]
-    assert f"{rows['compiled']['compile_s']:.1f} s" in compiled
-    assert len(heading) <= 80
-
-
 @pytest.mark.parametrize("table", peers.TABLES.values(), ids=peers.TABLES)
 def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
     assert {table.baseline, *table.peers} <= set(peers.PEERS)
     assert set(table.shapes) <= set(SHAPES)
-    assert set(table.columns) <= set(bench.COLUMNS)
+    assert set(table.columns) <= set(COLUMNS)
 
 
 def test_apex_takes_part_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,29 +164,6 @@ def test_cuda_needs_a_device(invoke: Invoke) -> None:
     output = invoke("bench", "--device", "cuda", code=1).output
     assert "--device cuda: torch sees no CUDA device here" in output
     assert "or --device cpu" in output
-
-
-def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    compiled_loop.cache_clear()
-    with pytest.raises(ImportError, match="there is no no-such-compiler"):
-        peers.PEERS["compiled"].load()
-
-
-def test_the_loop_is_lamb() -> None:
-    """The paper's, on every kind of layer: zero weights and zero gradients move by Adam's step or not at all."""
-    weights = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.zeros(4)]
-    pairs: list[list[Tensor]] = []
-    for name in ("loop", "lamb"):
-        params = [weight.double().clone() for weight in weights]
-        optimizer = peers.PEERS[name].load()(params, 0.1, None)
-        for step in range(3):
-            for param in params:
-                param.grad = torch.linspace(-1, 2, param.numel(), dtype=torch.float64).view_as(param).roll(step)
-            optimizer.step()
-        pairs.append(params)
-    for ours, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ import pytest
 from rich.console import Console
 
 from bighorn.cli import sweep
-from bighorn.cli.compare import COLUMNS, WIDEST, CompareConfig, _table, continued, row, verdicts, warnings
+from bighorn.cli.compare import COLUMNS, WIDEST, _table, continued, row, verdicts, warnings
 from bighorn.cli.config import RunConfig
-from bighorn.cli.optimizers import CONTESTANTS
 from bighorn.cli.run import Run
-from bighorn.cli.studies import STUDIES, Study
-from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks import Dataset
 from tests.support.command_line import Invoke, assert_self_contained
 
 
@@ -56,29 +54,6 @@ def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
     cell = cells["sgd", 256]
     again = sweep.make(sweep.Job(RunConfig(**cell["config"], seed=1), 0.95, tuning=False))
     assert (again.accuracy, again.loss) == (cell["final"][1]["accuracy"], cell["final"][1]["loss"])
-
-
-def test_a_study_is_its_row_of_the_table(invoke: Invoke) -> None:
-    rates = ["--lrs", "adam=0.01", "--lrs", "lamb=0.03"]
-    options = ["--study", "lambrrr", *rates, "--seeds", 1, "--epochs", 2, "--processes", 1]
-    output = invoke("compare", *options, "--report", "c.html", "--json", "c.json").output
-    assert output.startswith(STUDIES["lambrrr"].asks)
-    cells = json.loads(Path("c.json").read_text())["cells"]
-    named = [(cell["config"]["optimizer"], cell["config"]["batch_size"]) for cell in cells]
-    assert named == [("adam", 128), ("adam", 512), ("lamb", 128), ("lamb", 512)]
-    assert STUDIES["lambrrr"].asks in assert_self_contained(Path("c.html")).text
-
-
-def test_a_study_can_have_other_batch_sizes() -> None:
-    assert CompareConfig(study="lambrrr", batch_sizes="32,16").cells() == {"adam": (16, 32), "lamb": (16, 32)}
-
-
-@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
-def test_a_study_names_what_there_is(study: Study) -> None:
-    assert study.asks.endswith("?")
-    assert set(study.batches) <= set(CONTESTANTS)
-    for sizes in study.batch_sizes(TASKS["digits"]).values():
-        assert sizes == tuple(sorted(sizes))
 
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
@@ -205,7 +180,6 @@ def test_the_words_say_what_the_figures_say() -> None:
         (["--batch-sizes", "32,1400"], "--batch-size 1400 is more than the 1151 training samples"),
         (["--seeds", "0"], "--seeds is 0"),
         (["--processes", "0"], "--processes is 0"),
-        (["--study", "lambrrr", "--optimizers", "lamb"], "--optimizers lamb: --study lambrrr has its own"),
         (["--target", "95"], "--target is 95.0, but an accuracy"),
         (["--epochs", "-1"], "--epochs is -1.0"),
         (["--task", "mnist"], "--task mnist needs --data DIR"),

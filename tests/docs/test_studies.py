@@ -1,104 +1,14 @@
-"""The figures of studies in the docs are those of benchmarks/results; run as a program, this writes and draws them.
-
-A page says where: between `<!-- figures of NAME -->`, for benchmarks/results/NAME.json, and `<!-- end of figures -->`.
-"""
+"""The results of comparisons in the docs are those of benchmarks/results. If not: `python benchmarks/studies.py`."""
 
 from __future__ import annotations
 
-import json
-import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bighorn.cli.compare import COLUMNS, row, verdicts
-from bighorn.cli.config import RunConfig
-from bighorn.cli.reports import figures
-from bighorn.cli.sweep import Cell, Trial
-
-ROOT = Path(__file__).parents[2]
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-FIGURES = re.compile(r"(<!-- figures of (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if FIGURES.search(page.read_text())]
-STUDIES = {
-    path.stem: saved for path in sorted(RESULTS.glob("*.json")) if "cells" in (saved := json.loads(path.read_text()))
-}
-SHOWN = COLUMNS[:-1]
-"""Without the time, which is no measurement: runs shared the machine."""
-
-
-def cells_of(saved: dict[str, Any]) -> list[Cell]:
-    """The cells out of a file, without their tuning runs."""
-    return [_cell(each) for each in saved["cells"]]
-
-
-def _cell(saved: dict[str, Any]) -> Cell:
-    config = RunConfig(**{**saved["config"], "optimizer_option": tuple(saved["config"].get("optimizer_option", ()))})
-    trials = [
-        Trial(
-            config,
-            run["accuracy"],
-            float("inf") if run["loss"] is None else run["loss"],
-            saved["steps"],
-            run["steps_to_target"],
-            0,
-            saved["state_bytes"],
-            (),
-        )
-        for run in saved["final"]
-    ]
-    tuned = tuple((tried["lr"], tried["accuracy"]) for tried in saved["tuned"])
-    return Cell(saved.get("name", config.optimizer), config.batch_size or 0, tuned, config.lr or 0, tuple(trials))
-
-
-def table(name: str) -> str:
-    """What a study came to, as Markdown."""
-    saved = STUDIES[name]
-    config, cells = saved["config"], cells_of(saved)
-    seeds, chosen_by = config["seeds"], config.get("tuning_seeds", config["seeds"])
-    head = [column.format(target=f"{config['target']:.0%}") for column in SHOWN]
-    lines = [
-        "```bash",
-        saved["command"],
-        "```",
-        "",
-        f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
-        f"chosen by {'all' if chosen_by == seeds else chosen_by} of them; {config['precision']} but where a name says "
-        f"otherwise ([all runs](../benchmarks/results/{name}.json)).",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-        *("| " + " | ".join([*row(each)[:5], _loss(each), row(each)[6]]) + " |" for each in cells),
-        "",
-        f"![What {name} came to]({name}.svg)",
-        "",
-        *(f"- {line}" for line in verdicts(cells)),
-    ]
-    return "\n" + "\n".join(lines) + "\n\n"
-
-
-def _loss(cell: Cell) -> str:
-    low, middle, high = cell.loss
-    return f"{middle:.4f} ({low:.4f}-{high:.4f})"
-
-
-def picture(name: str) -> str:
-    """Accuracy by batch size, or where there is only one of it, each optimizer's loss."""
-    cells = cells_of(STUDIES[name])
-    names = list(dict.fromkeys(cell.optimizer for cell in cells))
-    if len(cells) == len(names):
-        return figures.standalone(figures.losses([(cell.optimizer, cell.loss) for cell in cells]))
-    groups = [
-        (own, [c.batch_size for c in cells if c.optimizer == own], [c.accuracy for c in cells if c.optimizer == own])
-        for own in names
-    ]
-    return figures.standalone(figures.ranges(groups, "batch size"))
-
-
-def written(page: Path) -> str:
-    """A page with its figures written anew."""
-    return FIGURES.sub(lambda match: match[1] + table(match[2]) + match[3], page.read_text())
+from bighorn.cli.compare import CompareConfig, compare
+from studies import DOCS, FIGURES, PAGES, STUDIES, cells_of, command, written
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -125,8 +35,11 @@ def test_a_result_can_be_judged(name: str) -> None:
         assert best["accuracy"] == pytest.approx(next(t["accuracy"] for t in each["tuned"] if t["lr"] == cell.lr))
 
 
-if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(written(page))
-    for name in STUDIES:
-        (DOCS / f"{name}.svg").write_text(picture(name))
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
+    _, _, *arguments = shlex.split(command(STUDIES[name]))
+    params = compare.make_context("compare", arguments).params
+    config = CompareConfig(**{option: params[option] for option in CompareConfig.__dataclass_fields__})
+    saved = STUDIES[name]["config"]
+    assert ", ".join(config.cells()) == saved["optimizers"]
+    assert {", ".join(map(str, sizes)) for sizes in config.cells().values()} == {saved["batch_sizes"]}

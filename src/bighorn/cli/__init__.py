@@ -1,6 +1,6 @@
-"""The command line: ``bighorn train``, ``bighorn compare`` and what else :mod:`bighorn.cli.commands` lists.
+"""The command line: ``bighorn train``, ``bighorn compare`` and the other commands of :mod:`bighorn.cli.commands`.
 
-Everything it needs beyond torch is in the extra ``bighorn[cli]``; the library itself imports none of it.
+The extra ``bighorn[cli]`` has the packages that it needs beyond torch; the library itself imports none of them.
 """
 
 import sys
@@ -17,7 +17,7 @@ PACKAGES = {
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
+    """Run the command line, or name the packages that are missing for it."""
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
         sys.exit(f"bighorn: the command line needs {', '.join(missing)}. Install it with: pip install 'bighorn[cli]'")

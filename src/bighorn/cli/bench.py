@@ -1,23 +1,21 @@
-"""``bighorn bench``: what a step costs here, beside its peers."""
+"""``bighorn bench``: the time of an optimizer step, relative to other optimizers."""
 
 import gc
 import statistics
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
 from bighorn.cli import cuda, files, traffic
+from bighorn.cli.bench_table import COLUMNS, as_table, notes
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
@@ -37,12 +35,12 @@ MOST_FOR_ERROR = 500_000_000
 
 @dataclass(frozen=True)
 class Instrument:
-    """How steps on a device are measured."""
+    """The measurements of a device."""
 
     facts: Callable[[], dict[str, Any]]
-    """What is known of the device, in JSON's terms."""
+    """The device, as JSON."""
     compare: Callable[[Optimizer, Optimizer, float], dict[str, Any]]
-    """Times of a baseline and an optimizer for some seconds, in JSON's terms."""
+    """Times of a baseline and an optimizer for some seconds, as JSON."""
     temporaries: Callable[[Callable[[], object]], int | None]
     seconds: float
     """The default of `--seconds`."""
@@ -60,11 +58,10 @@ INSTRUMENTS = {
 class BenchConfig:
     """The options of a benchmark."""
 
-    device: str = option("cpu", "Where the tensors lie, and whose time is taken.", choices=tuple(INSTRUMENTS))
+    device: str = option("cpu", "The device of the tensors, whose time is measured.", choices=tuple(INSTRUMENTS))
     table: str | None = option(
         None,
-        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu). Against a "
-        "loop over the tensors: LAMBrrr's benchmark (lambrrr).",
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu).",
         choices=tuple(TABLES),
         shown="steps; gpu with --device cuda",
     )
@@ -87,7 +84,7 @@ class BenchConfig:
 
     @property
     def layout(self) -> BenchTable:
-        """The table, which the device chooses where none is asked for."""
+        """The table; without ``--table``, the one of the device."""
         return TABLES[self.table or ("gpu" if self.device == "cuda" else "steps")]
 
     def __post_init__(self) -> None:
@@ -109,8 +106,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     Each optimizer takes turns with the table's first row on parameters of real models' shapes, with random gradients
     and its state in place. Times are medians; ratios are of each round, as median and 10th to 90th percentile.
     Temporaries are what resident memory rises by during a step. The error is the weights', relative to float64,
-    after two steps, in sets of at most 500M parameters. Compile is what the first step of a compiled optimizer takes
-    longer, without any cache.
+    after two steps, in sets of at most 500M parameters.
 
     On a GPU, ms is device time with cold caches, measured while the device is behind the host, and "-" for a step that
     waits for the device; wall ms is the time of a step in 50 steps in a row, and host the time until a step returns.
@@ -152,7 +148,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         if json_file is not None:  # after each set: what a peer does to the device can end the run
             files.write_json(json_file, content)
         console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(result['parameters'])} parameters")
-        console.print(_table(result["optimizers"], layout.columns))
+        console.print(as_table(result["optimizers"], layout.columns))
         for note in result["notes"]:
             console.print(note, markup=False)
     for name, reason in absent.items():
@@ -167,7 +163,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
 
 
 def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:
-    """The baseline and the others by name, and why some are absent, which is an error for one that was asked for."""
+    """The optimizers by name, the baseline first, and why some are absent; an error if ``--optimizers`` names one."""
     layout, asked = config.layout, config.optimizers
     wanted = (layout.baseline, *(layout.peers if asked is None else names("--optimizers", asked, PEERS)))
     builds, absent = {}, {}
@@ -207,7 +203,7 @@ def _measure(
                 if not rows or config.optimizers is not None:  # the baseline, or one that was asked for
                     raise
                 failed[name] = f"{type(reason).__name__}: {reason}"
-            gc.collect()  # an optimizer can be part of a cycle, which would keep its memory into the next row
+            gc.collect()  # an optimizer in a reference cycle would keep its memory during the next row
             bar.advance(task)
     if instrument.copy_speed:
         copies.append(instrument.copy_speed())
@@ -219,7 +215,7 @@ def _measure(
         "copy_bytes_per_s": copies,
         "optimizers": rows,
         "failed": failed,
-        "notes": list(_notes(rows, failed, copies)),
+        "notes": list(notes(rows, failed, copies)),
     }
 
 
@@ -231,14 +227,10 @@ def _row(
     grads: Sequence[Tensor],
     config: BenchConfig,
 ) -> dict[str, Any]:
-    measured = _beside(peer, baseline, *prepared(build, weights, grads, config.clip), config)
-    compiling = peer.compiles and measured["ms"] is not None
     exact = peer.float64 and sum(weight.numel() for weight in weights) <= MOST_FOR_ERROR
     return {
         "label": peer.label,
-        **measured,
-        "compile_s": measured["first_step_s"] - 1e-3 * measured["ms"]["median"] if compiling else None,
-        # After the first step, since what is compiled for one optimizer serves the next.
+        **_beside(peer, baseline, *prepared(build, weights, grads, config.clip), config),
         "error": error(build, weights, grads) if exact else None,
     }
 
@@ -254,7 +246,7 @@ def _beside(
         **instrument.compare(baseline, optimizer, instrument.seconds if config.seconds is None else config.seconds),
         "first_step_s": first_step,
         "temporaries_bytes": extra,
-        "state_bytes": state or None,  # LoopLamb's is not where optimizers have theirs
+        "state_bytes": state or None,  # some optimizers keep theirs outside `state`
         "bytes_once": once,
         "bytes_moved": traffic.bytes_moved(optimizer, config.clip is not None) or once,
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
@@ -267,65 +259,3 @@ def _relate(row: dict[str, Any], copies: Sequence[float | None]) -> None:
     known = bool(speeds) and row["ms"] is not None
     for figure, size in (("of_copy", "bytes_moved"), ("of_copy_once", "bytes_once")):
         row[figure] = row[size] / (1e-3 * row["ms"]["median"]) / statistics.mean(speeds) if known else None
-
-
-def _notes(rows: Sequence[dict[str, Any]], failed: dict[str, str], copies: Sequence[float | None]) -> Iterator[str]:
-    """Sentences below a table."""
-    noise = rows[0]["ratio"]
-    if noise is not None and noise["p90"] > 1.2 * noise["p10"]:
-        yield "The baseline against itself varies this much: close other programs for steadier figures."
-    for row in rows:
-        if row["ms"] is None:
-            yield (
-                f"{row['label']}: no device time. The host was not ahead of the device in a whole step: the step waits "
-                "for the device, or launches more kernels than the device's queue holds."
-            )
-    for name, reason in failed.items():
-        yield f"Failed: {PEERS[name].label} ({textwrap.shorten(reason, 300)})"
-    if copies:
-        before, after = ("unknown" if speed is None else f"{speed / 1e9:,.0f}" for speed in copies)
-        yield f"A copy's GB/s, read and written: {before} before, {after} after."
-
-
-def _spread(row: dict[str, Any], figure: str) -> str:
-    return "-" if row[figure] is None else f"{row[figure]['p10']:.2f}-{row[figure]['p90']:.2f}"
-
-
-def _median(row: dict[str, Any], figure: str) -> str:
-    return "-" if row.get(figure) is None else f"{row[figure]['median']:.2f}"
-
-
-def _share(row: dict[str, Any], figure: str) -> str:
-    return "-" if row.get(figure) is None else f"{row[figure]:.0%}"
-
-
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "ms": lambda row: _median(row, "ms"),
-    "ms p10-p90": lambda row: _spread(row, "ms"),
-    "ratio": lambda row: _median(row, "ratio"),
-    "p10-p90": lambda row: _spread(row, "ratio"),
-    "wall ms": lambda row: _median(row, "wall_ms"),
-    "wall ratio": lambda row: _median(row, "wall_ratio"),
-    "host": lambda row: f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-",
-    "of copy": lambda row: _share(row, "of_copy"),
-    "of copy, once": lambda row: _share(row, "of_copy_once"),
-    "compile": lambda row: "-" if row["compile_s"] is None else f"{row['compile_s']:.1f} s",
-    "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
-    "state": lambda row: _megabytes(row["state_bytes"]),
-    "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",
-}
-"""A measured row in words."""
-
-
-def _megabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
-
-
-def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("optimizer")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row["label"], *(COLUMNS[name](row) for name in columns))
-    return table

@@ -1,6 +1,6 @@
-"""Checkpoints: everything that makes a resumed run bitwise the run that was never interrupted.
+"""Checkpoints, from which a resumed run is bitwise equal to the run that was never interrupted.
 
-One is a file that the first process writes, or, where tensors are sharded, a folder to which all of them write.
+A checkpoint is a file that the first process writes or, for sharded models, a folder to which all processes write.
 """
 
 import reprlib
@@ -22,7 +22,7 @@ from bighorn.cli.values import matches
 FORMAT = "bighorn checkpoint 2"
 FIELDS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
 ELSEWHERE = ("data", "device", "threads")
-"""Options of a run that may be others when it is resumed, as on another machine."""
+"""Options that may differ when a run is resumed, such as on another machine."""
 REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."
 
 
@@ -51,7 +51,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; it runs no code from the file. Of a folder's tensors only the place.
+    """Read a checkpoint, without running code from the file. The tensors of a folder are not read yet.
 
     Raises:
         InputError: For a file that is missing, damaged or of another kind.
@@ -77,7 +77,7 @@ def load(path: Path) -> dict[str, Any]:
     if not matches(checksums, dict[str, int]):
         raise InputError(f"--resume {file} is damaged: its files are {_short(checksums)}. {REMEDY}")
     if place is not None:
-        folder.check_files(place, checksums)
+        sharded_checkpoint.check_files(place, checksums)
     return checkpoint | {"folder": None if place is None else str(place)}
 
 
@@ -126,7 +126,7 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
 
 
 def _config(saved: dict[str, Any]) -> RunConfig:
-    """The options of a checkpoint, each with a value that the command line would take."""
+    """The options of a checkpoint, each with a value that the command line would accept."""
     hints = typing.get_type_hints(RunConfig)
     for name, value in saved.items():
         if name not in hints:

@@ -1,4 +1,4 @@
-"""The command group: one line per command, imported only when it is called for."""
+"""The command group: one line per command, which is imported when it is called."""
 
 import io
 import signal
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Commands by the module that holds them, each under its own name; :class:`InputError` as a clean message."""
+    """Imports a command from its module when it is called, and prints an :class:`InputError` as one message."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Name the commands in the order of the table."""
@@ -32,7 +32,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command, or suggest the nearest name."""
         if cmd_name not in COMMANDS and ctx.resilient_parsing:
-            return None  # a shell asks what may follow
+            return None  # the shell asks for completions
         if cmd_name not in COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}; {suggestion(cmd_name, COMMANDS)}")
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
@@ -59,10 +59,10 @@ def _version() -> str:
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(_version(), prog_name="bighorn")
 def bighorn() -> None:
-    """LAMB and CAME for PyTorch: train with them, and see what they are worth on your own machine."""
+    """LAMB and CAME for PyTorch: train with them, and compare and time them on your own machine."""
     from bighorn.cli.environment import check_variables
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name need not be text in the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")  # file names may not be valid in the terminal's encoding
     check_variables()

@@ -1,4 +1,4 @@
-"""``bighorn compare``: can I raise the batch and keep my accuracy?"""
+"""``bighorn compare``: optimizers at several batch sizes, each with a tuned learning rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,29 +19,24 @@ from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.run import Run
-from bighorn.cli.studies import STUDIES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, check_name, names, numbers
 
 WIDEST = 120
-"""Characters that the table may take on any terminal, which rather wraps its lines than loses names."""
+"""Columns of text of the table on any terminal: wrapped lines are better than cut names."""
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """The options of a comparison; None stands for "the task's"."""
+    """The options of a comparison; None stands for the task's default."""
 
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
     data: str | None = option(None, "Data for the task, as in bighorn train.", shown="built in, but mnist")
-    study: str | None = option(
-        None, "A comparison that has a name, with its own optimizers and batch sizes.", choices=tuple(STUDIES)
-    )
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(CONTESTANTS)}.", shown="lamb,adamw")
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
-        shown="the study's, or by task "
-        + "; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
+        shown="; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
     )
     lrs: tuple[str, ...] = option(
         (),
@@ -61,10 +56,6 @@ class CompareConfig:
     processes: int | None = option(None, "Runs at a time, each on one thread.", shown="one per processor")
 
     def __post_init__(self) -> None:
-        if self.study is not None and self.optimizers is not None:
-            raise InputError(
-                f"--optimizers {self.optimizers}: --study {self.study} has its own. Leave one of the two out."
-            )
         at_least("--seeds", self.seeds, 1)
         at_least("--tuning-seeds", self.tuning_seeds, 1)
         at_least("--processes", self.processes, 1)
@@ -74,13 +65,8 @@ class CompareConfig:
     def cells(self) -> dict[str, tuple[int, ...]]:
         """The batch sizes of each optimizer."""
         task = TASKS[self.task]
-        if self.study is not None:
-            cells = STUDIES[self.study].batch_sizes(task)
-        else:
-            cells = dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), task.batch_sizes)
-        if self.batch_sizes is None:
-            return cells
-        return dict.fromkeys(cells, numbers("--batch-sizes", self.batch_sizes, int))
+        sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
+        return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), sizes)
 
 
 @click.command(epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --report compare.html")
@@ -114,7 +100,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     ]
     epochs = bases[0][1].epochs
     dataset = task.load(config.data)
-    for _, base in bases:  # what would fail in the last cell fails now
+    for _, base in bases:  # so that an error of the last cell is raised now
         Run(base, dataset.held_out(sweep.HELD_OUT))
     settings = asdict(config) | {
         "optimizers": ", ".join(batch_sizes),
@@ -127,8 +113,6 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     }
     about = provenance(command_line(ctx))
     runs = sweep.count(bases, grids, config.seeds, tuning_seeds)
-    if config.study is not None:
-        console.print(STUDIES[config.study].asks)
     console.print(f"{config.task}: {dataset.description}; {epochs:g} epochs, {runs} runs, {processes} at a time")
     for name in grids:
         console.print(f"{name}: learning rates {_rates(grids[name])}")
@@ -154,8 +138,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         from bighorn.cli.reports.compare import compare_report
 
         rows = [row(cell) for cell in cells]
-        asks = "Can the batch grow and the accuracy stay?" if config.study is None else STUDIES[config.study].asks
-        page = compare_report(asks, cells, dataset.description, head, rows, notes, command_line(ctx), settings)
+        page = compare_report(cells, dataset.description, head, rows, notes, command_line(ctx), settings)
         files.write_text(report, page)
         console.print(f"Report: {report}")
     if json_file is not None:
@@ -195,7 +178,7 @@ def _sizes(batch_sizes: Mapping[str, Sequence[int]]) -> str:
 
 
 def as_json(cell: sweep.Cell) -> dict[str, Any]:
-    """Everything about a cell: its configuration, what it came to, and every run."""
+    """A cell as JSON: its configuration, its results and every run."""
     low, middle, high = cell.accuracy
     config = asdict(cell.trials[0].config)
     return {
@@ -232,7 +215,7 @@ def _finite(value: float) -> float | None:
 
 
 def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
-    """Without the last column: time is in the report, and on a terminal the names need its room."""
+    """The table for the terminal, without the last column: time is in the report, and the names need the width."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in head[:-1]:
         table.add_column(name, justify="left" if name == head[0] else "right", no_wrap=True)
@@ -249,7 +232,7 @@ COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "steps to {tar
 
 
 def row(cell: sweep.Cell) -> tuple[str, ...]:
-    """A cell of the comparison in words, by :data:`COLUMNS`; medians over the seeds."""
+    """A cell as text, by :data:`COLUMNS`; medians over the seeds."""
     low, middle, high = cell.accuracy
     reached = f"{cell.steps_to_target:.0f}" if math.isfinite(cell.steps_to_target) else "never"
     return (
@@ -265,7 +248,7 @@ def row(cell: sweep.Cell) -> tuple[str, ...]:
 
 
 def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
-    """What raising the batch did to each optimizer, and how they compare at the largest."""
+    """Sentences on what a larger batch changed for each optimizer, and on how they compare at the largest."""
     lines = []
     by_name = {cell.optimizer: [other for other in cells if other.optimizer == cell.optimizer] for cell in cells}
     for name, mine in by_name.items():
@@ -288,7 +271,7 @@ def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
 
 
 def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]]) -> list[str]:
-    """Cells that tried learning rates beyond their grid, since its end was the best."""
+    """Sentences on the cells that tried learning rates beyond their grid because its end was the best."""
     lines = []
     for cell in cells:
         beyond = [lr for lr, _ in cell.tuned if lr not in grids[cell.optimizer]]
@@ -299,7 +282,7 @@ def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]])
 
 
 def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
-    """Cells whose best learning rate lies on the edge of all that were tried, so that a better one may lie beyond."""
+    """Warnings for cells whose best learning rate is the first or last that was tried: a better one may be beyond."""
     return [
         f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the "
         f"edge of its grid: give a wider one with --lrs {cell.optimizer}=..."

@@ -1,4 +1,4 @@
-"""What a training run is: its options, their defaults and what they mean together."""
+"""The options of a training run, their defaults, and the values that follow from them."""
 
 import dataclasses
 import math
@@ -27,23 +27,23 @@ from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, s
 from bighorn.schedules.large_batch import RULES
 
 BASE_BATCH = 256
-"""The batch size that every default learning rate is meant for, and that ``--lr-scaling`` counts from."""
+"""The batch size of the default learning rates, to which ``--lr-scaling`` is relative."""
 
 MOST_SEED = 2**63 - 1
-"""What torch's generators take."""
+"""The largest seed of torch's generators."""
 
 MOST_THREADS = 1024
-"""Far more than any CPU has; OpenMP ends a process for which it finds no memory for as many as were asked for."""
+"""Far more than any CPU has. OpenMP ends the process if it has no memory for the number of threads asked for."""
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Types of weights."""
+"""The dtypes of weights."""
 
 DECAYS: dict[str, Callable[[float, int], Schedule]] = {
-    "linear": Polynomial,  # of power 1, which the LAMB paper trains BERT with (arXiv:1904.00962v5, section 4.1)
+    "linear": Polynomial,  # of power 1, as for BERT in the LAMB paper (arXiv:1904.00962v5, section 4.1)
     "cosine": Cosine,
     "constant": lambda peak, _: PiecewiseConstant([], [peak]),
 }
-"""What can follow the warm-up, from its first value and its number of steps."""
+"""The schedules after the warm-up, each made from its first value and its number of steps."""
 
 
 def _by_name(table: Mapping[str, Any], attribute: str) -> str:
@@ -155,7 +155,7 @@ class RunConfig:
         )
 
     def total_steps(self, samples: int) -> int:
-        """Steps of a resolved run over ``samples`` training samples; a part of a last batch is left out."""
+        """The number of steps of a resolved run over ``samples`` training samples; a partial last batch is left out."""
         assert self.batch_size is not None
         if self.batch_size > samples:
             raise InputError(

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from bighorn.cli.measure import LEAST_ROUNDS, beside
 
 WARM_UP = 10
-"""Steps of each optimizer that are not counted: clocks rise, and allocators and launchers settle."""
+"""Steps of each optimizer that are not counted: clocks rise, and allocators and launchers warm up."""
 
 SWEEP_BYTES = 1 << 30
-"""Written before each step: more than any cache holds."""
+"""The bytes written before each step: more than any cache."""
 
 MARGIN = 3
 """The device sleeps this many times as long as the host takes to enqueue a step."""
@@ -35,7 +35,7 @@ LEAST_REPEATS, MOST_REPEATS = 3, 7
 
 
 def facts() -> dict[str, Any]:
-    """The device, for the figures' provenance."""
+    """The properties of the device, for the provenance of the measurements."""
     found = torch.cuda.get_device_properties()
     return {
         "device": found.name,

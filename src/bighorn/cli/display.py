@@ -1,4 +1,4 @@
-"""Progress on the terminal: a line per evaluation, and below them a live bar where there is a terminal."""
+"""Progress on the terminal: a line per evaluation and, on a terminal, a progress bar below them."""
 
 import time
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Display:
             self._live.stop()
 
     def stepped(self) -> None:
-        """Show the step just made."""
+        """Show the last step."""
         if self._live is None or time.perf_counter() - self._refreshed < 0.2:
             return
         self._refreshed = time.perf_counter()
@@ -71,7 +71,7 @@ class Display:
         self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
 
     def evaluated(self) -> None:
-        """Print the line of the evaluation just made; training figures are means since the line before."""
+        """Print the line of the last evaluation; training loss and accuracy are means since the line before."""
         run, history = self.run, self.run.history
         count = run.step - self._line[0]
         _, test_loss, test_accuracy = history.tests[-1]
@@ -87,7 +87,7 @@ class Display:
         return (self.run.step - step) * self.run.batch_size / max(self.run.history.seconds - seconds, 1e-9)
 
     def _gauge(self) -> str:
-        """Lowest, median and highest of the layers."""
+        """The lowest, the median and the highest value of the layers."""
         if self.run.gauge is None:
             return ""
         ordered = self.run.gauge.sort().values.tolist()
@@ -120,7 +120,7 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
 
 
 def counting(console: Console) -> Progress:
-    """A bar for work that is counted, where there is a terminal."""
+    """A progress bar for counted work; it is hidden without a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 

@@ -1,4 +1,4 @@
-"""``bighorn doctor``: what works here, and what to do about what does not."""
+"""``bighorn doctor``: which backends work here, and what to do about those that do not."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def findings() -> dict[str, Any]:
 
 
 def preset_rows() -> list[dict[str, Any]]:
-    """The presets of `Lamb.like`, as far as JSON can say."""
+    """The presets of `Lamb.like` as JSON."""
     return [
         {
             "name": preset.name,
@@ -74,7 +74,7 @@ def preset_rows() -> list[dict[str, Any]]:
 
 
 def step_failure(backend: str) -> str | None:
-    """What goes wrong when a backend makes a step, or None: whether it works shows only when it does."""
+    """The reason why a step of a backend fails, or None: only a step shows whether a backend works."""
     try:
         ours, exact = _step(backend, torch.float32), _step("reference", torch.float64)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a result depends on beyond the command: versions, threads, this machine, and the commit of a checkout."""
+"""The environment that a result depends on: versions, threads, the machine, and the commit of a checkout."""
 
 import os
 import platform
@@ -17,9 +17,9 @@ from bighorn.kernels.cpu import library
 
 
 def provenance(command: str, device: str = "cpu") -> dict[str, Any]:
-    """What it takes to judge figures: the command, when and from which sources it ran, on what.
+    """The provenance of measurements: the command, its date, the commit, the environment and the machine.
 
-    To be asked for before the runs: these are a load, and what is committed meanwhile is not what ran.
+    Call it before the runs: they change the load of the machine, and a commit made meanwhile is not the one that ran.
     """
     return {
         "command": command,
@@ -31,7 +31,7 @@ def provenance(command: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def environment(device: str = "cpu") -> dict[str, str | int]:
-    """Describe this process and the device that it computes on, in words and numbers."""
+    """Versions, threads and the device of this process."""
     return {
         "bighorn": package_version("bighorn"),
         "torch": str(torch.__version__),
@@ -78,7 +78,7 @@ def _processor() -> str:
 
 
 def machine() -> dict[str, str | int | float]:
-    """Cores, caches, and how busy they are; what the system does not tell is left out."""
+    """Cores, caches and load, as far as the system reports them."""
     facts: dict[str, str | int | float] = {"processors": os.cpu_count() or 1, "cores allowed": library.cores()}
     caches = [_cache(folder) for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))]
     if caches:
@@ -94,10 +94,11 @@ def _cache(folder: Path) -> str:
 
 
 def commit() -> dict[str, str | bool]:
-    """The commit that this package runs from and whether its sources are unchanged; nothing outside a checkout."""
+    """The commit that this package runs from and whether its sources are unchanged; empty outside a checkout."""
     folder = Path(bighorn.__file__).parent
     try:
-        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # or a project around a virtual environment answers
+        # Fails for an untracked package, such as one in a virtual environment within another project.
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         return {"commit": _git(folder, "rev-parse", "HEAD"), "clean": not _git(folder, "status", "--porcelain", ".")}
     except (OSError, subprocess.CalledProcessError):
         return {}

@@ -1,4 +1,4 @@
-"""The one kind of error the command line reports."""
+"""The error that the command line prints as a message."""
 
 
 class InputError(ValueError):

@@ -1,4 +1,4 @@
-"""Output files: replaced as a whole or not at all."""
+"""Output files, which are replaced as a whole or not at all."""
 
 import errno
 import hashlib
@@ -32,11 +32,11 @@ STREAMED = (stat.S_IFIFO, stat.S_IFCHR)
 
 
 class WriteError(InputError):
-    """A file could not be written. The message names the file, the cause, and what is left of it."""
+    """A file could not be written. The message names the file, the cause, and the state of the file."""
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None) -> None:
-    """Make the folders of output files, and refuse what would fail or destroy something after hours of work.
+    """Create the folders of output files, and refuse a path whose write would fail, or destroy a file, after hours.
 
     Args:
         outputs: Path by option; None is an option that was not given.
@@ -61,7 +61,7 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path 
 def check_writable(path: Path, option: str) -> None:
     """Make the folder of ``path``, and refuse a path that cannot be written to."""
     try:
-        status = _status(path) or _status(_target(path))  # "no/.." is nothing until there is a folder "no"
+        status = _status(path) or _status(_target(path))  # "no/.." does not exist until there is a folder "no"
         _check_kind(status, f"{option} {path}")
         if _replaceable(status):
             target = _target(path)
@@ -147,7 +147,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _replace(target: Path, status: os.stat_result | None, content: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file beside the target, then rename it."""
+    """Write a temporary file in the folder of the target, then rename it."""
     temporaries = f".bighorn-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
     _remove_abandoned(target.parent, temporaries)
     descriptor, temporary = _make_temporary(target.parent, temporaries)
@@ -171,11 +171,11 @@ def _make_temporary(folder: Path, prefix: str) -> tuple[int, Path]:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         if not _lock(descriptor) or os.fstat(descriptor).st_nlink:
             return descriptor, path
-        os.close(descriptor)  # another process took it for abandoned before it was locked
+        os.close(descriptor)  # another process removed it as abandoned before it was locked
 
 
 def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove the temporary files of processes that were killed: nothing holds their locks."""
+    """Remove the temporary files of killed processes, which no process has locked."""
     for path in folder.iterdir():
         if re.fullmatch(re.escape(prefix) + r"[0-9a-f]{16}\.partial", path.name):
             with suppress(OSError):
@@ -213,7 +213,7 @@ def _standard_stream(status: os.stat_result) -> int | None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """None for a path at which nothing is, or a link to such a path."""
+    """The status of a file; None if it, or the target of a link, does not exist."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -249,7 +249,7 @@ def refusal(path: Path, cause: str) -> str:
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The system's error in a chain: torch.save hides it behind its own when it closes its archive (torch 2.13)."""
+    """The system's error in a chain of errors: torch.save raises its own when it closes its archive (torch 2.13)."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

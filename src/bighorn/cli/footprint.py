@@ -1,4 +1,4 @@
-"""What optimizers will keep for each parameter, in bytes, from shapes alone."""
+"""The size of the optimizer state of each parameter, in bytes, from shapes alone."""
 
 import inspect
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn import Came, Lamb
 
 Named = Sequence[tuple[str, Tensor]]
-"""Parameters with their names; they may lie on the meta device."""
+"""Parameters with their names; they may be on the meta device."""
 
 STEP_BYTES = 4
 """A count of steps is a float32, where the default dtype is."""
@@ -54,11 +54,11 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "sgd": sgd,
     "adafactor": adafactor,
 }
-"""By the names of ``bighorn train`` and ``bighorn compare``; Adam keeps what AdamW keeps."""
+"""By the names of ``bighorn train`` and ``bighorn compare``; the state of Adam is that of AdamW."""
 
 
 def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str, int]:
-    """What an optimizer will keep, with those of the options that it has; torch's have none."""
+    """The state of an optimizer, with those of the options that it has; torch's optimizers have none."""
     if name not in OURS:
         return FOOTPRINTS[name](params)
     return FOOTPRINTS[name](params, **{key: options[key] for key in options.keys() & OURS[name]})
@@ -70,18 +70,18 @@ OURS = {
     for kind in (Came, Lamb)
     if name.startswith(kind.__name__.lower())
 }
-"""The options that Bighorn's own can be given."""
+"""The options of Bighorn's optimizers."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of one shape, and of one name but for its numbers.
+    """Layers of the same shape, whose names differ in numbers alone.
 
     Attributes:
         name: Their name with * for numbers; * alone where parameters have no names.
         shape: Of each.
         count: How many there are.
-        bytes: By optimizer, of all together.
+        bytes: The state of all of them, by optimizer.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""``bighorn lr-find``: which learning rate to start from.
+"""``bighorn lr-find``: a learning rate to start from.
 
 The range test of Smith, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186v6, section 3.3: one
 run, whose learning rate grows by the same factor at every step, until the loss says that it is too large.
@@ -27,13 +27,13 @@ SHARED = (
     *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
     *("state_dtype", "optimizer_option", "backend", "device", "threads"),
 )
-"""The options of a run that a search has too."""
+"""The options of a run that a range test has too."""
 
 MEMORY = 0.95
 """The smoothed loss is an average with this weight on what was before, corrected for its start."""
 
 TOO_LARGE = 4.0
-"""The search ends where the smoothed loss is this many times the best."""
+"""The test ends when the smoothed loss is this many times the best."""
 
 SETTLING = 10
 """Steps whose slopes do not count: the average is young, and the loss falls for any learning rate."""
@@ -41,7 +41,7 @@ SETTLING = 10
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The options of a search besides those of the run."""
+    """The options of a range test besides those of the run."""
 
     lr_min: float = option(1e-5, "The first step's learning rate.")
     lr_max: float = option(10.0, "The last step's, unless the loss ends the search before.")
@@ -58,14 +58,14 @@ class SearchConfig:
 
 @dataclass
 class Curve:
-    """What was seen: a learning rate, a loss and a smoothed loss for each step."""
+    """A learning rate, a loss and a smoothed loss for each step."""
 
     lrs: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smooth: list[float] = field(default_factory=list)
 
     def add(self, lr: float, loss: float) -> None:
-        """Take in a step."""
+        """Add a step."""
         t = len(self.losses)
         average = self.smooth[-1] * (1 - MEMORY**t) if t else 0.0
         self.lrs.append(lr)
@@ -78,7 +78,7 @@ class Curve:
         return bool(self.smooth) and self.smooth[-1] > TOO_LARGE * min(self.smooth)
 
     def suggestion(self) -> int | None:
-        """The step at which the smoothed loss falls most steeply over log(lr), before it is at its best; or None."""
+        """The step before the minimum at which the smoothed loss falls most steeply over log(lr), or None."""
         best = int(np.argmin(self.smooth))
         if best <= SETTLING:
             return None
@@ -93,7 +93,7 @@ class Curve:
 @click.option("--json", "json_file", type=FILE, help="Write the curve and what it depends on as JSON.")
 @click.pass_context
 def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
-    """Find a learning rate: train while it grows, and look where the loss falls fastest.
+    """Find a learning rate: train while it grows, and find where the loss falls fastest.
 
     One run whose learning rate grows by the same factor at each step. It ends early when the smoothed loss is 4 times
     the best. The suggestion is where that falls most steeply: a place to start from; bighorn compare tunes in earnest.
@@ -106,7 +106,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     about = provenance(command_line(ctx), config.device)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{config.task}: {dataset.description}; {config.optimizer}, batch {config.batch_size}")
-    curve, ended = sweep(run, search, console)
+    curve, ended = range_test(run, search, console)
     chosen, best = curve.suggestion(), int(np.argmin(curve.smooth))
     words = [ended, f"Smoothed loss at its best: {curve.smooth[best]:.4f} at lr {curve.lrs[best]:.2g}."]
     if chosen is None:
@@ -146,8 +146,8 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         console.print(f"JSON: {json_file}")
 
 
-def sweep(run: Run, search: SearchConfig, console: Console) -> tuple[Curve, str]:
-    """Train until the loss says stop or the steps are over; the curve, and why it ends where it does."""
+def range_test(run: Run, search: SearchConfig, console: Console) -> tuple[Curve, str]:
+    """Train until the loss is too large or all steps are made; returns the curve, and why it ends."""
     run.schedule = Exponential(search.lr_min, search.lr_max / search.lr_min, search.steps - 1)
     curve = Curve()
     with counting(console) as bar:

@@ -1,4 +1,4 @@
-"""What ``bighorn bench`` measures of an optimizer: times, temporaries, error."""
+"""The measurements of ``bighorn bench``: times, temporaries, error."""
 
 import ctypes
 import math
@@ -66,7 +66,7 @@ def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> 
 def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
     """Seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
 
-    Both meet the same disturbances, and neither finds its tensors in cache unless both fit.
+    Both have the same disturbances, and neither has its tensors in cache unless both fit.
     """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
@@ -113,9 +113,9 @@ def _two_steps(build: Build, params: Sequence[Tensor], grads: Sequence[Tensor]) 
 def temporaries(step: Callable[[], object]) -> int | None:
     """Bytes by which the process's resident memory rises while ``step`` runs; None where there is no Linux and glibc.
 
-    The kernel keeps the peak and resets it on demand. Memory that malloc holds back would be used again without a
-    trace, so all is given back first, and what ``step`` allocates comes straight from the kernel. It runs in a thread
-    of its own, so that the scratch which Bighorn keeps per thread counts too. Exact to about a megabyte.
+    The kernel keeps the peak and resets it on demand. Memory that malloc holds back would be used again unnoticed, so
+    malloc first returns all of it, and the allocations of ``step`` come from the kernel. ``step`` runs in a thread of
+    its own, so that the scratch memory of each thread counts too. Exact to about a megabyte.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "malloc_trim") or not os.access(RESET_PEAK, os.W_OK):
@@ -128,7 +128,7 @@ def temporaries(step: Callable[[], object]) -> int | None:
     thread.start()
     thread.join()
     peak = _resident("VmHWM")
-    _hold_back(libc, 32 << 20)  # what a process comes to that has freed large tensors, as any training has
+    _hold_back(libc, 32 << 20)  # the threshold of a process that has freed large tensors, as any training has
     return max(peak - before, 0)
 
 

@@ -1,4 +1,4 @@
-"""``bighorn memory``: what the optimizer's state will weigh, before anything is allocated."""
+"""``bighorn memory``: the size of the optimizer state, before anything is allocated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,12 +24,12 @@ from bighorn.kernels.rounding import WAYS
 
 SOURCES = ("task", "shapes", "model")
 SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
-"""What a table on 80 columns has room for; ``came-fp16`` weighs what ``came-bf16`` does."""
+"""The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``."""
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The options of a prediction; one of :data:`SOURCES` says of what."""
+    """The options of a prediction; one of :data:`SOURCES` names the model."""
 
     task: str | None = option(None, "A task's model.", shown="digits, unless --shapes or --model is given")
     shapes: str | None = option(None, f"A set of shapes, of {', '.join(SHAPES)}.")
@@ -148,7 +148,7 @@ TOTAL_HEAD = ("optimizer", "state", "bytes per parameter")
 
 
 def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
-    """The largest kinds of layers in words, and the rest as one row."""
+    """The largest kinds of layers as text, and the rest as one row."""
     rows = [(kind.label, *map(quantity, kind.bytes.values())) for kind in layers[:most]]
     rest = layers[most:]
     if rest:
@@ -158,7 +158,7 @@ def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
 
 
 def total_rows(sizes: Mapping[str, Mapping[str, int]], elements: int) -> list[tuple[str, ...]]:
-    """Each optimizer's state in words."""
+    """The state of each optimizer as text."""
     totals = {name: sum(mine.values()) for name, mine in sizes.items()}
     return [(name, f"{quantity(total)}B", f"{total / elements:.3f}") for name, total in totals.items()]
 
@@ -167,7 +167,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column(head[0], overflow="fold", vertical="bottom")
     for name in head[1:]:
-        # Names break at their hyphen, so that all stand beside each other on 80 columns.
+        # Names break at their hyphen, so that all columns fit in 80 characters.
         table.add_column(name.replace("-", "-\n"), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)

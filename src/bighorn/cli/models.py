@@ -1,4 +1,4 @@
-"""Where a prediction takes its parameters from: a set of shapes, a task, anybody's code. Nothing is allocated."""
+"""The parameters for a prediction: of a set of shapes, a task or any code. Nothing is allocated."""
 
 import sys
 from importlib import import_module
@@ -39,7 +39,7 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
         raise InputError(f"{flag} {place!r} is not of the form PACKAGE.MODULE:CALLABLE like mypackage.nets:small.")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: one's own model lies in the folder that one is in
+        sys.path.insert(0, here)  # as `python -m` does: the model may be in the current folder
     made: object
     try:
         made = import_module(module_name)
@@ -48,10 +48,10 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
                 raise InputError(f"{flag} {place}: no {part!r} there; {suggestion(part, _public(made))}")
             made = getattr(made, part)
         with torch.device("meta"):
-            made = made()  # type: ignore[operator]  # what is not callable says so
+            made = made()  # type: ignore[operator]  # an object that is not callable raises a TypeError
     except InputError:
         raise
-    except Exception as error:  # anybody's code raises anything
+    except Exception as error:  # the code of users may raise any error
         raise InputError(f"{flag} {place}: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise InputError(f"{flag} {place} gives a {type(made).__name__}, but must give a torch.nn.Module.")

@@ -1,4 +1,4 @@
-"""The optimizers that a run can name, each with the defaults that suit it: adding one is one entry."""
+"""The optimizers of ``--optimizer``, each with its defaults. Adding one is one entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bighorn.cli.errors import InputError
 from bighorn.kernels.rounding import WAYS
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
-"""What ``--state-dtype`` calls them, and what the optimizers do."""
+"""The names of ``--state-dtype``, and the names that the optimizers take."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Gauge:
 
     Attributes:
         name: The attribute of ``telemetry()``.
-        label: Its name for people, also the column on the terminal.
+        label: Its name in tables and on the terminal.
         heading: The heading of its heat map.
-        text: What the heat map shows.
+        text: The description of the heat map.
         times_lr: Whether the heat map shows it times the learning rate.
     """
 
@@ -72,9 +72,9 @@ class Recipe:
         weight_decay: Default weight decay of matrices.
         grid: The learning rates that ``bighorn compare`` tries.
         build: From parameter groups and options to the optimizer.
-        state_dtypes: What ``--state-dtype`` may be; the first is the default. Empty for optimizers of torch's, whose
-            state has the parameters' type, and which know no ``--backend``.
-        gauges: What its telemetry tells of each layer.
+        state_dtypes: What ``--state-dtype`` may be; the first is the default. Empty for torch's optimizers, whose
+            state has the dtype of the parameters and which have no ``--backend``.
+        gauges: The values of its telemetry that are kept for each layer.
     """
 
     lr: float
@@ -119,10 +119,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for way in WAYS
     },
 }
-"""What ``bighorn compare`` can name besides: an optimizer with other options of a run than its defaults.
+"""More names for ``bighorn compare --optimizers``: an optimizer with other options of a run than its defaults.
 
 ``lamb-free`` has no trust ratio on an LSTM's recurrent weights. ``lamb-nearest`` to ``lamb-master`` have weights in
-bf16, and are named for the way in which these are rounded.
+bf16, and are named after their rounding mode.
 """
 
 CONTESTANTS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS} | VARIANTS
@@ -141,8 +141,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` over named parameters.
 
-    Vectors (biases and norms) take neither weight decay nor, in Lamb, a trust ratio: what LAMB's authors do for BERT.
-    ``max_grad_norm`` is for Bighorn's own; ``sharded`` puts a ZeroRedundancyOptimizer around it.
+    Vectors (biases and norms) have no weight decay and, in Lamb, no trust ratio, as in the BERT runs of LAMB's authors.
+    ``max_grad_norm`` is for Bighorn's optimizers; ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
     """
     named = list(model.named_parameters())
     matrices = [(label, parameter) for label, parameter in named if parameter.ndim > 1]
@@ -162,11 +162,11 @@ def build_optimizer(
     try:
         optimizer = recipe.build(groups, lr=lr, **ours, **options)
         return shard_update(optimizer) if sharded else optimizer
-    except (TypeError, ValueError, RuntimeError) as error:  # a backend that this machine does not have, for one
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that this machine does not have
         raise InputError(f"--optimizer {name}: {error}") from error
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the optimizer's state."""
+    """The size of all tensors in the optimizer's state, in bytes."""
     states = optimizer.state.values()
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Click options from a configuration's fields, so that name, type, default and help stand in one place."""
+"""Click options made from the fields of a dataclass, so that name, type, default and help are in one place."""
 
 import dataclasses
 import shlex
@@ -15,13 +15,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class FilePath(click.Path):
-    """A path. Nothing is none: ``--save "$UNSET"`` would mean the current folder."""
+    """A path. An empty string is refused: ``--save "$UNSET"`` would mean the current folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Make a Path of a word."""
+        """Convert an argument to a Path."""
         if value == "":
             self.fail("the name is empty. Give the name of a file, or leave the option out.", param, ctx)
         return super().convert(value, param, ctx)
@@ -34,9 +34,9 @@ def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[
     """A dataclass field that is also a command line option (see :func:`config_options`).
 
     Args:
-        default: The default, or None where another table decides.
+        default: The default; None if another table has it.
         text: The help text.
-        shown: The default in words, where None decides nothing by itself.
+        shown: The default as the help shows it, if ``default`` is None.
         choices: The values allowed; empty for any.
     """
     return dataclasses.field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
@@ -67,18 +67,18 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
 
 
 def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
-    """The options of ``config`` that stand on the command line, by field name."""
+    """The options of ``config`` that were given on the command line, by field name."""
     names = [field.name for field in dataclasses.fields(config) if field.name in ctx.params]
     return {name: ctx.params[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
 def command_line(ctx: click.Context) -> str:
-    """The command as it was given, defaults left out."""
+    """The command as it was given, without defaults."""
     return shlex.join([*ctx.command_path.split(), *words(ctx, ctx.params)])
 
 
 def words(ctx: click.Context, names: Container[str]) -> list[str]:
-    """The options with these names as they stand on the command line."""
+    """The options with these names that were given on the command line."""
     found = []
     for parameter in ctx.command.params:
         name = parameter.name or ""

@@ -1,4 +1,4 @@
-"""What ``bighorn bench`` times: Lamb and Came, torch's optimizers, those of other packages, and the usual loop."""
+"""The optimizers that ``bighorn bench`` times, and its tables. Adding one is one entry."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
 from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.plain import LoopLamb, Step, compiled_loop, loop
 
 WEIGHT_DECAY = 0.01
 
@@ -24,22 +23,20 @@ Build = Callable[[Sequence[Tensor], float, float | None], Optimizer]
 
 @dataclass(frozen=True)
 class Peer:
-    """A contestant.
+    """An optimizer that can be timed.
 
     Attributes:
-        label: What the table calls it.
-        load: Imports what it needs and gives the function that builds it; ImportError says why it is absent.
+        label: Its name in the table.
+        load: Imports its package and returns the function that builds it; ImportError says why it is absent.
         package: The distribution that it comes from.
-        compiles: Whether its first step compiles what the others run.
-        devices: Those that it works on.
-        float64: Whether it steps float64 tensors, from which the error is measured.
+        devices: The devices that it works on.
+        float64: Whether it takes float64 tensors, to which the error is relative.
         state_bytes: The size of its state.
     """
 
     label: str
     load: Callable[[], Build]
     package: str
-    compiles: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64: bool = True
     state_bytes: Callable[[Optimizer], int] = state_bytes
@@ -57,11 +54,11 @@ class BenchTable:
     """A table that ``bighorn bench`` prints.
 
     Attributes:
-        baseline: The peer of the first row, which every ratio is to.
-        peers: The other rows, where nothing else is asked for.
-        shapes: The parameter sets, likewise.
-        columns: Names of :data:`bighorn.cli.bench.COLUMNS`.
-        devices: Those that have these columns.
+        baseline: The peer of the first row, to which all ratios are relative.
+        peers: The other rows, unless ``--optimizers`` names others.
+        shapes: The parameter sets, unless ``--shapes`` names others.
+        columns: Names of :data:`bighorn.cli.bench_table.COLUMNS`.
+        devices: The devices that have these columns.
     """
 
     baseline: str
@@ -75,7 +72,7 @@ def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         dtype = params[0].dtype
         chosen = {"backend": backend, "state_dtype": torch.bfloat16 if dtype == torch.bfloat16 else None, **options}
-        if dtype == torch.float64:  # what errors are measured from
+        if dtype == torch.float64:  # the reference for errors
             chosen |= {"backend": "reference", "state_dtype": None, "weight_rounding": "nearest"}
         return algorithm(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip, **chosen)
 
@@ -85,35 +82,20 @@ def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -
 def _torch_adamw(*, fused: bool) -> Callable[[], Build]:
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         adamw = torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=fused, foreach=not fused)
-        return _clipped(adamw, params, clip)
+        return clipped(adamw, params, clip)
 
     return lambda: build
 
 
-def _loop() -> Build:
-    return lambda params, lr, clip: _clipped(LoopLamb(params, lr, WEIGHT_DECAY), params, clip)
-
-
-def _compiled() -> Build:
-    compiled = compiled_loop()
-
-    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        # float64 serves to measure errors, a tensor at a time: hundreds of compilations, and no need of one.
-        step: Step = loop if params[0].dtype == torch.float64 else compiled
-        return _clipped(LoopLamb(params, lr, WEIGHT_DECAY, step), params, clip)
-
-    return build
-
-
-def _clipped(optimizer: Optimizer, params: Sequence[Tensor], clip: float | None) -> Optimizer:
-    """For an optimizer that has no clip of its own, torch's before each step."""
+def clipped(optimizer: Optimizer, params: Sequence[Tensor], clip: float | None) -> Optimizer:
+    """Clip gradients by torch's function before each step of an optimizer that has no clip of its own."""
     if clip is not None:
         optimizer.register_step_pre_hook(lambda *_: _discard(torch.nn.utils.clip_grad_norm_(params, clip)))
     return optimizer
 
 
 def _discard(_: object) -> None:
-    """A hook's value would replace the step's arguments."""
+    """Return None: the value of a hook would replace the arguments of the step."""
 
 
 def _imported(module: str, name: str, remedy: str) -> Any:
@@ -134,7 +116,7 @@ def _apex() -> Build:
     lamb = _imported(
         "apex.optimizers", "FusedLAMB", "; it is built from https://github.com/NVIDIA/apex, for CUDA alone"
     )
-    # Its clip is always there: one that is out of reach stands for none.
+    # It always clips: a norm that is never reached stands for no clip.
     return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip or 1e9)
 
 
@@ -164,17 +146,17 @@ def _pytorch_optimizer() -> Build:
 
 def _came_pytorch() -> Build:
     came = _imported("came_pytorch", "CAME", ": pip install --no-deps came-pytorch")
-    return lambda params, lr, clip: _clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+    return lambda params, lr, clip: clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
 
 def _pytorch_optimizer_came() -> Build:
     came = _imported("pytorch_optimizer", "CAME", ": pip install pytorch_optimizer")
-    return lambda params, lr, clip: _clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+    return lambda params, lr, clip: clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
 
 def _adafactor() -> Build:
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        return _clipped(torch.optim.Adafactor(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+        return clipped(torch.optim.Adafactor(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
     return build
 
@@ -186,7 +168,7 @@ def _bitsandbytes(name: str) -> Callable[[], Build]:
         def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
             if name == "AdamW8bit" and params[0].dtype == torch.float64:  # it has no such kernel; AdamW is exact
                 return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
-            return _clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+            return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
         return build
 
@@ -203,13 +185,13 @@ def _flashoptim() -> Build:
             param.requires_grad_()  # it leaves out parameters that need no gradient (flashoptim 0.1.4)
         # It refuses bits of master weights for weights that are float32.
         bits = None if params[0].dtype == torch.float32 else 24
-        return _clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, master_weight_bits=bits), params, clip)
+        return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, master_weight_bits=bits), params, clip)
 
     return build
 
 
 def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
-    """With the moments, which are not tensors but objects with codes and scales."""
+    """The size of the state with its moments, which are not tensors but objects with codes and scales."""
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     tensors: list[Tensor] = [tensor for moment in moments for tensor in (moment.quantized, moment.scales)]
     return state_bytes(optimizer) + sum(tensor.nbytes for tensor in tensors)
@@ -237,8 +219,6 @@ PEERS = {
     "adafactor": Peer("torch Adafactor", _adafactor, "torch"),
     "timm": Peer("timm Lamb", _timm, "timm"),
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
-    "loop": Peer("reference loop", _loop, "torch"),
-    "compiled": Peer("compiled loop", _compiled, "torch", compiles=True),
     "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",)),
     "bitsandbytes-adamw8bit": Peer(
         "bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit"), "bitsandbytes", devices=("cuda",)
@@ -268,16 +248,6 @@ TABLES = {
         shapes=("vit_small", "resnet50"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
     ),
-    # What fewer bits cost in time; ways of rounding are for --precision bf16.
-    "precision": BenchTable(
-        baseline="adamw",
-        peers=(
-            *("lamb", "lamb-fp32", "lamb-fp16", "lamb-int8", "lamb-stochastic", "lamb-kahan", "lamb-master"),
-            *("came", "came-int8", "came-stochastic", "came-kahan", "came-master"),
-        ),
-        shapes=("vit_small", "bert_base"),
-        columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
-    ),
     "gpu": BenchTable(
         baseline="adamw",
         peers=(
@@ -290,13 +260,5 @@ TABLES = {
             *("of copy", "of copy, once", "temporaries", "error"),
         ),
         devices=("cuda",),
-    ),
-    # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
-    # timm's Lamb, which takes part as itself where it is installed.
-    "lambrrr": BenchTable(
-        baseline="loop",
-        peers=("timm", "apex", "compiled", "lamb"),
-        shapes=("linears",),
-        columns=("ms", "ms p10-p90", "ratio", "p10-p90", "compile", "error"),
     ),
 }

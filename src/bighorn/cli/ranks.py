@@ -1,4 +1,4 @@
-"""The processes of a run: one alone, or those that torchrun started, on one machine or several."""
+"""The processes of a run: a single one, or those that torchrun started, on one machine or several; and Ctrl-C."""
 
 import gc
 import os
@@ -24,10 +24,10 @@ ECHO = 5.0
 """Seconds after a Ctrl-C in which torchrun passes it on to processes that have had it from the terminal already."""
 
 PATIENCE = timedelta(seconds=10)
-"""How long the other processes wait for the first one to tell of an error."""
+"""How long the other processes wait for the first one to print an error."""
 
 FAREWELL = 46_368
-"""The tag of a message that nobody sends."""
+"""The tag of a message that is never sent."""
 
 
 class ProcessLostError(InputError):
@@ -36,7 +36,7 @@ class ProcessLostError(InputError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which process this is. All methods do nothing special for a process alone."""
+    """The rank of this process, and collectives that a single process skips."""
 
     rank: int = 0
     size: int = 1
@@ -44,12 +44,12 @@ class Ranks:
     @classmethod
     @contextmanager
     def join(cls) -> Iterator["Ranks"]:
-        """Meet the other processes that torchrun started, if it did, and part from them at the end.
+        """Join the process group if torchrun started this process, and destroy the group at the end.
 
-        An InputError within is one that all processes have (see :meth:`together`): the first alone tells of it.
+        All processes raise the same InputError (see :meth:`together`), and only the first prints it.
 
         Raises:
-            ProcessLostError: In the place of the error with which gloo ends a collective that a process has left.
+            ProcessLostError: A collective failed since a process has ended; raised in place of the error of gloo.
         """
         if _world_size() == 1:
             yield cls()
@@ -81,12 +81,12 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that prints and writes files."""
+        """Whether this process prints and writes files."""
         return self.rank == 0
 
     @property
     def launcher(self) -> list[str]:
-        """What starts as many processes, on the first machine: the words before ``bighorn``."""
+        """The words before ``bighorn`` that start as many processes, on the first machine."""
         if self.size == 1:
             return []
         here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -97,16 +97,16 @@ class Ranks:
 
     @property
     def machines(self) -> int:
-        """How many machines the processes are on, each with as many as this one."""
+        """The number of machines, each with as many processes as this one."""
         return 1 if self.size == 1 else self.size // int(os.environ["LOCAL_WORLD_SIZE"])
 
     def meet(self) -> None:
-        """Wait until every process has come this far."""
+        """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
 
     def together(self, work: Callable[[], T]) -> T:
-        """The result of work that every process does by itself; where it fails in one, it fails in all.
+        """The result of work that every process does by itself; if it fails in one process, it fails in all.
 
         Raises:
             InputError: In all processes, if the work raised an InputError or OSError in some.
@@ -125,7 +125,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """The result of work that the first process does, in all of them.
+        """The result of work of the first process, in all processes.
 
         Raises:
             InputError: In all processes, if the work raised an InputError or OSError.
@@ -136,7 +136,7 @@ class Ranks:
         return result[0]  # type: ignore[return-value]
 
     def check_same(self, **values: object) -> None:
-        """Refuse values that are not the same in all processes, as where two machines were given different options."""
+        """Refuse values that differ between processes, such as the options of two machines."""
         for name, value in values.items():
             everywhere = self.gather(value)
             differing = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
@@ -147,13 +147,13 @@ class Ranks:
                 )
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a float tensor over the processes, in its place."""
+        """Sum a float tensor over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of a float tensor over the processes, in its place."""
+        """Average a float tensor over the processes, in place."""
         return self.sum(values).div_(self.size)
 
     def any(self, flag: bool) -> bool:
@@ -161,7 +161,7 @@ class Ranks:
         return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, in all of them."""
+        """The values of all processes, in every process."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -173,7 +173,7 @@ ALONE = Ranks()
 
 
 def end_process_group() -> None:
-    """Destroy the process group, if there is one, when the functions that made models and optimizers have returned.
+    """Destroy the process group, if there is one. Call it after the functions that made models have returned.
 
     A worker thread of gloo releases the tensors of its last collectives. If one of these releases is the last reference
     to a Python tensor, the thread needs Python's lock, and a thread that wants it while the interpreter ends is
@@ -192,7 +192,7 @@ def end_process_group() -> None:
 
 
 def _world_size() -> int:
-    """How many processes torchrun has started, or 1."""
+    """The number of processes that torchrun has started, or 1."""
     if "WORLD_SIZE" not in os.environ:
         return 1
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -207,7 +207,7 @@ def _world_size() -> int:
 
 @contextmanager
 def _without_frames() -> Iterator[None]:
-    """Clear the functions that an error has ended: their variables hold the model."""
+    """Clear the frames of an error, whose variables refer to the model."""
     try:
         yield
     except BaseException as error:
@@ -216,7 +216,7 @@ def _without_frames() -> Iterator[None]:
 
 
 def _first_is_gone() -> bool:
-    """Wait until the first process has told of the error: torchrun ends all as soon as one has ended."""
+    """Wait until the first process has printed the error: torchrun ends all processes as soon as one has ended."""
     start = time.monotonic()
     with suppress(RuntimeError):  # of a connection that was closed, or of the time that is over
         nothing = dist.irecv(torch.zeros(1), src=0, tag=FAREWELL)
@@ -249,7 +249,7 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.requested and self._echo:
-            return  # the echo may still come, while what is left is to save and to say how to go on
+            return  # the echo may still come while the run is saved
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

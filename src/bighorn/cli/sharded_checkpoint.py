@@ -1,7 +1,7 @@
-"""Checkpoints as folders, through torch.distributed.checkpoint: each process writes its shards, any number reads them.
+"""Checkpoints as folders, by torch.distributed.checkpoint: each process writes its shards, and any number reads them.
 
-``RUN/step-120`` is one. It is written as ``RUN/step-120.bighorn-partial`` and gets its name when all processes have
-written theirs; only then earlier ones go. So the last complete checkpoint is there whatever happens.
+A checkpoint such as ``RUN/step-120`` is written as ``RUN/step-120.bighorn-partial``. It gets its name when all
+processes have written their shards, and only then earlier checkpoints are removed: the last complete one always exists.
 """
 
 import re
@@ -40,20 +40,20 @@ def root(path: Path) -> Path:
 
 
 def steps(path: Path) -> list[Path]:
-    """What has the name of a checkpoint in the folder of a run, the last one first."""
+    """The entries of the folder of a run that have the name of a checkpoint, the last one first."""
     found = [(_number(entry), entry) for entry in path.iterdir() if STEP.fullmatch(entry.name)]
     return [entry for _, entry in sorted(found, reverse=True)]
 
 
 def check(path: Path, resumed: str | None) -> None:
-    """Refuse a folder to save in that cannot be written to, or that holds checkpoints of anything but this run.
+    """Refuse a folder for checkpoints that cannot be written, or that has checkpoints of another run.
 
     Args:
         path: The folder.
         resumed: The checkpoint that the run continues, if that is a folder.
 
     Raises:
-        InputError: One of the two.
+        InputError: One of the two is true.
     """
     if root(path).is_dir():
         place = None if resumed is None else Path(resumed)
@@ -68,7 +68,7 @@ def check(path: Path, resumed: str | None) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that ``path`` stands for: itself, or the last complete one of a run.
+    """The checkpoint at ``path``, or the last complete one if ``path`` is the folder of a run.
 
     Raises:
         InputError: It is half-written, or there is none.
@@ -125,7 +125,7 @@ def _finish(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
 
 
 def _remove_partial(path: Path) -> None:
-    """Remove what a run that was killed while it saved has left in the folder."""
+    """Remove half-written checkpoints of a run that was killed while it saved."""
     for entry in path.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(entry, ignore_errors=True)
 
@@ -173,7 +173,7 @@ def _cause(error: BaseException) -> str:
 
 
 def restore(run: Run, place: Path, progress: dict[str, Any]) -> None:
-    """Continue from a checkpoint in a folder, whatever the number of processes and the places of tensors were then.
+    """Continue from a checkpoint in a folder, which any number of processes may have written, with any sharding.
 
     Raises:
         InputError: A part of it is missing or damaged.
@@ -190,7 +190,7 @@ def restore(run: Run, place: Path, progress: dict[str, Any]) -> None:
 
 
 def restore_from_whole(run: Run, saved: dict[str, Any]) -> None:
-    """Continue a run whose tensors are sharded from a checkpoint in a file, which every process has read."""
+    """Continue a sharded run from a checkpoint in a file, which every process has read."""
     whole = StateDictOptions(full_state_dict=True)
     set_model_state_dict(run.model, saved["model"], options=whole)
     groups = saved["optimizer"]["param_groups"]
@@ -206,14 +206,14 @@ def restore_from_whole(run: Run, saved: dict[str, Any]) -> None:
 
 
 def _tensors(run: Run) -> dict[str, Any]:
-    """The model's and the optimizer's state, by the names of parameters, each process's own part of it."""
+    """This process's part of the state of the model and the optimizer, by the names of parameters."""
     model, optimizer = get_state_dict(run.model, run.whole_optimizer)
     return {"model": model, "optimizer": optimizer}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's words on what is as it should be (torch 2.13)."""
+    """Hide warnings of torch that need no action (torch 2.13)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no_dist|.*torch.distributed is .*", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)

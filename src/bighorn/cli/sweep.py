@@ -1,4 +1,4 @@
-"""Many runs at once, and what they come down to: the work of ``bighorn compare`` without its words."""
+"""The runs of ``bighorn compare``, several at a time, and their results. Nothing here prints."""
 
 import dataclasses
 import math
@@ -21,21 +21,21 @@ from bighorn.cli.tasks import TASKS, Dataset
 Grids = Mapping[str, Sequence[float]]
 
 Named = tuple[str, RunConfig]
-"""What an optimizer, or a variant of one, is called in a comparison, and its run."""
+"""The name of an optimizer, or of a variant of one, and its configuration."""
 
 HELD_OUT = 0.2
-"""Share of the training data that learning rates are chosen by."""
+"""The fraction of the training data that is held out to choose learning rates by."""
 
 EVALUATIONS = 20
-"""Evaluations of each final run, which is how finely steps to the target are known."""
+"""Evaluations of each final run: the resolution of the steps to the target."""
 
 BEYOND = 4
-"""Learning rates that a cell may try beyond its grid while the last one is the best."""
+"""The number of learning rates that a cell may try beyond its grid while the last one is the best."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
         config: The run's options.
@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def steps_to_target(self) -> float:
-        """The median; infinite if most runs never got there."""
+        """The median; infinite if most runs never reached the target."""
         return statistics.median(
             math.inf if trial.steps_to_target is None else trial.steps_to_target for trial in self.trials
         )
@@ -161,7 +161,7 @@ def workers(processes: int) -> Iterator[Callable[[Sequence[Job]], Iterable[tuple
 
         try:
             yield make_all
-        except BaseException:  # also Ctrl-C: nobody waits for runs whose result nobody sees
+        except BaseException:  # also Ctrl-C: the results of running processes are not needed
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
@@ -172,7 +172,7 @@ def _leave_interrupts_to_parent() -> None:
 
 
 def count(bases: Sequence[Named], grids: Grids, seeds: int, tuning_seeds: int) -> int:
-    """How many runs :func:`compare` makes if no grid has to be continued."""
+    """The number of runs of :func:`compare` if no grid is continued."""
     return sum(tuning_seeds * len(grids[name]) + seeds for name, _ in bases)
 
 
@@ -239,8 +239,8 @@ def compare(
 def beyond(lr: float, tuned: Sequence[tuple[float, float]], given: int) -> tuple[float, ...]:
     """The learning rate to try next where the best one, ``lr``, is the end of a grid that had ``given`` rates.
 
-    None (an empty tuple) if it lies inside, if :data:`BEYOND` were tried already, and for a grid of one rate, which is
-    a rate that somebody has settled on.
+    The tuple is empty if the best rate is inside the grid, if :data:`BEYOND` rates were tried already, and for a grid
+    of one rate, which the user has chosen.
 
     Example:
         >>> beyond(0.4, [(0.1, 0.7), (0.2, 0.8), (0.4, 0.9)], given=3)

@@ -1,4 +1,4 @@
-"""The bytes of device memory that an optimizer's step reads and writes."""
+"""The bytes of device memory that a step of an optimizer reads and writes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from bighorn import Came, Lamb
 
 
 def bytes_once(optimizer: Optimizer, state: int) -> int:
-    """The least that a step can move: weights and state read and written once, gradients read once.
+    """The lower bound of a step: weights and state read and written once, gradients read once.
 
     Args:
         optimizer: Each of its parameters has a gradient of the parameter's dtype.
@@ -22,7 +22,7 @@ def bytes_once(optimizer: Optimizer, state: int) -> int:
 
 
 def bytes_moved(optimizer: Optimizer, clip: bool) -> int | None:
-    """What the Triton kernels of this package read and write in all their passes, as docs/gpu.md counts it.
+    """The bytes that the Triton kernels of this package read and write in all passes, as docs/gpu.md counts them.
 
     The sums that a pass keeps for the next one, less than 2% of the parameters, are left out.
 

@@ -56,7 +56,7 @@ def matches(value: object, hint: Any) -> bool:
 
 
 def at_least(flag: str, value: float | None, least: float, most: float = math.inf) -> None:
-    """Refuse a number below ``least``, above ``most`` or not finite; None is an option that was not given."""
+    """Refuse a number below ``least`` or above ``most``, or one that is not finite; None means that none was given."""
     if value is not None and not (least <= value <= most and value < math.inf):
         raise InputError(
             f"{flag} is {value}, but must be at least {least}{f' and at most {most}' * (most < math.inf)}."
@@ -78,7 +78,7 @@ def check_device(device: str) -> None:
 
 
 def positive(flag: str, value: float | None) -> None:
-    """Refuse a number that is not above 0, or that no float32 can hold; None is an option that was not given."""
+    """Refuse a number that is not above 0 or overflows float32; None means that none was given."""
     if value is not None and not 0 < value <= MOST:
         raise InputError(f"{flag} is {value}, but must be a number above 0 and at most {MOST:g}.")
 
@@ -106,7 +106,7 @@ def check_name(flag: str, name: str, known: Collection[str]) -> None:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """The nearest of ``known`` for a wrong name, or all of them."""
+    """The name in ``known`` that is nearest to a wrong one, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
 
@@ -140,7 +140,7 @@ def warmup_steps(warmup: str, total: int) -> int:
 
 
 def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
-    """Read ``--loss-scale``; None for none.
+    """Read ``--loss-scale``; None means no loss scaling.
 
     Example:
         >>> scale_policy("1024")

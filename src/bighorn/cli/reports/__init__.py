@@ -11,11 +11,11 @@ from bighorn.cli.environment import environment
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: a heading, some words, and a figure or a table.
+    """A section of the page: a heading, some text, and a figure or a table.
 
     Attributes:
         heading: The heading.
-        text: A sentence or two below it.
+        text: A sentence or two below the heading.
         figure: An ``<svg>`` element.
         head: The table's column names; the first column is text, the others are numbers.
         rows: The table's cells.
@@ -37,14 +37,14 @@ def render(
     settings: Mapping[str, object],
     device: str = "cpu",
 ) -> str:
-    """Lay out a report.
+    """Render a report.
 
     Args:
         title: The heading.
         lead: The sentence below it.
-        tiles: The few figures that matter most.
+        tiles: The most important figures.
         sections: The body.
-        commands: The commands that made it, in order.
+        commands: The commands that produced the results, in order.
         settings: Every option's value, defaults included.
         device: The device of the runs. Default: "cpu".
     """

@@ -7,7 +7,6 @@ from bighorn.cli.sweep import Cell
 
 
 def compare_report(
-    asks: str,
     cells: Sequence[Cell],
     data: str,
     head: Sequence[str],
@@ -40,7 +39,7 @@ def compare_report(
     )
     seeds = len(cells[0].trials)
     return render(
-        asks,
+        "Can the batch grow and the accuracy stay?",
         f"{' against '.join(names)} on {data}; {cells[0].trials[0].config.epochs:g} epochs, {seeds} seeds.",
         {
             f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}"

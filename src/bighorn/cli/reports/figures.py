@@ -219,29 +219,13 @@ def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
             axes.plot([spread["median"]], [place], "o", color=colour, markersize=7)
         axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
-        _label_powers(axes.xaxis)
+        label_powers(axes.xaxis)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_yticks(range(len(rows)), [name for name, _ in rows])
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(label)
         return to_svg(figure, label)
-
-
-def losses(rows: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
-    """Draw median losses as dots with lines from the lowest to the highest, one row each."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
-        axes = figure.add_subplot()
-        for place, (_, (low, middle, high)) in enumerate(rows):
-            axes.plot([low, high], [place, place], color=SERIES[0], linewidth=3, alpha=0.4)
-            axes.plot([middle], [place], "o", color=SERIES[0], markersize=7)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
-        axes.set_xlabel("test loss")
-        return to_svg(figure, "test loss")
 
 
 Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]
@@ -280,35 +264,12 @@ def _panels(
         return to_svg(figure, f"{ylabel} by {xlabel}")
 
 
-def side_by_side(panels: Panels, xlabel: str) -> str:
-    """Draw panels that share their x and the names of their lines; each has its own logarithmic y."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.6))
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (name, lines) in zip(grid, panels, strict=True):
-            for index, (label, xs, ys) in enumerate(lines):
-                axes.plot(xs, ys, color=SERIES[index % len(SERIES)], label=label if axes is grid[0] else None)
-            axes.set_yscale("log")
-            _label_powers(axes.yaxis)
-            axes.set_title(name, fontsize=11, loc="left")
-            axes.set_xlabel(xlabel)
-        figure.legend(loc="outside upper left", ncols=4)
-        return to_svg(figure, " and ".join(name for name, _ in panels))
-
-
-def _label_powers(axis: Axis) -> None:
+def label_powers(axis: Axis) -> None:
     """Give a logarithmic axis labels: some within each power of ten, where there is room for them."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
-
-
-def standalone(svg: str) -> str:
-    """A figure of a report as a file of its own: on white, in the page's light colours."""
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(variable, LIGHT[colour])
-    return svg.replace("<svg", '<svg style="background: white; font-family: sans-serif"', 1) + "\n"
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:

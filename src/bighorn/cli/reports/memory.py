@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from bighorn.cli.footprint import Kind
 from bighorn.cli.reports import Section, figures, render
 
-PARTS = 5
-"""Kinds of layers that the bars of a prediction tell apart."""
+MAX_PARTS = 5
+"""The number of kinds of layers with a color of their own in the bars."""
 
 
 def memory_report(
@@ -22,9 +22,9 @@ def memory_report(
     """The report of ``bighorn memory``."""
     names = list(layers[0].bytes)
     parts = [
-        (kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:PARTS]
+        (kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:MAX_PARTS]
     ]
-    rest = layers[PARTS:]
+    rest = layers[MAX_PARTS:]
     if rest:
         label = f"{sum(kind.count for kind in rest)} others"
         parts.append((label, [sum(kind.bytes[name] for kind in rest) / elements for name in names]))

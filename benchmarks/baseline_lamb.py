@@ -1,4 +1,6 @@
-"""LAMB as most packages have it: a Python loop over the tensors in plain torch, and the same loop compiled."""
+"""LAMB as most packages write it: a Python loop over the tensors in plain torch, and the same loop compiled."""
+
+from __future__ import annotations
 
 import atexit
 import os
@@ -38,7 +40,7 @@ def loop(
         param.sub_(update.mul_(ratio), alpha=lr)
 
 
-class LoopLamb(Optimizer):
+class BaselineLamb(Optimizer):
     """The loop as an optimizer.
 
     Args:
@@ -69,7 +71,7 @@ def compiled_loop() -> Step:
     """:func:`loop` as one graph per list of shapes, compiled at its first call for them.
 
     A loop, not ``torch._foreach``: on the CPU it compiles in less time to faster code (torch 2.13, shapes of ViT-S).
-    From here on this process compiles into a folder that begins empty: what earlier ones left would hide the time.
+    From here on, this process compiles into a new folder: a cache of earlier compilations would hide the time.
 
     Raises:
         ImportError: If there is no C++ compiler.

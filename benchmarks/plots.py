@@ -1,0 +1,58 @@
+"""Figures of this project's pages, beside those of the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from bighorn.cli.reports.figures import (
+    LIGHT,
+    SERIES,
+    STYLE,
+    VARIABLES,
+    WIDTH,
+    Panels,
+    label_powers,
+    to_svg,
+)
+
+
+def losses(rows: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
+    """Draw median losses as dots with lines from the lowest to the highest, one row each."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
+        axes = figure.add_subplot()
+        for place, (_, (low, middle, high)) in enumerate(rows):
+            axes.plot([low, high], [place, place], color=SERIES[0], linewidth=3, alpha=0.4)
+            axes.plot([middle], [place], "o", color=SERIES[0], markersize=7)
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.invert_yaxis()
+        axes.set_xlabel("test loss")
+        return to_svg(figure, "test loss")
+
+
+def side_by_side(panels: Panels, xlabel: str) -> str:
+    """Draw panels that share their x and the names of their lines; each has its own logarithmic y."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.6))
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (name, lines) in zip(grid, panels, strict=True):
+            for index, (label, xs, ys) in enumerate(lines):
+                axes.plot(xs, ys, color=SERIES[index % len(SERIES)], label=label if axes is grid[0] else None)
+            axes.set_yscale("log")
+            label_powers(axes.yaxis)
+            axes.set_title(name, fontsize=11, loc="left")
+            axes.set_xlabel(xlabel)
+        figure.legend(loc="outside upper left", ncols=4)
+        return to_svg(figure, " and ".join(name for name, _ in panels))
+
+
+def standalone(svg: str) -> str:
+    """A figure of a report as a file of its own: on white, in the page's light colours."""
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(variable, LIGHT[colour])
+    return svg.replace("<svg", '<svg style="background: white; font-family: sans-serif"', 1) + "\n"

@@ -1,0 +1,119 @@
+"""The results of `bighorn compare` in the docs: writes them into the pages and draws them.
+
+A page says where: between `<!-- figures of NAME -->`, for benchmarks/results/NAME.json, and `<!-- end of figures -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import plots
+from bighorn.cli.compare import COLUMNS, row, verdicts
+from bighorn.cli.config import RunConfig
+from bighorn.cli.reports import figures
+from bighorn.cli.sweep import Cell, Trial
+
+ROOT = Path(__file__).parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+FIGURES = re.compile(r"(<!-- figures of (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if FIGURES.search(page.read_text())]
+STUDIES = {
+    path.stem: saved for path in sorted(RESULTS.glob("*.json")) if "cells" in (saved := json.loads(path.read_text()))
+}
+SHOWN = COLUMNS[:-1]
+"""Without the time, which is no measurement: runs shared the machine."""
+
+
+def cells_of(saved: dict[str, Any]) -> list[Cell]:
+    """The cells out of a file, without their tuning runs."""
+    return [_cell(each) for each in saved["cells"]]
+
+
+def _cell(saved: dict[str, Any]) -> Cell:
+    config = RunConfig(**{**saved["config"], "optimizer_option": tuple(saved["config"].get("optimizer_option", ()))})
+    trials = [
+        Trial(
+            config,
+            run["accuracy"],
+            float("inf") if run["loss"] is None else run["loss"],
+            saved["steps"],
+            run["steps_to_target"],
+            0,
+            saved["state_bytes"],
+            (),
+        )
+        for run in saved["final"]
+    ]
+    tuned = tuple((tried["lr"], tried["accuracy"]) for tried in saved["tuned"])
+    return Cell(saved.get("name", config.optimizer), config.batch_size or 0, tuned, config.lr or 0, tuple(trials))
+
+
+def table(name: str) -> str:
+    """The results of a comparison as Markdown."""
+    saved = STUDIES[name]
+    config, cells = saved["config"], cells_of(saved)
+    seeds, chosen_by = config["seeds"], config.get("tuning_seeds", config["seeds"])
+    head = [column.format(target=f"{config['target']:.0%}") for column in SHOWN]
+    lines = [
+        "```bash",
+        command(saved),
+        "```",
+        "",
+        f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
+        f"chosen by {'all' if chosen_by == seeds else chosen_by} of them; {config['precision']} but where a name says "
+        f"otherwise ([all runs](../benchmarks/results/{name}.json)).",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+        *("| " + " | ".join([*row(each)[:5], _loss(each), row(each)[6]]) + " |" for each in cells),
+        "",
+        f"![Results of {name}]({name}.svg)",
+        "",
+        *(f"- {line}" for line in verdicts(cells)),
+    ]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def command(saved: dict[str, Any]) -> str:
+    """The command of a comparison; older files name a study, which stands for optimizers and batch sizes."""
+    study = re.search(r" --study \S+", saved["command"])
+    if study is None:
+        return str(saved["command"])
+    config = saved["config"]
+    named = f" --optimizers {config['optimizers'].replace(', ', ',')}"
+    if "--batch-sizes" not in saved["command"]:
+        named += f" --batch-sizes {config['batch_sizes'].replace(', ', ',')}"
+    return str(saved["command"]).replace(study[0], named)
+
+
+def _loss(cell: Cell) -> str:
+    low, middle, high = cell.loss
+    return f"{middle:.4f} ({low:.4f}-{high:.4f})"
+
+
+def picture(name: str) -> str:
+    """Accuracy by batch size, or where there is only one of it, each optimizer's loss."""
+    cells = cells_of(STUDIES[name])
+    names = list(dict.fromkeys(cell.optimizer for cell in cells))
+    if len(cells) == len(names):
+        return plots.standalone(plots.losses([(cell.optimizer, cell.loss) for cell in cells]))
+    groups = [
+        (own, [c.batch_size for c in cells if c.optimizer == own], [c.accuracy for c in cells if c.optimizer == own])
+        for own in names
+    ]
+    return plots.standalone(figures.ranges(groups, "batch size"))
+
+
+def written(page: Path) -> str:
+    """A page with its figures written anew."""
+    return FIGURES.sub(lambda match: match[1] + table(match[2]) + match[3], page.read_text())
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page))
+    for name in STUDIES:
+        (DOCS / f"{name}.svg").write_text(picture(name))

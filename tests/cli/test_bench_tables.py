@@ -1,0 +1,90 @@
+"""The tables of `benchmarks/bench_tables.py`, and the loop that is the baseline of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import baseline_lamb
+import bench_tables
+from bighorn.cli import peers
+from bighorn.cli.bench_table import COLUMNS
+from bighorn.cli.shapes import SHAPES
+
+SCRIPT = """
+import functools, torch
+torch.compile = functools.partial(torch.compile, backend="eager")  # or the C++ compiler takes a quarter of a minute
+from bighorn.cli.shapes import SHAPES
+SHAPES["small"] = lambda: [(16, 8), (8,), (1, 3, 2)]
+import bench_tables
+bench_tables.main()
+"""
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, since it adds to the tables of the package."""
+    path = os.pathsep.join([str(Path(bench_tables.__file__).parent), *sys.path])
+    command = [sys.executable, "-c", SCRIPT, *words]
+    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def test_the_table_of_lambrrr(tmp_path: Path) -> None:
+    options = ("--shapes", "small", "--clip", "1e-4", "--seconds", "0", "--json", "bench.json")
+    done = run(tmp_path, "--table", "lambrrr", *options)
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "bench.json").read_text())
+    assert content["command"].startswith("python benchmarks/bench_tables.py --table lambrrr --shapes small")
+    assert content["baseline"] == "loop"
+    assert "apex" in content["absent"]
+    assert "Absent: apex FusedLAMB (not installed; it is built from" in done.stdout
+    rows = {row["name"]: row for row in content["results"][0]["optimizers"] if row["name"] != "timm"}
+    assert list(rows) == ["loop", "compiled", "lamb"]
+    assert all(row["error"] < 2e-7 for row in rows.values())
+    [heading] = [line for line in done.stdout.splitlines() if "compile" in line and "ratio" in line]
+    assert heading.split() == ["optimizer", "ms", "ms", "p10-p90", "ratio", "p10-p90", "compile", "error"]
+    [compiled] = [line for line in done.stdout.splitlines() if line.startswith(" compiled loop")]
+    assert f" {bench_tables.compile_seconds(rows['compiled'])} " in compiled
+    assert len(heading.rstrip()) <= 80
+
+
+def test_wrong_input_is_one_message(tmp_path: Path) -> None:
+    done = run(tmp_path, "--table", "precision", "--seconds", "-1")
+    assert done.returncode == 1
+    assert done.stderr == "Error: --seconds is -1.0, but must be at least 0.\n"
+
+
+@pytest.mark.parametrize("table", bench_tables.OWN_TABLES.values(), ids=bench_tables.OWN_TABLES)
+def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
+    assert {table.baseline, *table.peers} <= {*peers.PEERS, *bench_tables.OWN_PEERS}
+    assert set(table.shapes) <= set(SHAPES)
+    assert set(table.columns) <= {*COLUMNS, "compile"}
+
+
+def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    baseline_lamb.compiled_loop.cache_clear()
+    with pytest.raises(ImportError, match="there is no no-such-compiler"):
+        bench_tables.OWN_PEERS["compiled"].load()
+
+
+def test_the_loop_is_lamb() -> None:
+    """The paper's, on every kind of layer: zero weights and zero gradients move by Adam's step or not at all."""
+    weights = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.zeros(4)]
+    pairs: list[list[Tensor]] = []
+    for peer in (bench_tables.OWN_PEERS["loop"], peers.PEERS["lamb"]):
+        params = [weight.double().clone() for weight in weights]
+        optimizer = peer.load()(params, 0.1, None)
+        for step in range(3):
+            for param in params:
+                param.grad = torch.linspace(-1, 2, param.numel(), dtype=torch.float64).view_as(param).roll(step)
+            optimizer.step()
+        pairs.append(params)
+    for ours, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-13, atol=1e-15)

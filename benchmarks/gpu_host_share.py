@@ -54,7 +54,7 @@ def measure(kind: type[Lamb | Came], tensors: int) -> dict[str, Any]:
     ((_, kernel),) = optimizer._last[0].kernels
     assert isinstance(kernel, Stepper)
     buckets: list[Bucket[Any]] = kernel.buckets
-    still = [[torch.ones(16, 16) for _ in params] for _ in "12"]
+    still: list[list[torch.Tensor | None]] = [[torch.ones(16, 16) for _ in params] for _ in "12"]
     buckets[0].grads = still[0]
     (part,) = kernel.parts
 

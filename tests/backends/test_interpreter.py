@@ -25,8 +25,8 @@ pytest.importorskip("triton")
 )
 def test_in_the_interpreter(which: str, algorithm: str) -> None:
     """The table of cases against the float64 reference, and what is interpreted in these files."""
-    names = "test_backends.py", "test_triton.py", "test_triton_came.py", "test_triton_shards.py"
-    files = [str(Path(__file__).with_name(name)) for name in names]
+    names = "test_backends", "test_triton", "test_triton_came", "test_triton_shards", "test_triton_absent"
+    files = [str(Path(__file__).with_name(f"{name}.py")) for name in names]
     chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]
     command = [sys.executable, "-m", "pytest", *files, *chosen, "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -50,7 +50,7 @@ def bucket(
     for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
         state[name] = [torch.zeros(x.shape, dtype=kept) for x in params]
     steps = [torch.tensor(3.0) for _ in shapes]
-    grads = [torch.randn(shape).to(dtype) for shape in shapes]
+    grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
     options = {"blocks": blocks, **options}
     return Bucket(
@@ -217,7 +217,8 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
     big, small = (
         bucket(stepper.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"
     )
-    for held in (big.params, big.grads, *big.state.values()):
+    columns: list[list[Any]] = [big.params, big.grads, *big.state.values()]
+    for held in columns:
         values, held[0] = held[0], torch.empty(size, dtype=torch.bfloat16)
         held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
     kernel = lamb.Lamb([big])

@@ -37,7 +37,8 @@ def bucket(
 ) -> Bucket[CameOptions]:
     """Rows with a gradient each, and a state as after some steps."""
     torch.manual_seed(0)
-    params, grads = ([torch.randn(shape).to(dtype) for shape in shapes] for _ in "12")
+    params = [torch.randn(shape).to(dtype) for shape in shapes]
+    grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
     if average == INT8:
         coded = [codec.encode(torch.randn(shape)) for shape in shapes]
@@ -137,7 +138,8 @@ def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -
     options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
     # A threshold beyond reach, since the size of u is divided by that of the tensor.
     big, small = (bucket((stepper.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
-    for held in (big.params, big.grads, *big.state.values()):
+    columns: list[list[Any]] = [big.params, big.grads, *big.state.values()]
+    for held in columns:
         values, held[0] = held[0], torch.empty(size, dtype=held[0].dtype)
         held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
     kernel = came.Came([big])

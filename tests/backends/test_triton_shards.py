@@ -58,8 +58,8 @@ def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
     shards = [boxes(tuple(x.shape), each) for x, each in zip(whole.params, cuts, strict=True)]
     buckets = []
     for mine in zip(*shards, strict=True):
-        columns = {"x": whole.params, "g": whole.grads, **whole.state}
-        state = {
+        columns: dict[str, list[Any]] = {"x": whole.params, "g": whole.grads, **whole.state}
+        state: dict[str, list[Any]] = {
             name: [part_of(name, value, shard, factor) for value, shard in zip(values, mine, strict=True)]
             for name, values in columns.items()
         }

@@ -154,7 +154,8 @@ class Bucket(Generic[Options]):
             CAME: RMS of u before it is clipped, what clipping multiplied it with, mean confidence.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
             None for a row that takes no part in this step: its parameter, state, step count and norms stay as they
-            are. At the time a kernel is made, every row has one, and later ones have its dtype and strides.
+            are. Slices of one parameter take part together. When a kernel is made every row has a gradient, and
+            whenever a row has one later, its dtype and strides are those.
         shards: Where each row, with its gradient, lies in the whole tensor; empty if every row is whole. A tensor of
             the state has some of its parameter's dims, and is cut up along these as the parameter is.
         numbers: One 32-bit number per row, its parameter's, which tells the random bits of parameters apart.

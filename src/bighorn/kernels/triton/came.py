@@ -46,7 +46,9 @@ class Came(Stepper[CameOptions]):
 
     def part(self, places: list[Place]) -> CamePart:
         """As `Stepper.part`."""
-        return (ShardPart if self.buckets[places[0][0]].shards else CamePart)(self.buckets, places, self.streams)
+        return (ShardPart if self.buckets[places[0][0]].shards else CamePart)(
+            self.buckets, places, self.layouts, self.streams
+        )
 
     @staticmethod
     def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:

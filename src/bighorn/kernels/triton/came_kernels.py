@@ -89,10 +89,8 @@ from bighorn.kernels.triton.codec_kernels import (
 from bighorn.kernels.triton.common_kernels import (
     DECAY,
     EXP_AVG,
-    HYPER,
     INNER,
     NORMS,
-    OPTION,
     ROW,
     SIZE,
     at,
@@ -102,6 +100,7 @@ from bighorn.kernels.triton.common_kernels import (
     gradient_scale,
     number,
     read,
+    takes_part,
     write,
 )
 from bighorn.kernels.triton.weight_kernels import (
@@ -122,10 +121,11 @@ def came_squares(
     VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of g^2, and of x^2 where the size of x counts."""
-    if not tl.load(commit):
-        return
     tile = tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, tile)
+    index = tl.load(tiles + tile).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     start, shape, row_parts, col_parts = place(row, tile, partials, WIDE)
     g = tl.load(grads + index)
     scale = gradient_scale(grad_scale, option)
@@ -167,7 +167,7 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def came_lines(
-    rows, pieces, hyper, commit, partials, line_sums, lines,
+    rows, grads, pieces, hyper, commit, partials, line_sums, lines,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Advances averages of rows or columns, and leaves the sum of what they have become.
@@ -175,10 +175,11 @@ def came_lines(
     Of shards it leaves the averages themselves, and of those that are split ("rows" says that a matrix's rows are, and
     so the averages of its columns) this rank's part alone.
     """
-    if not tl.load(commit):
-        return
     piece = tl.program_id(0)
-    _, row, option = entries(rows, pieces, hyper, piece)
+    index = tl.load(pieces + piece).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     is_row, line, mask, length, parts = lines_of(row, piece, WIDE)
     total = line_totals(parts, partials)
     if RESIDUAL:
@@ -207,10 +208,11 @@ def came_update_squares(
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages; backwards."""
-    if not tl.load(commit):
-        return
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, tile)
+    index = tl.load(tiles + tile).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     start, shape, matrix, line, column = corner(row, tile, WIDE)
     root_here = roots + tl.load(row + FIRST_MATRIX) + matrix
     root = row_root(row, matrix, line_sums, root_here, SPLIT, WIDE)
@@ -244,13 +246,13 @@ def update_squares(
 
 
 @triton.jit
-def came_totals(rows, hyper, commit, sums, numbers):
+def came_totals(rows, grads, hyper, commit, sums, numbers):
     """One program per tensor, once its u is known: by what u is clipped, the rate, and half of what telemetry shows."""
-    if not tl.load(commit):
-        return
     index = tl.program_id(0).to(tl.int64)
-    row, number = rows + index * ROW, numbers + index * NUMBER
-    option = hyper + tl.load(row + HYPER) * OPTION
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
+    number = numbers + index * NUMBER
     size = root_mean(row, sums, U_SQUARES)
     clip = clipping(size, option)
     tl.store(number + CLIP, clip)
@@ -268,10 +270,11 @@ def came_average(
     VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the partial sums of its residual's squares."""
-    if not tl.load(commit):
-        return
     tile = tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, tile)
+    index = tl.load(tiles + tile).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     start, shape, matrix, line, column = corner(row, tile, WIDE)
     _, _, row_parts, col_parts = place(row, tile, partials, WIDE)
 
@@ -329,15 +332,16 @@ def average(
 
 @triton.jit
 def came_apply(
-    rows, tiles, hyper, commit, line_sums, roots, numbers, sums,
+    rows, grads, tiles, hyper, commit, line_sums, roots, numbers, sums,
     X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The parameter; backwards."""
-    if not tl.load(commit):
-        return
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, tile)
+    index = tl.load(tiles + tile).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     start, shape, matrix, line, column = corner(row, tile, WIDE)
 
     m = tl.load(row + EXP_AVG)
@@ -397,10 +401,11 @@ def came_codes(
     G: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """The average in 8 bits: some blocks, which run in the order of memory, whatever the tiles."""
-    if not tl.load(commit):
-        return
     pack = tl.program_id(0)
-    index, row, option = entries(rows, packs, hyper, pack)
+    index = tl.load(packs + pack).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     inner = tl.load(row + INNER)
     stop = tl.load(row + SIZE) // inner * tl.cdiv(inner, CODES)
     where = code_blocks((pack - tl.load(row + FIRST_PACK)) * PACK, stop, inner, 1, PACK)
@@ -429,11 +434,11 @@ def came_codes(
 
 
 @triton.jit
-def came_figures(rows, commit, sums, numbers, FACTORED: tl.constexpr, SPLIT: tl.constexpr):
+def came_figures(rows, grads, commit, sums, numbers, FACTORED: tl.constexpr, SPLIT: tl.constexpr):
     """One program per tensor, when all else is done: its mean confidence, and its step count."""
-    if not tl.load(commit):
-        return
     index = tl.program_id(0).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
     row = rows + index * ROW
     confidence = tile_total(row, sums, CONFIDENCES) / tl.maximum(tl.load(row + NUMEL), 1)
     if SPLIT is not None:  # averages that ranks have added up are not corrected yet

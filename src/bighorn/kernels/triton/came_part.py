@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions
-from bighorn.kernels.triton.stepper import Part, Place, constants_of
+from bighorn.kernels.triton.stepper import Layouts, Part, Place, constants_of
 from bighorn.kernels.triton.tiles import Cut, cut
 
 
 class CamePart(Part[CameOptions]):
     """Rows that are all factored, or none is."""
 
-    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
+    def __init__(
+        self, buckets: list[Bucket[CameOptions]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+    ) -> None:
         from bighorn.kernels.triton import came_columns, came_kernels, came_unfactored_kernels
 
         self.columns, self.kernels, self.unfactored_kernels = came_columns, came_kernels, came_unfactored_kernels
-        super().__init__(buckets, places, streams)
+        super().__init__(buckets, places, layouts, streams)
         cuts, device = self.cuts(), self.device
         self.factored = factored = self.constants["FACTORED"]
         coded = "exp_avg_scale" in buckets[places[0][0]].state
@@ -122,7 +124,7 @@ class CamePart(Part[CameOptions]):
     def totals(self) -> None:
         """What each tensor has one of, once its u is known."""
         hyper, _, commit, compile_only = self.given
-        tables = self.rows, hyper, commit, self.sums, self.numbers
+        tables = self.rows, self.grads, hyper, commit, self.sums, self.numbers
         self.launch(self.kernels.came_totals, len(self.places), tables, compile_only)
 
     def codes(self) -> None:
@@ -138,7 +140,8 @@ class CamePart(Part[CameOptions]):
     def apply(self) -> None:
         """X, of factored tensors."""
         hyper, _, commit, compile_only = self.given
-        tables = self.rows, self.tiles, hyper, commit, self.line_sums, self.roots, self.numbers, self.sums
+        given = self.rows, self.grads, self.tiles, hyper, commit
+        tables = *given, self.line_sums, self.roots, self.numbers, self.sums
         self.launch(self.kernels.came_apply, len(self.tiles), tables, compile_only)
 
     def second_moment(self) -> None:
@@ -152,7 +155,7 @@ class CamePart(Part[CameOptions]):
     def figures(self) -> None:
         """The mean confidence, and the count of steps."""
         _, _, commit, compile_only = self.given
-        tables = self.rows, commit, self.sums, self.numbers
+        tables = self.rows, self.grads, commit, self.sums, self.numbers
         self.launch(self.kernels.came_figures, len(self.places), tables, compile_only)
 
     def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
@@ -164,5 +167,5 @@ class CamePart(Part[CameOptions]):
     def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
         """Launch a program for each piece of rows or columns."""
         hyper, _, commit, compile_only = self.given
-        given = self.rows, self.pieces, hyper, commit
+        given = self.rows, self.grads, self.pieces, hyper, commit
         self.launch(kernel, len(self.pieces), (*given, *tables), compile_only, **constants)

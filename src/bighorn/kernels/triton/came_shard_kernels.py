@@ -34,6 +34,7 @@ from bighorn.kernels.triton.common_kernels import (
     entries,
     gradient_scale,
     read,
+    takes_part,
 )
 
 
@@ -43,10 +44,11 @@ def came_known_squares(
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
-    if not tl.load(commit):
-        return
     tile = tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, tile)
+    index = tl.load(tiles + tile).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     _, _, matrix, line, column = corner(row, tile, WIDE)
     start, shape, row_parts, col_parts = place(row, tile, partials, WIDE)
     if SPLIT == "rows":
@@ -83,12 +85,13 @@ def known_squares(
 
 
 @triton.jit
-def came_line_sums(rows, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr, WIDE: tl.constexpr):
+def came_line_sums(rows, grads, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr, WIDE: tl.constexpr):
     """Adds up partial sums of the lines whose averages are split."""
-    if not tl.load(commit):
-        return
     piece = tl.program_id(0)
-    _, row, _ = entries(rows, pieces, hyper, piece)
+    index = tl.load(pieces + piece).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, _ = entries(rows, hyper, index)
     is_row, line, mask, _, parts = lines_of(row, piece, WIDE)
     mask = mask & is_split(is_row, SPLIT)
     tl.store(line_at(lines, row, is_row, line), line_totals(parts, partials), mask=mask)
@@ -96,13 +99,14 @@ def came_line_sums(rows, pieces, hyper, commit, partials, lines, SPLIT: tl.const
 
 @triton.jit
 def came_settle(
-    rows, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr
+    rows, grads, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Stores averages that have been added up over all ranks."""
-    if not tl.load(commit):
-        return
     piece = tl.program_id(0)
-    _, row, _ = entries(rows, pieces, hyper, piece)
+    index = tl.load(pieces + piece).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, _ = entries(rows, hyper, index)
     is_row, line, mask, _, _ = lines_of(row, piece, WIDE)
     if RESIDUAL:
         average = averages(row, tl.where(is_row, RES_ROW, RES_COL), line)

@@ -18,7 +18,7 @@ from torch import Tensor
 from bighorn.kernels import rounding
 from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard, matrix_shape
 from bighorn.kernels.triton.came_part import CamePart
-from bighorn.kernels.triton.stepper import Place
+from bighorn.kernels.triton.stepper import ABSENT, Layouts, Place
 from bighorn.kernels.triton.tables import table
 from bighorn.kernels.triton.tiles import Cut
 
@@ -49,6 +49,7 @@ class Lines:
         per_matrix: How many lines each matrix has here.
         in_all: And on all ranks.
         size: How many lines there are on all ranks.
+        present: Which of the lines here are of tensors with a gradient, where some have none.
     """
 
     here: Tensor
@@ -56,10 +57,11 @@ class Lines:
     per_matrix: Tensor
     in_all: Tensor
     size: int
+    present: Tensor | None = None
 
     def spread(self, lines: Tensor) -> Tensor:
         """Lines in their places among those of all ranks, with 0 for those of others."""
-        return lines.new_zeros(self.size).index_copy_(0, self.places, lines[self.here])
+        return lines.new_zeros(self.size).index_copy_(0, self.places, where(self.present, lines[self.here]))
 
     def take(self, lines: Tensor, whole: Tensor) -> None:
         """Put the lines of all ranks in the place of those here."""
@@ -73,10 +75,12 @@ class Lines:
 class ShardPart(CamePart):
     """Shards of tensors whose matrices are all cut up in the same way."""
 
-    def __init__(self, buckets: list[Bucket[CameOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
+    def __init__(
+        self, buckets: list[Bucket[CameOptions]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+    ) -> None:
         from bighorn.kernels.triton import came_shard_kernels
 
-        super().__init__(buckets, places, streams)
+        super().__init__(buckets, places, layouts, streams)
         self.shard_kernels = came_shard_kernels
         (index, i), tiles, device = places[0], len(self.tiles), self.device
         self.factor = buckets[index].options.factor
@@ -96,6 +100,7 @@ class ShardPart(CamePart):
             which = [first + numbers(shard, self.factor) for first, shard in zip(firsts, shards, strict=True)]
             self.matrices = torch.cat(which).to(device)
             self.matrices_per_row = table(counts, torch.int64, device)
+            self.owners_of_matrices = self.table_of_owners([each.count for each in cuts])
 
     def holders(self) -> list[object]:
         """As `Part.holders`."""
@@ -105,6 +110,7 @@ class ShardPart(CamePart):
         """One step: yields sums, which must have been added up over all ranks, in place, before it goes on."""
         self.given = hyper, scale, commit, compile_only
         if self.factored:
+            self.find_present()
             self.squares()
             self.average_lines(residual=False)
             u_sums, x_sums = yield from self.update_sums()
@@ -123,6 +129,14 @@ class ShardPart(CamePart):
         else:
             self.move()
         self.figures()
+
+    def find_present(self) -> None:
+        """Which matrices and lines are of tensors with a gradient: those of others were left by some step before."""
+        present = self.present = (self.grads != ABSENT)[self.owners_of_matrices] if self.missing else None
+        for lines in (self.by_row, self.by_col):
+            lines.present = None
+            if present is not None:
+                lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.here))
 
     def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """One step where all ranks' sums are those here."""
@@ -202,7 +216,7 @@ class ShardPart(CamePart):
 
     def spread(self, values: Tensor) -> Tensor:
         """A number for each matrix here in its place among those of all ranks."""
-        return values.new_zeros(len(self.by_row.in_all)).index_copy_(0, self.matrices, values)
+        return values.new_zeros(len(self.by_row.in_all)).index_copy_(0, self.matrices, where(self.present, values))
 
     def over_matrices(self, values: Tensor) -> Tensor:
         """Sums over the matrices of each tensor."""
@@ -281,6 +295,11 @@ def columns_of(x: Tensor, shard: Shard, factor: Factor | None) -> Tensor:
 
 def _places(shard: Shard, dims: slice) -> Tensor:
     return rounding.places(shard.size[dims], shard.offset[dims], shard.shape[dims], torch.device("cpu"))
+
+
+def where(present: Tensor | None, values: Tensor) -> Tensor:
+    """Values, but 0 where a tensor has no gradient."""
+    return values if present is None else torch.where(present, values, 0.0)
 
 
 def added_up(*parts: Tensor, dtype: torch.dtype = torch.float64) -> Generator[Tensor, None, tuple[Tensor, ...]]:

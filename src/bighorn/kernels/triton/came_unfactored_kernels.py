@@ -39,6 +39,7 @@ from bighorn.kernels.triton.common_kernels import (
     gradient_scale,
     number,
     read,
+    takes_part,
     vectorised,
     write,
 )
@@ -57,10 +58,11 @@ def came_second_moment(
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The unfactored second moment, the sum of u^2 over each chunk, and that of x^2 where the size of x counts."""
-    if not tl.load(commit):
-        return
     chunk = tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, chunk)
+    index = tl.load(tiles + chunk).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     start, size = extent(row, chunk, CHUNK)
     g, v = tl.load(grads + index), tl.load(row + EXP_AVG_SQ)
     rest = second_rest(row, option)
@@ -105,10 +107,11 @@ def came_move(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
-    if not tl.load(commit):
-        return
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index, row, option = entries(rows, tiles, hyper, chunk)
+    index = tl.load(tiles + chunk).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     start, size = extent(row, chunk, CHUNK)
     g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
     lr = tl.load(numbers + index * NUMBER + RATE)

@@ -22,6 +22,9 @@ SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a ti
 # all there besides. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
 UNMASKED = tl.constexpr(0)
 
+# The table of gradients: int64, the address of each row's, which is 0 where it has no elements.
+ABSENT = tl.constexpr(-1)  # of a row that takes no part in this step
+
 # The table of rows: int64, one row per tensor; the columns after these are the algorithm's.
 SIZE = tl.constexpr(0)  # in elements
 FIRST = tl.constexpr(1)  # its first chunk
@@ -55,24 +58,26 @@ def square_sums(rows, grads, owners, squares, G: tl.constexpr, CHUNK: tl.constex
     """The sum of the squares of each chunk of the gradients, `[chunks]`; backwards, since the next pass is forwards."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(owners + chunk).to(tl.int64)
+    address = tl.load(grads + index)
     start, size = extent(rows + index * ROW, chunk, CHUNK)
-    whole = vectorised(tl.load(grads + index), size, G_BLOCK)
-    g = at(tl.load(grads + index), start, G)
+    size = tl.where(address == ABSENT, 0, size)
+    whole = vectorised(address, size, G_BLOCK)
+    g = at(address, start, G)
     total = sum_of_squares(g, 0, whole, UNMASKED, G_BLOCK) + sum_of_squares(g, whole, size, 1, G_BLOCK)
     tl.store(squares + chunk, tl.sum(total, 0))
 
 
 @triton.jit
 def shard_totals(
-    rows, commit, sums, totals, FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr
+    rows, grads, commit, sums, totals, FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
     """One program per tensor that is a shard: the totals of the first two columns of its `sums`, `[tensors, 2]`.
 
     FIRST_SUM and STOP_SUM are the columns of `rows` that say where its sums begin and end.
     """
-    if not tl.load(commit):
-        return
     index = tl.program_id(0).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
     first, stop = tl.load(rows + index * ROW + FIRST_SUM), tl.load(rows + index * ROW + STOP_SUM)
     tl.store(totals + 2 * index, partial_total(sums, first, stop, STRIDE))
     tl.store(totals + 2 * index + 1, partial_total(sums + 1, first, stop, STRIDE))
@@ -93,11 +98,16 @@ def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def entries(rows, owners, hyper, program):
-    """What a program works for: a tensor's number, its row, and its bucket's row of hyper-parameters."""
-    index = tl.load(owners + program).to(tl.int64)
+def takes_part(grads, commit, index):
+    """Whether this step writes a tensor: it is taken, and the tensor has a gradient."""
+    return tl.load(commit) & (tl.load(grads + index) != ABSENT)
+
+
+@triton.jit
+def entries(rows, hyper, index):
+    """What a program works with: a tensor's row, and its bucket's row of hyper-parameters."""
     row = rows + index * ROW
-    return index, row, hyper + tl.load(row + HYPER) * OPTION
+    return row, hyper + tl.load(row + HYPER) * OPTION
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.device import guard
-from bighorn.kernels.triton.stepper import CHUNK, Part, Place, Stepper, constants_of
+from bighorn.kernels.triton.stepper import CHUNK, Layouts, Part, Place, Stepper, constants_of
 
 UNBOUNDED = (0.0, math.inf)
 
@@ -39,12 +39,15 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
 class LambPart(Part[LambOptions]):
     """Rows that adapt come first: the second pass leaves the others out."""
 
-    def __init__(self, buckets: list[Bucket[LambOptions]], places: list[Place], streams: list[torch.Stream]) -> None:
+    def __init__(
+        self, buckets: list[Bucket[LambOptions]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+    ) -> None:
         from bighorn.kernels.triton import lamb_kernels
 
         self.kernels = lamb_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
-        super().__init__(buckets, sorted(places, key=lambda place: not buckets[place[0]].options.adapt), streams)
+        adaptive_first = sorted(places, key=lambda place: not buckets[place[0]].options.adapt)
+        super().__init__(buckets, adaptive_first, layouts, streams)
         adapts = [buckets[index].options.adapt for index, _ in self.places]
         self.adapted = sum(itertools.compress(self.chunks, adapts))
         self.sums = torch.empty(2 * len(self.owners), dtype=torch.float64, device=self.device)
@@ -92,7 +95,7 @@ class LambPart(Part[LambOptions]):
     def moments(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """The first pass: moments, and the sums of the squares of x and u for each chunk."""
         rows, grads, owners, sums, factors = self.rows, self.grads, self.owners, self.sums, self.factors
-        self.launch(self.kernels.lamb_factors, len(self.places), (rows, hyper, commit, factors), compile_only)
+        self.launch(self.kernels.lamb_factors, len(self.places), (rows, grads, hyper, commit, factors), compile_only)
         tables = rows, grads, owners, hyper, scale, commit, sums, factors
         self.launch(self.kernels.lamb_moments, len(self.owners), tables, compile_only)
 
@@ -102,10 +105,11 @@ class LambPart(Part[LambOptions]):
 
     def apply(self, hyper: Tensor, commit: Tensor, totals: Tensor | None = None, *, compile_only: bool = False) -> None:
         """Each tensor's decision, from its sums over all ranks where it is a shard, then x."""
-        rows, owners, factors = self.rows, self.owners, self.factors
-        tables = rows, hyper, commit, self.sums if totals is None else totals, factors
+        rows, grads, owners, factors = self.rows, self.grads, self.owners, self.factors
+        tables = rows, grads, hyper, commit, self.sums if totals is None else totals, factors
         self.launch(self.kernels.lamb_norms, len(self.places), tables, compile_only, PER_CHUNK=totals is None)
-        self.launch(self.kernels.lamb_apply, self.adapted, (rows, owners, hyper, commit, factors), compile_only)
+        tables = rows, grads, owners, hyper, commit, factors
+        self.launch(self.kernels.lamb_apply, self.adapted, tables, compile_only)
 
 
 class Lamb(Stepper[LambOptions]):
@@ -113,7 +117,7 @@ class Lamb(Stepper[LambOptions]):
 
     def part(self, places: list[Place]) -> LambPart:
         """As `Stepper.part`."""
-        return LambPart(self.buckets, places, self.streams)
+        return LambPart(self.buckets, places, self.layouts, self.streams)
 
     @staticmethod
     def kind(bucket: Bucket[LambOptions], i: int) -> tuple[object, ...]:

@@ -14,14 +14,11 @@ from bighorn.kernels.triton.common_kernels import (
     DECAY,
     EXP_AVG,
     FIRST,
-    HYPER,
     INNER,
     LANES,
     LR,
     NORMS,
-    OPTION,
     OWN,
-    ROW,
     SIZE,
     STOP,
     UNMASKED,
@@ -35,6 +32,7 @@ from bighorn.kernels.triton.common_kernels import (
     number,
     partial_total,
     read,
+    takes_part,
     vectorised,
     write,
 )
@@ -81,14 +79,14 @@ FACTOR = tl.constexpr(4)
 
 
 @triton.jit
-def lamb_factors(rows, hyper, commit, factors):
+def lamb_factors(rows, grads, hyper, commit, factors):
     """One program per tensor: the bias corrections, whose float64 would be too much for each program of a pass."""
-    if not tl.load(commit):
-        return
     index = tl.program_id(0).to(tl.int64)
-    row, factor = rows + index * ROW, factors + index * FACTOR
-    t = count(row)
-    m_factor, root_eps, stride = corrections(t, hyper + tl.load(row + HYPER) * OPTION)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
+    factor, t = factors + index * FACTOR, count(row)
+    m_factor, root_eps, stride = corrections(t, option)
     tl.store(factor + M_FACTOR, m_factor)
     tl.store(factor + ROOT_EPS, root_eps)
     tl.store(factor + STRIDE, stride)
@@ -103,10 +101,11 @@ def lamb_moments(
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first pass: moments, the sums of the squares of x and u for each chunk, and x itself where nothing adapts."""
-    if not tl.load(commit):
-        return
     chunk = tl.program_id(0)
-    index, row, option = entries(rows, owners, hyper, chunk)
+    index = tl.load(owners + chunk).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     factor = factors + index * FACTOR
     first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
 
@@ -192,13 +191,12 @@ def moments(
 
 
 @triton.jit
-def lamb_norms(rows, hyper, commit, sums, factors, PER_CHUNK: tl.constexpr):
+def lamb_norms(rows, grads, hyper, commit, sums, factors, PER_CHUNK: tl.constexpr):
     """One program per tensor: its norms, its trust ratio, and its step count; `sums` have a row per chunk or tensor."""
-    if not tl.load(commit):
-        return
     index = tl.program_id(0).to(tl.int64)
-    row = rows + index * ROW
-    option = hyper + tl.load(row + HYPER) * OPTION
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     if PER_CHUNK:
         first, stop = tl.load(row + FIRST), tl.load(row + STOP)
         x_squares, u_squares = partial_total(sums, first, stop, 2), partial_total(sums + 1, first, stop, 2)
@@ -226,16 +224,17 @@ def trust_ratio(weight_norm, update_norm, option):
 
 @triton.jit
 def lamb_apply(
-    rows, owners, hyper, commit, factors,
+    rows, grads, owners, hyper, commit, factors,
     X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The second pass: x. It goes backwards, since the last chunks of the first pass may lie in the cache still."""
-    if not tl.load(commit):
-        return
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index, row, option = entries(rows, owners, hyper, chunk)
+    index = tl.load(owners + chunk).to(tl.int64)
+    if not takes_part(grads, commit, index):
+        return
+    row, option = entries(rows, hyper, index)
     first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
 
     m, v = tl.load(row + EXP_AVG), tl.load(row + (MAX_EXP_AVG_SQ if AMSGRAD else EXP_AVG_SQ))

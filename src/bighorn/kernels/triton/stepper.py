@@ -22,6 +22,12 @@ CHUNK = 8192  # elements of a program
 Place = tuple[int, int]
 """The number of a bucket, and of a row in it."""
 
+Layouts = dict[Place, tuple[torch.dtype, bool]]
+"""The dtype of each row's gradient, and whether it lies in the order of its parameter."""
+
+ABSENT = -1
+"""The address of a gradient that is not there, `ABSENT` of common_kernels.py: an empty tensor's is 0."""
+
 
 def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """Why no algorithm of this backend can serve such a tensor with such options, or None."""
@@ -56,7 +62,9 @@ class Part(Generic[Options]):
     sums: Tensor
     """What a pass sums up for the next one: rows of float64, one for each program."""
 
-    def __init__(self, buckets: list[Bucket[Options]], places: list[Place], streams: list[torch.Stream]) -> None:
+    def __init__(
+        self, buckets: list[Bucket[Options]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+    ) -> None:
         from bighorn.kernels.triton import common_kernels
 
         self.buckets: list[Bucket[Options]] = buckets
@@ -71,16 +79,15 @@ class Part(Generic[Options]):
         self.owners = self.table_of_owners(self.chunks)
         self.rows = table(list(itertools.chain.from_iterable(self._rows())), torch.int64, self.device)
         self.addresses = Mirror(torch.int64, self.device, streams)
-        self.strays = [
-            k for k, (x, g) in enumerate(zip(self.params, self.gradients(), strict=True)) if in_order_of(x, g) is not g
-        ]
+        self.strays = [k for k, place in enumerate(places) if not layouts[place][1]]
         self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], Launch] = {}
         self.find_gradients()
-        (index, i), x, g = self.places[0], self.params[0], self.gradients()[0]
+        (index, i), x = places[0], self.params[0]
         m = buckets[index].state["exp_avg"][i]
         cut = any(shard.split - {0} for index, _ in places for shard in buckets[index].shards)
-        self.constants = {**self.compiled_for(x.dtype, g.dtype, m.dtype, buckets[index].options), "CUT": cut}
+        g_dtype = layouts[index, i][0]
+        self.constants = {**self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options), "CUT": cut}
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
@@ -108,10 +115,13 @@ class Part(Generic[Options]):
     def find_gradients(self) -> None:
         """Where this step's gradients lie, in the order of their parameters, goes to the device if it is news there."""
         grads = self.gradients()
-        self.copies = [in_order_of(self.params[k], grads[k]) for k in self.strays]
-        for k, copy in zip(self.strays, self.copies, strict=True):
-            grads[k] = copy
-        self.grads = self.addresses.of(array("Q", map(Tensor.data_ptr, grads)))
+        self.copies = []
+        for k in self.strays:
+            if (g := grads[k]) is not None:
+                grads[k] = copy = in_order_of(self.params[k], g)
+                self.copies.append(copy)
+        self.missing = any(g is None for g in grads)
+        self.grads = self.addresses.of(addresses_or_absent(grads))
 
     def square_sums(self) -> Tensor:
         """The sum of the gradients' squares for each chunk, float64: compiled where somebody asks for it."""
@@ -124,7 +134,7 @@ class Part(Generic[Options]):
         """The totals of the first two columns of each row's `sums`, flat; arguments as those of the kernel."""
         totals = torch.zeros(2 * len(self.places), dtype=torch.float64, device=self.device)
         columns = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride}
-        tables = self.rows, commit, self.sums, totals
+        tables = self.rows, self.grads, commit, self.sums, totals
         self.launch(self.common.shard_totals, len(self.places), tables, compile_only, **columns)
         return totals
 
@@ -139,7 +149,7 @@ class Part(Generic[Options]):
         if programs and not compile_only:
             self.launches[key](programs, tables)
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor | None]:
         """Each row's gradient, as it is."""
         grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
         return list(map(grads.__getitem__, self.positions))
@@ -183,7 +193,16 @@ class Stepper(Generic[Options]):
         self.none = torch.empty(0, dtype=torch.float64, device=self.device)
         served = {step.data_ptr() for bucket in buckets for step in bucket.steps}
         # A stacked parameter without slices has no row, but steps like any other.
-        self.rowless = [step for bucket in buckets for step in bucket.counts if step.data_ptr() not in served]
+        self.rowless = [
+            (bucket, step) for bucket in self.buckets for step in bucket.counts if step.data_ptr() not in served
+        ]
+        # Of gradients that are all there now, while some may be missing when tables are made anew.
+        self.layouts: Layouts = {
+            (index, i): (g.dtype, in_order_of(x, g) is g)
+            for index, bucket in enumerate(buckets)
+            for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True))
+            if g is not None
+        }
         self.lay_out()
 
     def part(self, places: list[Place]) -> Part[Options]:
@@ -263,7 +282,7 @@ class Stepper(Generic[Options]):
         """Let go of copies of gradients, and count the steps that no kernel counts."""
         for part in self.parts:
             part.copies = []
-        count_step(self.rowless, commit)
+        count_step([step for bucket, step in self.rowless if any(step is each for each in bucket.counts)], commit)
 
     def _hyper(self) -> Tensor:
         return self.hyper.of([number for bucket in self.buckets for number in self._row(bucket.options)])
@@ -280,10 +299,20 @@ class Stepper(Generic[Options]):
         """The rows of all buckets, sorted by what kernels are compiled for."""
         parts: dict[tuple[object, ...], list[Place]] = {}
         for index, bucket in enumerate(self.buckets):
-            for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True)):
-                key = x.dtype, g.dtype, bucket.state["exp_avg"][i].dtype, self.kind(bucket, i)
+            for i, x in enumerate(bucket.params):
+                key = x.dtype, self.layouts[index, i][0], bucket.state["exp_avg"][i].dtype, self.kind(bucket, i)
                 parts.setdefault(key, []).append((index, i))
         return list(parts.values())
+
+
+def addresses_or_absent(grads: list[Tensor | None]) -> array[int]:
+    """Where gradients lie."""
+    there = [g for g in grads if g is not None]
+    found = addresses(there)
+    if len(there) == len(grads):
+        return found
+    each = iter(found)
+    return array("q", [ABSENT if g is None else next(each) for g in grads])
 
 
 def random_columns(bucket: Bucket[Any], i: int) -> list[int]:

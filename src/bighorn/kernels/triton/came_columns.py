@@ -2,35 +2,35 @@
 
 import triton.language as tl
 
+from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import tiles
-from bighorn.kernels.triton.common_kernels import OWN
 
 # Columns of the table of rows, after the common ones.
 ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
-EXP_AVG_SCALE = tl.constexpr(OWN + 0)
-EXP_AVG_SQ = tl.constexpr(OWN + 1)  # where the second moment is not factored
-SQ_ROW = tl.constexpr(OWN + 2)
-SQ_COL = tl.constexpr(OWN + 3)
-RES_ROW = tl.constexpr(OWN + 4)
-RES_COL = tl.constexpr(OWN + 5)
-HEIGHT = tl.constexpr(OWN + 6)
-WIDTH = tl.constexpr(OWN + 7)
-MATRICES = tl.constexpr(OWN + 8)
-FIRST_TILE = tl.constexpr(OWN + 9)  # chunks are the tiles of an unfactored tensor
-FIRST_SUM = tl.constexpr(OWN + 10)  # those of its tiles; a shard has one, of all tiles of all ranks
-STOP_SUM = tl.constexpr(OWN + 11)
-FIRST_PIECE = tl.constexpr(OWN + 12)  # those of rows first, matrix by matrix
-FIRST_MATRIX = tl.constexpr(OWN + 13)
-ROW_PARTS = tl.constexpr(OWN + 14)  # where the partial sums of its rows begin, for each strip of columns
-COL_PARTS = tl.constexpr(OWN + 15)  # and those of its columns, for each TALL rows
-FIRST_PACK = tl.constexpr(OWN + 16)
-NUMEL = tl.constexpr(OWN + 17)  # of a shard's whole tensor, as all below; of a whole one its own
-WHOLE_HEIGHT = tl.constexpr(OWN + 18)
-WHOLE_WIDTH = tl.constexpr(OWN + 19)
-LEADS_ROWS = tl.constexpr(OWN + 20)  # 1 where the old averages of rows count here, among ranks that share these
-LEADS_COLS = tl.constexpr(OWN + 21)
-FIRST_LINE = tl.constexpr(OWN + 22)  # its lines: rows, then columns, matrix by matrix
-STOP_TILE = tl.constexpr(OWN + 23)
+EXP_AVG_SCALE = tl.constexpr(common.OWN + 0)
+EXP_AVG_SQ = tl.constexpr(common.OWN + 1)  # where the second moment is not factored
+SQ_ROW = tl.constexpr(common.OWN + 2)
+SQ_COL = tl.constexpr(common.OWN + 3)
+RES_ROW = tl.constexpr(common.OWN + 4)
+RES_COL = tl.constexpr(common.OWN + 5)
+HEIGHT = tl.constexpr(common.OWN + 6)
+WIDTH = tl.constexpr(common.OWN + 7)
+MATRICES = tl.constexpr(common.OWN + 8)
+FIRST_TILE = tl.constexpr(common.OWN + 9)  # chunks are the tiles of an unfactored tensor
+FIRST_SUM = tl.constexpr(common.OWN + 10)  # those of its tiles; a shard has one, of all tiles of all ranks
+STOP_SUM = tl.constexpr(common.OWN + 11)
+FIRST_PIECE = tl.constexpr(common.OWN + 12)  # those of rows first, matrix by matrix
+FIRST_MATRIX = tl.constexpr(common.OWN + 13)
+ROW_PARTS = tl.constexpr(common.OWN + 14)  # where the partial sums of its rows begin, for each strip of columns
+COL_PARTS = tl.constexpr(common.OWN + 15)  # and those of its columns, for each TALL rows
+FIRST_PACK = tl.constexpr(common.OWN + 16)
+NUMEL = tl.constexpr(common.OWN + 17)  # of a shard's whole tensor, as all below; of a whole one its own
+WHOLE_HEIGHT = tl.constexpr(common.OWN + 18)
+WHOLE_WIDTH = tl.constexpr(common.OWN + 19)
+LEADS_ROWS = tl.constexpr(common.OWN + 20)  # 1 where the old averages of rows count here, among ranks that share these
+LEADS_COLS = tl.constexpr(common.OWN + 21)
+FIRST_LINE = tl.constexpr(common.OWN + 22)  # its lines: rows, then columns, matrix by matrix
+STOP_TILE = tl.constexpr(common.OWN + 23)
 
 # Columns of the table of hyper-parameters, likewise.
 BETA1 = tl.constexpr(3)

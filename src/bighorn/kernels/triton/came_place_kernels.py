@@ -3,30 +3,16 @@
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton.came_columns import (
-    AREA,
-    COL_PARTS,
-    FEW_LINES,
-    FIRST_LINE,
-    FIRST_PIECE,
-    FIRST_TILE,
-    HEIGHT,
-    LINES,
-    MANY,
-    MATRICES,
-    PARTS,
-    ROW_PARTS,
-    WIDTH,
-)
-from bighorn.kernels.triton.common_kernels import at
+from bighorn.kernels.triton import came_columns as layout
+from bighorn.kernels.triton import common_kernels as common
 
 
 @triton.jit
-def corner(row, tile, WIDE: tl.constexpr):
+def corner(row_ptr, tile, WIDE: tl.constexpr):
     """A tile's first element, its rows, columns and the matrix's width, and its matrix, row and column there."""
-    TALL: tl.constexpr = AREA // WIDE
-    height, width = tl.load(row + HEIGHT), tl.load(row + WIDTH)
-    local = tile - tl.load(row + FIRST_TILE)
+    TALL: tl.constexpr = layout.AREA // WIDE
+    height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
+    local = tile - tl.load(row_ptr + layout.FIRST_TILE)
     strips, blocks = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
     matrix = local // (strips * blocks)
     line, column = local // strips % blocks * TALL, local % strips * WIDE
@@ -36,13 +22,22 @@ def corner(row, tile, WIDE: tl.constexpr):
 
 
 @triton.jit
-def place(row, tile, partials, WIDE: tl.constexpr):
+def place(row_ptr, tile, partials_ptr, WIDE: tl.constexpr):
     """A tile's first element, its shape, and where its partial sums of rows and columns go."""
-    start, shape, matrix, line, column = corner(row, tile, WIDE)
-    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
+    start, shape, matrix, line, column = corner(row_ptr, tile, WIDE)
+    height, width, matrices = (
+        tl.load(row_ptr + layout.HEIGHT),
+        tl.load(row_ptr + layout.WIDTH),
+        tl.load(row_ptr + layout.MATRICES),
+    )
     row_part = (column // WIDE * matrices + matrix) * height + line
-    col_part = (line // (AREA // WIDE) * matrices + matrix) * width + column
-    return start, shape, partials + tl.load(row + ROW_PARTS) + row_part, partials + tl.load(row + COL_PARTS) + col_part
+    col_part = (line // (layout.AREA // WIDE) * matrices + matrix) * width + column
+    return (
+        start,
+        shape,
+        partials_ptr + tl.load(row_ptr + layout.ROW_PARTS) + row_part,
+        partials_ptr + tl.load(row_ptr + layout.COL_PARTS) + col_part,
+    )
 
 
 @triton.jit
@@ -68,16 +63,20 @@ def firsts(start, i, shape, ROWS: tl.constexpr):
 
 
 @triton.jit
-def lines_of(row, piece, WIDE: tl.constexpr):
+def lines_of(row_ptr, piece, WIDE: tl.constexpr):
     """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
-    height, width, matrices = tl.load(row + HEIGHT), tl.load(row + WIDTH), tl.load(row + MATRICES)
-    local = piece - tl.load(row + FIRST_PIECE)
+    height, width, matrices = (
+        tl.load(row_ptr + layout.HEIGHT),
+        tl.load(row_ptr + layout.WIDTH),
+        tl.load(row_ptr + layout.MATRICES),
+    )
+    local = piece - tl.load(row_ptr + layout.FIRST_PIECE)
     of_rows = matrices * row_pieces(height, width, WIDE)
     is_row = local < of_rows
     local = tl.where(is_row, local, local - of_rows)
     lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
-    parts = tl.cdiv(length, tl.where(is_row, WIDE, AREA // WIDE))
-    each, lanes = lines_at_once(parts), tl.arange(0, LINES)
+    parts = tl.cdiv(length, tl.where(is_row, WIDE, layout.AREA // WIDE))
+    each, lanes = lines_at_once(parts), tl.arange(0, layout.LINES)
     matrix, first = local // tl.cdiv(lines, each), local % tl.cdiv(lines, each) * each
     line = first + lanes % each
     exists = line < lines
@@ -88,14 +87,20 @@ def lines_of(row, piece, WIDE: tl.constexpr):
         line,
         mask,
         length,
-        (tl.load(row + tl.where(is_row, ROW_PARTS, COL_PARTS)), parts, matrices * lines, line, exists),
+        (
+            tl.load(row_ptr + tl.where(is_row, layout.ROW_PARTS, layout.COL_PARTS)),
+            parts,
+            matrices * lines,
+            line,
+            exists,
+        ),
     )
 
 
 @triton.jit
 def lines_at_once(parts):
     """How many lines of so many partial sums a program adds up: with many, its lanes share the sums of few lines."""
-    return tl.where(parts > MANY, FEW_LINES, LINES)
+    return tl.where(parts > layout.MANY, layout.FEW_LINES, layout.LINES)
 
 
 @triton.jit
@@ -105,27 +110,29 @@ def row_pieces(height, width, WIDE: tl.constexpr):
 
 
 @triton.jit
-def line_totals(where, partials):
+def line_totals(where, partials_ptr):
     """The sums of lines, of their partial ones."""
     start, parts, lines, line, exists = where
-    each, lanes = lines_at_once(parts), tl.arange(0, LINES)
-    shared = tl.where(parts > MANY, LINES // FEW_LINES, 1)  # lanes that share a line
-    total = tl.zeros((PARTS, LINES), tl.float64)
-    for i in range(0, parts, shared * PARTS):
-        part = i + (tl.arange(0, PARTS) * shared)[:, None].to(tl.int64) + (lanes // each)[None, :]
+    each, lanes = lines_at_once(parts), tl.arange(0, layout.LINES)
+    shared = tl.where(parts > layout.MANY, layout.LINES // layout.FEW_LINES, 1)  # lanes that share a line
+    total = tl.zeros((layout.PARTS, layout.LINES), tl.float64)
+    for i in range(0, parts, shared * layout.PARTS):
+        part = i + (tl.arange(0, layout.PARTS) * shared)[:, None].to(tl.int64) + (lanes // each)[None, :]
         offsets = start + part * lines + line[None, :]
-        total += tl.load(partials + offsets, mask=(part < parts) & exists[None, :], other=0.0).to(tl.float64)
+        total += tl.load(partials_ptr + offsets, mask=(part < parts) & exists[None, :], other=0.0).to(tl.float64)
     totals = tl.sum(total, 0)
-    if each == FEW_LINES:
-        by_line = tl.sum(tl.reshape(totals, (LINES // FEW_LINES, FEW_LINES)), 0)
-        totals = tl.reshape(tl.broadcast_to(by_line[None, :], (LINES // FEW_LINES, FEW_LINES)), (LINES,))
+    if each == layout.FEW_LINES:
+        by_line = tl.sum(tl.reshape(totals, (layout.LINES // layout.FEW_LINES, layout.FEW_LINES)), 0)
+        totals = tl.reshape(
+            tl.broadcast_to(by_line[None, :], (layout.LINES // layout.FEW_LINES, layout.FEW_LINES)), (layout.LINES,)
+        )
     return totals
 
 
 @triton.jit
-def averages(row, column, first):
+def averages(row_ptr, column, first):
     """A pointer to the averages of a tensor's rows or columns, from one on."""
-    return at(tl.load(row + column), first, tl.float32)
+    return common.at(tl.load(row_ptr + column), first, tl.float32)
 
 
 @triton.jit
@@ -149,7 +156,9 @@ def is_split(is_row, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def line_at(lines, row, is_row, line):
+def line_at(lines_ptr, row_ptr, is_row, line):
     """Where lines of a tensor stand among all lines."""
-    first = tl.load(row + FIRST_LINE) + tl.where(is_row, 0, tl.load(row + MATRICES) * tl.load(row + HEIGHT))
-    return lines + first + line
+    first = tl.load(row_ptr + layout.FIRST_LINE) + tl.where(
+        is_row, 0, tl.load(row_ptr + layout.MATRICES) * tl.load(row_ptr + layout.HEIGHT)
+    )
+    return lines_ptr + first + line

@@ -3,63 +3,40 @@
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton.came_columns import (
-    FEW,
-    HEIGHT,
-    RES_COL,
-    RES_ROW,
-    SQ_COL,
-    SQ_ROW,
-    WIDTH,
-)
-from bighorn.kernels.triton.came_place_kernels import (
-    aligned,
-    averages,
-    corner,
-    is_split,
-    line_at,
-    line_totals,
-    lines_of,
-    patch,
-    place,
-    store_columns,
-    store_lines,
-)
-from bighorn.kernels.triton.came_value_kernels import (
-    column_factors,
-    row_factors,
-)
-from bighorn.kernels.triton.common_kernels import (
-    at,
-    entries,
-    gradient_scale,
-    read,
-    takes_part,
-)
+from bighorn.kernels.triton import came_columns as layout
+from bighorn.kernels.triton import came_place_kernels as tiling
+from bighorn.kernels.triton import came_value_kernels as scaling
+from bighorn.kernels.triton import common_kernels as common
 
 
 @triton.jit
 def came_known_squares(
-    rows, grads, tiles, hyper, grad_scale, commit, partials,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, partials_ptr,
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
     tile = tl.program_id(0)
-    index = tl.load(tiles + tile).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, option = entries(rows, hyper, index)
-    _, _, matrix, line, column = corner(row, tile, WIDE)
-    start, shape, row_parts, col_parts = place(row, tile, partials, WIDE)
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    _, _, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
+    start, shape, row_parts, col_parts = tiling.place(row_ptr, tile, partials_ptr, WIDE)
     if SPLIT == "rows":
-        known, parts = averages(row, SQ_ROW, matrix * tl.load(row + HEIGHT) + line), col_parts
+        known, parts = (
+            tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line),
+            col_parts,
+        )
     else:
-        known, parts = averages(row, SQ_COL, matrix * tl.load(row + WIDTH) + column), row_parts
-    g, scale = tl.load(grads + index), gradient_scale(grad_scale, option)
-    if aligned(g, shape, VECTOR):
-        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, PATCH)
+        known, parts = (
+            tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column),
+            row_parts,
+        )
+    g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
+    if tiling.aligned(g, shape, VECTOR):
+        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, PATCH)
     else:
-        known_squares(at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * FEW)
+        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * layout.FEW)
 
 
 @triton.jit
@@ -71,46 +48,57 @@ def known_squares(
     ROWS: tl.constexpr = PATCH // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = patch(i, shape, VECTOR, WIDE, ROWS)
-        value = read(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        offsets, mask = tiling.patch(i, shape, VECTOR, WIDE, ROWS)
+        value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         if SPLIT == "rows":
-            value *= row_factors(known, i, shape, 1.0, ROWS)[:, None]
+            value *= scaling.row_factors(known, i, shape, 1.0, ROWS)[:, None]
         else:
-            value *= column_factors(known, shape, WIDE)[None, :]
+            value *= scaling.column_factors(known, shape, WIDE)[None, :]
         total += value * value
         if SPLIT == "columns":
-            store_lines(parts, i, shape[0], tl.sum(value * value, 1), ROWS)
+            tiling.store_lines(parts, i, shape[0], tl.sum(value * value, 1), ROWS)
     if SPLIT == "rows":
-        store_columns(parts, shape[1], tl.sum(total, 0), WIDE)
+        tiling.store_columns(parts, shape[1], tl.sum(total, 0), WIDE)
 
 
 @triton.jit
-def came_line_sums(rows, grads, pieces, hyper, commit, partials, lines, SPLIT: tl.constexpr, WIDE: tl.constexpr):
+def came_line_sums(
+    rows_ptr,
+    grads_ptr,
+    piece_to_row_ptr,
+    options_ptr,
+    commit_ptr,
+    partials_ptr,
+    lines_ptr,
+    SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Adds up partial sums of the lines whose averages are split."""
     piece = tl.program_id(0)
-    index = tl.load(pieces + piece).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, _ = entries(rows, hyper, index)
-    is_row, line, mask, _, parts = lines_of(row, piece, WIDE)
-    mask = mask & is_split(is_row, SPLIT)
-    tl.store(line_at(lines, row, is_row, line), line_totals(parts, partials), mask=mask)
+    row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
+    is_row, line, mask, _, parts = tiling.lines_of(row_ptr, piece, WIDE)
+    mask = mask & tiling.is_split(is_row, SPLIT)
+    tl.store(tiling.line_at(lines_ptr, row_ptr, is_row, line), tiling.line_totals(parts, partials_ptr), mask=mask)
 
 
 @triton.jit
 def came_settle(
-    rows, grads, pieces, hyper, commit, lines, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr
+    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, commit_ptr, lines_ptr,
+    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Stores averages that have been added up over all ranks."""
     piece = tl.program_id(0)
-    index = tl.load(pieces + piece).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, _ = entries(rows, hyper, index)
-    is_row, line, mask, _, _ = lines_of(row, piece, WIDE)
+    row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
+    is_row, line, mask, _, _ = tiling.lines_of(row_ptr, piece, WIDE)
     if RESIDUAL:
-        average = averages(row, tl.where(is_row, RES_ROW, RES_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
     else:
-        average = averages(row, tl.where(is_row, SQ_ROW, SQ_COL), line)
-    mask = mask & is_split(is_row, SPLIT)
-    tl.store(average, tl.load(line_at(lines, row, is_row, line), mask=mask).to(tl.float32), mask=mask)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
+    mask = mask & tiling.is_split(is_row, SPLIT)
+    tl.store(average, tl.load(tiling.line_at(lines_ptr, row_ptr, is_row, line), mask=mask).to(tl.float32), mask=mask)

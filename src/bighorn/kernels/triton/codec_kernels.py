@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels import codec
-from bighorn.kernels.triton.common_kernels import as_bits, as_float, at, block, read, write
+from bighorn.kernels.triton import common_kernels as common
 
 CODES = tl.constexpr(codec.BLOCK)
 
@@ -26,7 +26,7 @@ def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, B
     full ones in a chunk, whose elements begin at `first`, and offsets begin at the tensor.
     """
     if FORM == "":
-        return block(i, stop, BLOCK)
+        return common.block(i, stop, BLOCK)
     else:
         return code_blocks(
             ((first + i) // CODES).to(tl.int32),
@@ -57,15 +57,15 @@ def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
 def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
     """Pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor."""
     if FORM == "":
-        return at(address, start, S), scales
+        return common.at(address, start, S), scales
     else:
-        return at(address, 0, S), at(scales, 0, tl.float32)
+        return common.at(address, 0, S), common.at(scales, 0, tl.float32)
 
 
 @triton.jit
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """A block of a moment as it was stored, float32."""
-    values = read(moment[0], where[0], where[1], VECTOR)
+    values = common.read(moment[0], where[0], where[1], VECTOR)
     if FORM == "":
         return values.to(tl.float32)
     else:
@@ -76,11 +76,11 @@ def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
 def write_moment(moment, where, value, dither, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Store a block of a moment, and return it as it is stored."""
     if FORM == "":
-        return write(moment[0], where[0], where[1], value, VECTOR)
+        return common.write(moment[0], where[0], where[1], value, VECTOR)
     else:
         codes, scale = encoded(value, where[1], dither, FORM)
         tl.store(moment[1] + where[2], scale, mask=where[3])
-        return decoded(write(moment[0], where[0], where[1], codes, VECTOR), scale[:, None], FORM)
+        return decoded(common.write(moment[0], where[0], where[1], codes, VECTOR), scale[:, None], FORM)
 
 
 @triton.jit
@@ -130,20 +130,20 @@ def encoded(values, mask, dither, FORM: tl.constexpr):
 @triton.jit
 def root(share, END: tl.constexpr, HALVINGS: tl.constexpr):
     """A root of a share, as the bits of floats make it: what is to be rounded to a code."""
-    return as_float(((as_bits(share * 63) - SHARE_END) >> HALVINGS) + END)
+    return common.as_float(((common.as_bits(share * 63) - SHARE_END) >> HALVINGS) + END)
 
 
 @triton.jit
 def power(code, END: tl.constexpr, HALVINGS: tl.constexpr):
     """The inverse."""
-    share = as_float(((as_bits(code) - END) << HALVINGS) + SHARE_END)
+    share = common.as_float(((common.as_bits(code) - END) << HALVINGS) + SHARE_END)
     return tl.where(code == 0, 0.0, share * ONE_63RD)
 
 
 @triton.jit
 def magnitude(x):
     """The absolute value, by its bits: `tl.abs` makes 0 of what is below float32's normal numbers (abs.ftz in PTX)."""
-    return as_float(as_bits(x) & 0x7FFFFFFF)
+    return common.as_float(common.as_bits(x) & 0x7FFFFFFF)
 
 
 @triton.jit

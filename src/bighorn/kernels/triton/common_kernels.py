@@ -54,33 +54,36 @@ OPTION = tl.constexpr(16)
 
 
 @triton.jit
-def square_sums(rows, grads, owners, squares, G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr):
+def square_sums(
+    rows_ptr, grads_ptr, program_to_row_ptr, squares_ptr, G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr
+):
     """The sum of the squares of each chunk of the gradients, `[chunks]`; backwards, since the next pass is forwards."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(owners + chunk).to(tl.int64)
-    address = tl.load(grads + index)
-    start, size = extent(rows + index * ROW, chunk, CHUNK)
+    index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
+    address = tl.load(grads_ptr + index)
+    start, size = extent(rows_ptr + index * ROW, chunk, CHUNK)
     size = tl.where(address == ABSENT, 0, size)
     whole = vectorised(address, size, G_BLOCK)
     g = at(address, start, G)
     total = sum_of_squares(g, 0, whole, UNMASKED, G_BLOCK) + sum_of_squares(g, whole, size, 1, G_BLOCK)
-    tl.store(squares + chunk, tl.sum(total, 0))
+    tl.store(squares_ptr + chunk, tl.sum(total, 0))
 
 
 @triton.jit
 def shard_totals(
-    rows, grads, commit, sums, totals, FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr
+    rows_ptr, grads_ptr, commit_ptr, sums_ptr, totals_ptr,
+    FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program per tensor that is a shard: the totals of the first two columns of its `sums`, `[tensors, 2]`.
+    """One program per tensor that is a shard: the totals of the first two columns of its `sums_ptr`, `[tensors, 2]`.
 
-    FIRST_SUM and STOP_SUM are the columns of `rows` that say where its sums begin and end.
+    FIRST_SUM and STOP_SUM are the columns of `rows_ptr` that say where its sums begin and end.
     """
     index = tl.program_id(0).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    if not takes_part(grads_ptr, commit_ptr, index):
         return
-    first, stop = tl.load(rows + index * ROW + FIRST_SUM), tl.load(rows + index * ROW + STOP_SUM)
-    tl.store(totals + 2 * index, partial_total(sums, first, stop, STRIDE))
-    tl.store(totals + 2 * index + 1, partial_total(sums + 1, first, stop, STRIDE))
+    first, stop = tl.load(rows_ptr + index * ROW + FIRST_SUM), tl.load(rows_ptr + index * ROW + STOP_SUM)
+    tl.store(totals_ptr + 2 * index, partial_total(sums_ptr, first, stop, STRIDE))
+    tl.store(totals_ptr + 2 * index + 1, partial_total(sums_ptr + 1, first, stop, STRIDE))
 
 
 @triton.jit
@@ -98,43 +101,43 @@ def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def takes_part(grads, commit, index):
+def takes_part(grads_ptr, commit_ptr, index):
     """Whether this step writes a tensor: it is taken, and the tensor has a gradient."""
-    return tl.load(commit) & (tl.load(grads + index) != ABSENT)
+    return tl.load(commit_ptr) & (tl.load(grads_ptr + index) != ABSENT)
 
 
 @triton.jit
-def entries(rows, hyper, index):
+def entries(rows_ptr, options_ptr, index):
     """What a program works with: a tensor's row, and its bucket's row of hyper-parameters."""
-    row = rows + index * ROW
-    return row, hyper + tl.load(row + HYPER) * OPTION
+    row_ptr = rows_ptr + index * ROW
+    return row_ptr, options_ptr + tl.load(row_ptr + HYPER) * OPTION
 
 
 @triton.jit
-def count(row):
+def count(row_ptr):
     """The number of this step, from 1, until the step is counted."""
-    return tl.load(at(tl.load(row + STEP), 0, tl.float32)).to(tl.float64) + 1
+    return tl.load(at(tl.load(row_ptr + STEP), 0, tl.float32)).to(tl.float64) + 1
 
 
 @triton.jit
-def count_step(row):
+def count_step(row_ptr):
     """Count this step, as `count_step` of `kernels/arithmetic.py`."""
-    step = at(tl.load(row + STEP), 0, tl.float32)
+    step = at(tl.load(row_ptr + STEP), 0, tl.float32)
     taken = tl.load(step)
-    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(row + COUNTS) != 0)
+    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(row_ptr + COUNTS) != 0)
 
 
 @triton.jit
-def gradient_scale(grad_scale, option):
+def gradient_scale(grad_scale_ptr, option_ptr):
     """What the gradient is multiplied with."""
-    return (tl.load(grad_scale) * tl.load(option + SIGN)).to(tl.float32)
+    return (tl.load(grad_scale_ptr) * tl.load(option_ptr + SIGN)).to(tl.float32)
 
 
 @triton.jit
-def extent(row, chunk, CHUNK: tl.constexpr):
+def extent(row_ptr, chunk, CHUNK: tl.constexpr):
     """Where a chunk starts in its tensor, and how many elements it has: fewer than none where it starts behind it."""
-    start = (chunk - tl.load(row + FIRST)) * CHUNK
-    return start, tl.minimum(tl.load(row + SIZE) - start, CHUNK).to(tl.int32)
+    start = (chunk - tl.load(row_ptr + FIRST)) * CHUNK
+    return start, tl.minimum(tl.load(row_ptr + SIZE) - start, CHUNK).to(tl.int32)
 
 
 @triton.jit
@@ -195,12 +198,12 @@ def folded(values):
 
 
 @triton.jit
-def partial_total(partials, first, stop, STRIDE: tl.constexpr):
+def partial_total(partials_ptr, first, stop, STRIDE: tl.constexpr):
     """The sum of every STRIDE-th float64 from `first` to `stop`, which count such strides; always in one order."""
     total = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, SUMS_AT_ONCE):
         index = i + tl.arange(0, SUMS_AT_ONCE)
-        total += folded(tl.load(partials + index * STRIDE, mask=index < stop, other=0.0))
+        total += folded(tl.load(partials_ptr + index * STRIDE, mask=index < stop, other=0.0))
     return tl.sum(total, 0)
 
 

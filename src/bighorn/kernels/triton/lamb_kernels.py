@@ -9,48 +9,16 @@ each tensor, in float64.
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton.codec_kernels import CODES, blocks_at, moment_at, read_moment, write_moment
-from bighorn.kernels.triton.common_kernels import (
-    DECAY,
-    EXP_AVG,
-    FIRST,
-    INNER,
-    LANES,
-    LR,
-    NORMS,
-    OWN,
-    SIZE,
-    STOP,
-    UNMASKED,
-    at,
-    count,
-    count_step,
-    entries,
-    extent,
-    folded,
-    gradient_scale,
-    number,
-    partial_total,
-    read,
-    takes_part,
-    vectorised,
-    write,
-)
-from bighorn.kernels.triton.weight_kernels import (
-    dither,
-    read_weight,
-    stream,
-    weight_addresses,
-    weight_at,
-    write_weight,
-)
+from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import weight_kernels as weights
 
 # Columns of the table of rows, after the common ones.
 ADDRESSES = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-EXP_AVG_SQ = tl.constexpr(OWN + 0)
-MAX_EXP_AVG_SQ = tl.constexpr(OWN + 1)
-EXP_AVG_SCALE = tl.constexpr(OWN + 2)  # where moments are kept in blocks
-EXP_AVG_SQ_SCALE = tl.constexpr(OWN + 3)
+EXP_AVG_SQ = tl.constexpr(common.OWN + 0)
+MAX_EXP_AVG_SQ = tl.constexpr(common.OWN + 1)
+EXP_AVG_SCALE = tl.constexpr(common.OWN + 2)  # where moments are kept in blocks
+EXP_AVG_SQ_SCALE = tl.constexpr(common.OWN + 3)
 
 # Columns of the table of hyper-parameters, likewise.
 BETA1 = tl.constexpr(3)
@@ -79,14 +47,14 @@ FACTOR = tl.constexpr(4)
 
 
 @triton.jit
-def lamb_factors(rows, grads, hyper, commit, factors):
+def lamb_factors(rows_ptr, grads_ptr, options_ptr, commit_ptr, factors_ptr):
     """One program per tensor: the bias corrections, whose float64 would be too much for each program of a pass."""
     index = tl.program_id(0).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, option = entries(rows, hyper, index)
-    factor, t = factors + index * FACTOR, count(row)
-    m_factor, root_eps, stride = corrections(t, option)
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    factor, t = factors_ptr + index * FACTOR, common.count(row_ptr)
+    m_factor, root_eps, stride = corrections(t, option_ptr)
     tl.store(factor + M_FACTOR, m_factor)
     tl.store(factor + ROOT_EPS, root_eps)
     tl.store(factor + STRIDE, stride)
@@ -95,211 +63,220 @@ def lamb_factors(rows, grads, hyper, commit, factors):
 
 @triton.jit
 def lamb_moments(
-    rows, grads, owners, hyper, grad_scale, commit, sums, factors,
+    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, sums_ptr, factors_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first pass: moments, the sums of the squares of x and u for each chunk, and x itself where nothing adapts."""
     chunk = tl.program_id(0)
-    index = tl.load(owners + chunk).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, option = entries(rows, hyper, index)
-    factor = factors + index * FACTOR
-    first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    factor = factors_ptr + index * FACTOR
+    first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)
 
-    g, m, v = tl.load(grads + index), tl.load(row + EXP_AVG), tl.load(row + EXP_AVG_SQ)
-    v_max = tl.load(row + MAX_EXP_AVG_SQ)
-    whole = aligned(weight_addresses(row) | m | v | v_max, row, size, M_FORM, BLOCK)
+    g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + EXP_AVG_SQ)
+    v_max = tl.load(row_ptr + MAX_EXP_AVG_SQ)
+    whole = aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
     pointers = (
-        weight_at(row, start, X, ROUNDING),
-        at(g, start, G),
-        moment_at(m, tl.load(row + EXP_AVG_SCALE), start, S, M_FORM),
-        moment_at(v, tl.load(row + EXP_AVG_SQ_SCALE), start, V, V_FORM),
-        at(v_max, start, V),
+        weights.weight_at(row_ptr, start, X, ROUNDING),
+        common.at(g, start, G),
+        codec.moment_at(m, tl.load(row_ptr + EXP_AVG_SCALE), start, S, M_FORM),
+        codec.moment_at(v, tl.load(row_ptr + EXP_AVG_SQ_SCALE), start, V, V_FORM),
+        common.at(v_max, start, V),
     )
     numbers = (
-        gradient_scale(grad_scale, option),
-        number(factor + M_FACTOR),
-        number(factor + ROOT_EPS),
-        number(factor + STRIDE),
+        common.gradient_scale(grad_scale_ptr, option_ptr),
+        common.number(factor + M_FACTOR),
+        common.number(factor + ROOT_EPS),
+        common.number(factor + STRIDE),
     )
     t = tl.load(factor + STEP_NUMBER)
-    draws = stream(row, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
-    places = first, start, tl.load(row + INNER), draws
-    VECTOR: tl.constexpr = UNMASKED if M_FORM == "" else 4
+    draws = weights.stream(row_ptr, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
+    places = first, start, tl.load(row_ptr + common.INNER), draws
+    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
     if g % 16 == 0:
         x1, u1 = moments(
-            pointers, numbers, option, places, 0, whole,
+            pointers, numbers, option_ptr, places, 0, whole,
             VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
         )  # fmt: skip
     else:  # as gradients of FSDP2 and DDP often are: they alone are moved one by one
         x1, u1 = moments(
-            pointers, numbers, option, places, 0, whole,
+            pointers, numbers, option_ptr, places, 0, whole,
             VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
         )  # fmt: skip
     x2, u2 = moments(
-        pointers, numbers, option, places, whole, size,
+        pointers, numbers, option_ptr, places, whole, size,
         1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
     )  # fmt: skip
-    tl.store(sums + 2 * chunk, tl.sum(x1 + x2, 0))
-    tl.store(sums + 2 * chunk + 1, tl.sum(u1 + u2, 0))
+    tl.store(sums_ptr + 2 * chunk, tl.sum(x1 + x2, 0))
+    tl.store(sums_ptr + 2 * chunk + 1, tl.sum(u1 + u2, 0))
 
 
 @triton.jit
 def moments(
-    pointers, numbers, option, places, first, stop,
+    pointers, numbers, option_ptr, places, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk; returns the sums of x^2 and u^2, one for each lane."""
     AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
-    beta1, beta2 = number(option + BETA1), number(option + BETA2)
-    beta3, beta4 = number(option + BETA3), number(option + BETA4)
-    decay, shrink = number(option + DECAY), shrinkage(option)
-    writes_x = tl.load(option + ADAPTS) == 0
-    x_squares = tl.zeros((LANES,), tl.float64)
-    u_squares = tl.zeros((LANES,), tl.float64)
+    beta1, beta2 = common.number(option_ptr + BETA1), common.number(option_ptr + BETA2)
+    beta3, beta4 = common.number(option_ptr + BETA3), common.number(option_ptr + BETA4)
+    decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
+    writes_x = tl.load(option_ptr + ADAPTS) == 0
+    x_squares = tl.zeros((common.LANES,), tl.float64)
+    u_squares = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, AT_ONCE):
-        where = blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
+        where = codec.blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
         offsets, mask = where[0], where[1]
-        x = read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        g = read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
+        x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
+        g = common.read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
         if DECAY_MODE == "l2":
             g += decay * x
-        m = beta1 * read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
-        v = beta2 * read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
-        m = write_moment(pointers[2], where, m, 0, M_FORM, VECTOR)
-        shifts = dither(places[3], places[1] + offsets) if V_FORM == "unsigned" else 0
-        v = write_moment(pointers[3], where, v, shifts, V_FORM, VECTOR)
+        m = beta1 * codec.read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
+        v = beta2 * codec.read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
+        m = codec.write_moment(pointers[2], where, m, 0, M_FORM, VECTOR)
+        shifts = weights.dither(places[3], places[1] + offsets) if V_FORM == "unsigned" else 0
+        v = codec.write_moment(pointers[3], where, v, shifts, V_FORM, VECTOR)
         if AMSGRAD:
-            v_max = read(pointers[4], offsets, mask, VECTOR).to(tl.float32)
-            v = write(pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL), VECTOR)
+            v_max = common.read(pointers[4], offsets, mask, VECTOR).to(tl.float32)
+            v = common.write(
+                pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL), VECTOR
+            )
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
-        if VECTOR != UNMASKED:
+        if VECTOR != common.UNMASKED:
             u = tl.where(mask, u, 0.0)  # without eps, 0 / 0 where there is no element
-        x_squares += folded(x.to(tl.float64) * x.to(tl.float64))
-        u_squares += folded(u.to(tl.float64) * u.to(tl.float64))
+        x_squares += common.folded(x.to(tl.float64) * x.to(tl.float64))
+        u_squares += common.folded(u.to(tl.float64) * u.to(tl.float64))
         if writes_x:
             draw = places[3], places[1], offsets
-            _stored = write_weight(pointers[0], offsets, mask, x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
+            _stored = weights.write_weight(pointers[0], offsets, mask, x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
     return x_squares, u_squares
 
 
 @triton.jit
-def lamb_norms(rows, grads, hyper, commit, sums, factors, PER_CHUNK: tl.constexpr):
+def lamb_norms(rows_ptr, grads_ptr, options_ptr, commit_ptr, sums_ptr, factors_ptr, PER_CHUNK: tl.constexpr):
     """One program per tensor: its norms, its trust ratio, and its step count; `sums` have a row per chunk or tensor."""
     index = tl.program_id(0).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, option = entries(rows, hyper, index)
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     if PER_CHUNK:
-        first, stop = tl.load(row + FIRST), tl.load(row + STOP)
-        x_squares, u_squares = partial_total(sums, first, stop, 2), partial_total(sums + 1, first, stop, 2)
+        first, stop = tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP)
+        x_squares, u_squares = (
+            common.partial_total(sums_ptr, first, stop, 2),
+            common.partial_total(sums_ptr + 1, first, stop, 2),
+        )
     else:
-        x_squares, u_squares = tl.load(sums + 2 * index), tl.load(sums + 2 * index + 1)
+        x_squares, u_squares = tl.load(sums_ptr + 2 * index), tl.load(sums_ptr + 2 * index + 1)
     weight_norm, update_norm = tl.sqrt(x_squares), tl.sqrt(u_squares)
-    q = trust_ratio(weight_norm, update_norm, option)
+    q = trust_ratio(weight_norm, update_norm, option_ptr)
 
-    stride = factors + index * FACTOR + STRIDE
+    stride = factors_ptr + index * FACTOR + STRIDE
     tl.store(stride, tl.load(stride) * q)
-    norms = tl.load(row + NORMS).to(tl.pointer_type(tl.float32))
+    norms = tl.load(row_ptr + common.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(norms, weight_norm.to(tl.float32))
     tl.store(norms + 1, update_norm.to(tl.float32))
     tl.store(norms + 2, q.to(tl.float32))
-    count_step(row)
+    common.count_step(row_ptr)
 
 
 @triton.jit
-def trust_ratio(weight_norm, update_norm, option):
+def trust_ratio(weight_norm, update_norm, option_ptr):
     """As `trust_ratio` of the reference; the bounds are 0 and infinity where there are none, and a NaN stays one."""
-    q = bounded(weight_norm, option + WEIGHT_LOW, option + WEIGHT_HIGH) / update_norm  # LAMB-q
-    q = bounded(q, option + RATIO_LOW, option + RATIO_HIGH)
-    return tl.where((weight_norm == 0) | (update_norm == 0) | (tl.load(option + ADAPTS) == 0), 1.0, q)
+    q = bounded(weight_norm, option_ptr + WEIGHT_LOW, option_ptr + WEIGHT_HIGH) / update_norm  # LAMB-q
+    q = bounded(q, option_ptr + RATIO_LOW, option_ptr + RATIO_HIGH)
+    return tl.where((weight_norm == 0) | (update_norm == 0) | (tl.load(option_ptr + ADAPTS) == 0), 1.0, q)
 
 
 @triton.jit
 def lamb_apply(
-    rows, grads, owners, hyper, commit, factors,
+    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, commit_ptr, factors_ptr,
     X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The second pass: x. It goes backwards, since the last chunks of the first pass may lie in the cache still."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(owners + chunk).to(tl.int64)
-    if not takes_part(grads, commit, index):
+    index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
+    if not common.takes_part(grads_ptr, commit_ptr, index):
         return
-    row, option = entries(rows, hyper, index)
-    first, start, size = chunk_of(row, chunk, M_FORM, CHUNK)
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)
 
-    m, v = tl.load(row + EXP_AVG), tl.load(row + (MAX_EXP_AVG_SQ if AMSGRAD else EXP_AVG_SQ))
-    whole = aligned(weight_addresses(row) | m | v, row, size, M_FORM, BLOCK)
+    m, v = tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + (MAX_EXP_AVG_SQ if AMSGRAD else EXP_AVG_SQ))
+    whole = aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
     pointers = (
-        weight_at(row, start, X, ROUNDING),
-        moment_at(m, tl.load(row + EXP_AVG_SCALE), start, S, M_FORM),
-        moment_at(v, tl.load(row + EXP_AVG_SQ_SCALE), start, V, V_FORM),
+        weights.weight_at(row_ptr, start, X, ROUNDING),
+        codec.moment_at(m, tl.load(row_ptr + EXP_AVG_SCALE), start, S, M_FORM),
+        codec.moment_at(v, tl.load(row_ptr + EXP_AVG_SQ_SCALE), start, V, V_FORM),
     )
-    factor = factors + index * FACTOR
+    factor = factors_ptr + index * FACTOR
     t = tl.load(factor + STEP_NUMBER)
-    places = first, start, tl.load(row + INNER), stream(row, t, ROUNDING == "stochastic", CUT)
-    VECTOR: tl.constexpr = UNMASKED if M_FORM == "" else 4
-    apply(pointers, factor, option, places, 0, whole, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
-    apply(pointers, factor, option, places, whole, size, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    places = first, start, tl.load(row_ptr + common.INNER), weights.stream(row_ptr, t, ROUNDING == "stochastic", CUT)
+    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
+    apply(pointers, factor, option_ptr, places, 0, whole, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    apply(pointers, factor, option_ptr, places, whole, size, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
 
 @triton.jit
 def apply(
-    pointers, factor, option, places, first, stop,
+    pointers, factor, option_ptr, places, first, stop,
     VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements `first` to `stop` of a chunk."""
     AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
-    m_factor, root_eps, stride = number(factor + M_FACTOR), number(factor + ROOT_EPS), number(factor + STRIDE)
-    decay, shrink = number(option + DECAY), shrinkage(option)
+    m_factor, root_eps, stride = (
+        common.number(factor + M_FACTOR),
+        common.number(factor + ROOT_EPS),
+        common.number(factor + STRIDE),
+    )
+    decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
     for i in range(first, stop, AT_ONCE):
-        where = blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
-        x = read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
-        m = read_moment(pointers[1], where, M_FORM, VECTOR)
-        v = read_moment(pointers[2], where, V_FORM, VECTOR)
+        where = codec.blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
+        x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
+        m = codec.read_moment(pointers[1], where, M_FORM, VECTOR)
+        v = codec.read_moment(pointers[2], where, V_FORM, VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
         draw = places[3], places[1], where[0]
-        write_weight(pointers[0], where[0], where[1], x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
+        weights.write_weight(pointers[0], where[0], where[1], x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
 
 
 # ---- what both passes compute --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def chunk_of(row, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
+def chunk_of(row_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
     """A chunk's first element, from where its offsets count, and its size; with codes, as if blocks of these were full.
 
     Offsets then count from the tensor.
     """
     if FORM == "":
-        start, size = extent(row, chunk, CHUNK)
+        start, size = common.extent(row_ptr, chunk, CHUNK)
         return start, start, size
     else:
-        inner = tl.load(row + INNER)
-        full = tl.load(row + SIZE) // inner * tl.cdiv(inner, CODES) * CODES
-        first = (chunk - tl.load(row + FIRST)) * CHUNK
+        inner = tl.load(row_ptr + common.INNER)
+        full = tl.load(row_ptr + common.SIZE) // inner * tl.cdiv(inner, codec.CODES) * codec.CODES
+        first = (chunk - tl.load(row_ptr + common.FIRST)) * CHUNK
         return first, 0, tl.minimum(full - first, CHUNK).to(tl.int32)
 
 
 @triton.jit
-def aligned(addresses, row, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
+def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """How many elements of a chunk are moved some at a time; a gradient's address has no say, but its loads have."""
     if FORM == "":
-        return vectorised(addresses, size, BLOCK)
+        return common.vectorised(addresses, size, BLOCK)
     else:
-        return tl.where((addresses % 16 == 0) & (tl.load(row + INNER) % 4 == 0), size, 0)
+        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + common.INNER) % 4 == 0), size, 0)
 
 
 @triton.jit
@@ -310,12 +287,12 @@ def update(x, m, v, m_factor, root_eps, decay, DECAY_MODE: tl.constexpr):
 
 
 @triton.jit
-def corrections(t, option):
+def corrections(t, option_ptr):
     """M_FACTOR, ROOT_EPS and STRIDE at step `t`, the last without a trust ratio."""
-    correction1 = 1 - tl.exp(t.to(tl.float64) * tl.load(option + LOG_BETA1))
-    root2 = tl.sqrt(1 - tl.exp(t.to(tl.float64) * tl.load(option + LOG_BETA2)))
-    corrects_lr = tl.load(option + CORRECTS_LR) != 0
-    both, lr, eps = root2 / correction1, tl.load(option + LR), tl.load(option + EPS)
+    correction1 = 1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + LOG_BETA1))
+    root2 = tl.sqrt(1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + LOG_BETA2)))
+    corrects_lr = tl.load(option_ptr + CORRECTS_LR) != 0
+    both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + EPS)
     return (
         tl.where(corrects_lr, 1.0, both),
         tl.where(corrects_lr, eps, eps * root2),
@@ -324,9 +301,9 @@ def corrections(t, option):
 
 
 @triton.jit
-def shrinkage(option):
+def shrinkage(option_ptr):
     """What decoupled decay multiplies x with."""
-    return (1 - tl.load(option + LR) * tl.load(option + DECAY)).to(tl.float32)
+    return (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(tl.float32)
 
 
 @triton.jit

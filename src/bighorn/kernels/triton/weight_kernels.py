@@ -4,52 +4,42 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels import rounding
-from bighorn.kernels.triton.common_kernels import (
-    KEPT,
-    KEY,
-    PARAM,
-    PLACE,
-    RUN,
-    RUN_STEP,
-    RUNS,
-    RUNS_STEP,
-    as_bits,
-    as_float,
-    at,
-    read,
-    write,
-)
+from bighorn.kernels.triton import common_kernels as common
 
 SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
 
 
 @triton.jit
-def weight_at(row, start, X: tl.constexpr, ROUNDING: tl.constexpr):
+def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
     """Pointers to a parameter from an element on, and to what is kept beside it."""
     if ROUNDING == "kahan":
-        return at(tl.load(row + PARAM), start, X), at(tl.load(row + KEPT), start, tl.int16)
+        return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
+            tl.load(row_ptr + common.KEPT), start, tl.int16
+        )
     else:
-        return at(tl.load(row + PARAM), start, X), at(tl.load(row + KEPT), start, tl.float32)
+        return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
+            tl.load(row_ptr + common.KEPT), start, tl.float32
+        )
 
 
 @triton.jit
-def weight_addresses(row):
+def weight_addresses(row_ptr):
     """The bits of the addresses of a parameter and of what is kept beside it."""
-    return tl.load(row + PARAM) | tl.load(row + KEPT)
+    return tl.load(row_ptr + common.PARAM) | tl.load(row_ptr + common.KEPT)
 
 
 @triton.jit
 def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
     """What a parameter stands for, float32; 0 where there is no element."""
-    stored = read(weight[0], offsets, mask, VECTOR).to(tl.float32)
+    stored = common.read(weight[0], offsets, mask, VECTOR).to(tl.float32)
     if ROUNDING == "kahan":
         shift = raised(stored, weight[0].dtype.element_ty)
         near = stored + shift
         # A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN.
-        lost = tl.where(near == 0, 0, read(weight[1], offsets, mask, VECTOR).to(tl.int32))
-        return as_float(as_bits(near) + lost) - shift
+        lost = tl.where(near == 0, 0, common.read(weight[1], offsets, mask, VECTOR).to(tl.int32))
+        return common.as_float(common.as_bits(near) + lost) - shift
     elif ROUNDING == "master":
-        master = read(weight[1], offsets, mask, VECTOR)
+        master = common.read(weight[1], offsets, mask, VECTOR)
         return tl.where(master.to(weight[0].dtype.element_ty).to(tl.float32) == stored, master, stored)
     else:
         return stored
@@ -63,14 +53,14 @@ def write_weight(weight, offsets, mask, value, draw, ROUNDING: tl.constexpr, VEC
     """
     if ROUNDING == "stochastic":
         value = stochastic(value, random_bits(draw[0], draw[1], draw[2]), weight[0].dtype.element_ty)
-    near = write(weight[0], offsets, mask, value, VECTOR)
+    near = common.write(weight[0], offsets, mask, value, VECTOR)
     if ROUNDING == "kahan":
         shift = raised(near, weight[0].dtype.element_ty)
-        lost = as_bits(value + shift) - as_bits(near + shift)
+        lost = common.as_bits(value + shift) - common.as_bits(near + shift)
         lost = tl.where(tl.abs(near) < float("inf"), tl.minimum(tl.maximum(lost, -(2**15)), 2**15 - 1), 0)
-        write(weight[1], offsets, mask, lost, VECTOR)
+        common.write(weight[1], offsets, mask, lost, VECTOR)
     elif ROUNDING == "master":
-        write(weight[1], offsets, mask, value, VECTOR)
+        common.write(weight[1], offsets, mask, value, VECTOR)
     return near
 
 
@@ -78,7 +68,9 @@ def write_weight(weight, offsets, mask, value, draw, ROUNDING: tl.constexpr, VEC
 def raised(x, X: tl.constexpr):
     """What takes a number to where the bits that its dtype lacks are float32's last ones: mostly 0."""
     if tl.float16 == X:
-        return tl.where(tl.abs(x) < SMALLEST_NORMAL, tl.where(as_bits(x) < 0, -SMALLEST_NORMAL, SMALLEST_NORMAL), 0.0)
+        return tl.where(
+            tl.abs(x) < SMALLEST_NORMAL, tl.where(common.as_bits(x) < 0, -SMALLEST_NORMAL, SMALLEST_NORMAL), 0.0
+        )
     else:
         return tl.zeros_like(x)
 
@@ -88,28 +80,33 @@ def stochastic(value, bits, X: tl.constexpr):
     """One of the two neighbours in a 16-bit dtype, each as likely as the value is near it."""
     DROPPED: tl.constexpr = 13 if tl.float16 == X else 16
     shift = raised(value, X)
-    moved = (as_bits(value + shift) + (bits >> (32 - DROPPED)).to(tl.int32)) & -(1 << DROPPED)
-    return tl.where(tl.abs(value) < float("inf"), as_float(moved) - shift, value)
+    moved = (common.as_bits(value + shift) + (bits >> (32 - DROPPED)).to(tl.int32)) & -(1 << DROPPED)
+    return tl.where(tl.abs(value) < float("inf"), common.as_float(moved) - shift, value)
 
 
 # ---- random bits -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def stream(row, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
+def stream(row_ptr, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
     """What random bits and dither at step `t` are made from: key and step, first place, and where it is CUT, runs.
 
     CUT: it may be a shard that is not of one piece.
     """
     if DRAWS:
-        key = tl.load(row + KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
+        key = tl.load(row_ptr + common.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
         if CUT:
-            runs = tl.load(row + RUN), tl.load(row + RUNS), tl.load(row + RUN_STEP), tl.load(row + RUNS_STEP)
-            return key, tl.load(row + PLACE), runs
+            runs = (
+                tl.load(row_ptr + common.RUN),
+                tl.load(row_ptr + common.RUNS),
+                tl.load(row_ptr + common.RUN_STEP),
+                tl.load(row_ptr + common.RUNS_STEP),
+            )
+            return key, tl.load(row_ptr + common.PLACE), runs
         else:
-            return key, tl.load(row + PLACE)
+            return key, tl.load(row_ptr + common.PLACE)
     else:
-        return row
+        return row_ptr
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def measure(kind: type[Lamb | Came], tensors: int) -> dict[str, Any]:
     buckets: list[Bucket[Any]] = kernel.buckets
     still: list[list[torch.Tensor | None]] = [[torch.ones(16, 16) for _ in params] for _ in "12"]
     buckets[0].grads = still[0]
-    (part,) = kernel.parts
+    (part,) = kernel.groups
 
     def move() -> None:
         still.reverse()
@@ -71,8 +71,8 @@ def measure(kind: type[Lamb | Came], tensors: int) -> dict[str, Any]:
         "whole_step_ms": whole,
         "step_ms": spread(step, lambda: None),
         "step_after_a_move_ms": spread(step, move),
-        "addresses_ms": spread(part.find_gradients, lambda: None),
-        "addresses_after_a_move_ms": spread(part.find_gradients, move),
+        "addresses_ms": spread(part.update_gradients, lambda: None),
+        "addresses_after_a_move_ms": spread(part.update_gradients, move),
     }
 
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from bighorn.cli import cuda
 from bighorn.cli.shapes import SHAPES
-from bighorn.kernels.triton import lamb, stepper, tiles
+from bighorn.kernels.triton import lamb, launch_group, tiles
 from bighorn.kernels.triton.common_kernels import LANES
 
 SIZES = [None, *itertools.product((8192, 16384, 32768, 65536), (4, 8))]
@@ -52,11 +52,13 @@ def main() -> None:
 
 def resize(chunk: int, each: int, patch: pytest.MonkeyPatch) -> None:
     """Let kernels of Lamb that are made from now on have these sizes."""
-    original = lamb.LambPart.compiled_for
+    original = lamb.LambLaunchGroup.compiled_for
     block = LANES.value * each
-    for module in (stepper, lamb):
+    for module in (launch_group, lamb):
         patch.setattr(module, "CHUNK", chunk)
-    patch.setattr(lamb.LambPart, "compiled_for", staticmethod(lambda *types: {**original(*types), "BLOCK": block}))
+    patch.setattr(
+        lamb.LambLaunchGroup, "compiled_for", staticmethod(lambda *types: {**original(*types), "BLOCK": block})
+    )
 
 
 def measured(kind: type[Lamb | Came], name: str, dtype: torch.dtype) -> str:

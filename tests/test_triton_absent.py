@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
 import test_triton
 import test_triton_came
-from bighorn import kernels
-from bighorn.kernels import Bucket
-from bighorn.kernels.triton import device, stepper, tables
+import torch
 from interpreter import interpreted
 from test_triton_shards import LAYOUTS, on_ranks
+from torch import Tensor
+
+from bighorn import kernels
+from bighorn.kernels import Bucket
+from bighorn.kernels.triton import device, launch_group, tables
 
 pytest.importorskip("triton")
 
@@ -219,19 +219,18 @@ def test_other_rows_without_a_gradient_take_no_table_but_that_of_addresses(
 ) -> None:
     made: list[int] = []
     compilations: list[Any] = []
-    table, compiled = tables.table, device.compiled
+    table, compiled = tables.Uploads.table, device.compiled
 
-    def counting(values: list[Any], *rest: Any) -> Tensor:
+    def counting(uploads: Any, values: list[Any], dtype: torch.dtype) -> Tensor:
         made.append(len(values))
-        return table(values, *rest)
+        return table(uploads, values, dtype)
 
     def noting(*given: Any) -> Any:
         compilations.append(given)
         return compiled(*given)
 
-    for module in (tables, stepper):
-        monkeypatch.setattr(module, "table", counting)
-    monkeypatch.setattr(stepper, "compiled", noting)
+    monkeypatch.setattr(tables.Uploads, "table", counting)
+    monkeypatch.setattr(launch_group, "compiled", noting)
     of = KINDS[algorithm][1]()
     kernel = getattr(kernels.BACKENDS["triton"], algorithm)([of])
     kernel.prepare()

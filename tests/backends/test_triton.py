@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
-from bighorn.kernels.triton import device, lamb, stepper, tables, trial
-from bighorn.kernels.triton.lamb import LambPart
+from bighorn.kernels.triton import device, lamb, launch_group, tables, trial
+from bighorn.kernels.triton.lamb import LambLaunchGroup
 from tests.support.cases import set_gradients
 from tests.support.processes import LIMIT
 from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
@@ -156,18 +156,17 @@ def test_the_same_bits_from_run_to_run() -> None:
 def test_tables_are_made_anew_only_when_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def counting(values: list[Any], *arguments: Any) -> Tensor:
+    def counting(uploads: Any, values: list[Any], dtype: torch.dtype) -> Tensor:
         made.append(len(values))
-        return tables_table(values, *arguments)
+        return table(uploads, values, dtype)
 
-    tables_table = tables.table
-    monkeypatch.setattr(tables, "table", counting)
-    monkeypatch.setattr(stepper, "table", counting)
+    table = tables.Uploads.table
+    monkeypatch.setattr(tables.Uploads, "table", counting)
     params = [Parameter(torch.ones(20)), Parameter(torch.ones(30))]
     set_gradients(params, [torch.ones(20), torch.ones(30)])
     optimizer = Lamb(params, backend="triton")
     optimizer.step()
-    assert len(made) == 4  # rows, owners of chunks, addresses of gradients, options
+    assert len(made) == 4  # rows, program_to_row of chunks, addresses of gradients, options
     optimizer.step()
     assert len(made) == 4
     optimizer.param_groups[0]["lr"] = 0.5
@@ -183,13 +182,15 @@ def test_tables_are_made_anew_only_when_something_moved(monkeypatch: pytest.Monk
 def test_the_tables_of_a_graph_hold_the_same_numbers_without_memory_of_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mirrors = [tables.Mirror(dtype, torch.device("cpu"), []) for dtype in (torch.int64, torch.float64)]
+    uploads = tables.Uploads(torch.device("cpu"))
+    cached = [tables.CachedTable(dtype, uploads) for dtype in (torch.int64, torch.float64)]
     values: list[list[Any]] = [[2**47 + 123, 0, -1], [0.1, -math.inf, math.inf, 1]]
-    plain = [mirror.of(list(row)) for mirror, row in zip(mirrors, values, strict=True)]
+    plain = [each.of(list(row)) for each, row in zip(cached, values, strict=True)]
     monkeypatch.setattr(tables, "capturing", lambda _: True)
-    for mirror, row, table in zip(mirrors, values, plain, strict=True):
-        assert mirror.of(list(row)).equal(table)
-        assert mirror.of(list(row)).data_ptr() != table.data_ptr()
+    uploads.begin_step()
+    for each, row, table in zip(cached, values, plain, strict=True):
+        assert each.of(list(row)).equal(table)
+        assert each.of(list(row)).data_ptr() != table.data_ptr()
 
 
 @interpreted
@@ -213,19 +214,19 @@ def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
 @pytest.mark.parametrize("adapt", [True, False])
 def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
-    size, ends = 2**31 + 5, (slice(0, stepper.CHUNK), slice(2**31, None))
+    size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     big, small = (
-        bucket(stepper.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"
+        bucket(launch_group.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"
     )
     columns: list[list[Any]] = [big.params, big.grads, *big.state.values()]
     for held in columns:
         values, held[0] = held[0], torch.empty(size, dtype=torch.bfloat16)
-        held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
+        held[0][ends[0]], held[0][ends[1]] = values[: launch_group.CHUNK], values[launch_group.CHUNK :]
     kernel = lamb.Lamb([big])
-    (part,) = kernel.parts
-    assert isinstance(part, LambPart)
+    (part,) = kernel.groups
+    assert isinstance(part, LambLaunchGroup)
     part.sums.zero_()  # of the chunks whose programs do not run
-    only_the_first_and_the_last(len(part.owners), monkeypatch)
+    only_the_first_and_the_last(len(part.program_to_row), monkeypatch)
     kernel.step()
     monkeypatch.undo()
     stepped(small)

@@ -14,7 +14,7 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.cli.shapes import SHAPES
 from bighorn.kernels import Bucket, CameOptions, codec, rounding
-from bighorn.kernels.triton import came, came_part, device, stepper, tiles
+from bighorn.kernels.triton import came, came_launches, device, launch_group, tiles
 from tests.support.came_kernel_cases import DEFAULTS
 from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
 
@@ -134,19 +134,19 @@ def test_the_same_bits_from_run_to_run() -> None:
 @interpreted
 def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
-    size, ends = 2**31 + 5, (slice(0, stepper.CHUNK), slice(2**31, None))
+    size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
     # A threshold beyond reach, since the size of u is divided by that of the tensor.
-    big, small = (bucket((stepper.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
+    big, small = (bucket((launch_group.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
     columns: list[list[Any]] = [big.params, big.grads, *big.state.values()]
     for held in columns:
         values, held[0] = held[0], torch.empty(size, dtype=held[0].dtype)
-        held[0][ends[0]], held[0][ends[1]] = values[: stepper.CHUNK], values[stepper.CHUNK :]
+        held[0][ends[0]], held[0][ends[1]] = values[: launch_group.CHUNK], values[launch_group.CHUNK :]
     kernel = came.Came([big])
-    (part,) = kernel.parts
-    assert isinstance(part, came_part.CamePart)
+    (part,) = kernel.groups
+    assert isinstance(part, came_launches.CameLaunchGroup)
     part.sums.zero_()  # of the chunks whose programs do not run
-    only_the_first_and_the_last(len(part.owners), monkeypatch)
+    only_the_first_and_the_last(len(part.program_to_row), monkeypatch)
     kernel.step()
     monkeypatch.undo()
     stepped(small)
@@ -162,7 +162,7 @@ def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -
 def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> None:
     """The memory that a step works in, beside the parameters'."""
     shapes = [torch.Size(shape) for shape in SHAPES[name]()]
-    cuts = [tiles.cut(shape, "matrix") for shape in shapes]
+    cuts = [tiles.tile_grid(shape, "matrix") for shape in shapes]
     factored = [cut for cut in cuts if 2 * (cut.height + cut.width) < cut.height * cut.width]
     scratch = sum(4 * (cut.row_parts + cut.col_parts) + 24 * cut.tiles + 12 * cut.pieces for cut in factored)
     assert scratch <= limit * dtype.itemsize * sum(shape.numel() for shape in shapes)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 pytest.importorskip("triton")
 
 from bighorn import Came, Lamb
-from bighorn.kernels.triton import device, stepper
+from bighorn.kernels.triton import device, launch_group
 from tests.support import kernel_variants
 from tests.support.cases import Kind, set_gradients
 from tests.support.fake_gpu import Driver, compiled_while_numbers_change
@@ -111,7 +111,7 @@ def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 
 @compiled
 def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
-    params = [Parameter(torch.randn(size)) for size in (3 * stepper.CHUNK + 1, 0, 17, 5)]
+    params = [Parameter(torch.randn(size)) for size in (3 * launch_group.CHUNK + 1, 0, 17, 5)]
     set_gradients(params, [torch.randn(p.shape) for p in params])
     groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "adapt": False}]
     optimizer = Lamb(groups, weight_decay=0.1, backend="triton")
@@ -126,7 +126,7 @@ def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
 
 @compiled
 def test_a_came_step_takes_eight_launches_and_four(driver: Driver) -> None:
-    params = [Parameter(torch.randn(shape)) for shape in ((600, 300), (20, 30), (0,), (17,), (stepper.CHUNK + 1,))]
+    params = [Parameter(torch.randn(shape)) for shape in ((600, 300), (20, 30), (0,), (17,), (launch_group.CHUNK + 1,))]
     set_gradients(params, [torch.randn(p.shape) for p in params])
     Came(params, lr=0.1, backend="triton").step()
     lines = 3 + 2 + 1 + 1

@@ -15,8 +15,7 @@ from bighorn import kernels
 from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Factor, Shard
 from bighorn.kernels.rounding import WAYS, Rounding
-from bighorn.kernels.triton import came, came_shards, lamb, stepper
-from tests.backends import test_triton, test_triton_came
+from bighorn.kernels.triton import came, came_shards, lamb, tables
 from tests.support.triton_interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -224,10 +223,10 @@ def test_tables_wait_for_each_stream_that_reads_them(monkeypatch: pytest.MonkeyP
     )
     kernel = came.Came([on_ranks(test_triton_came.bucket((8, 6)), [{0: [3]}])[0]])
     for name in ("first", "second", "first"):
-        monkeypatch.setattr(stepper, "current_stream", lambda _, name=name: name)
+        monkeypatch.setattr(tables, "current_stream", lambda _, name=name: name)
         kernel.prepare()
-    (part,) = kernel.parts
-    assert isinstance(part, came_shards.ShardPart)
-    for table in (part.rows, part.owners, part.partials, part.grads, part.by_row.here, part.by_col.places):
+    (part,) = kernel.groups
+    assert isinstance(part, came_shards.CameShardLaunchGroup)
+    for table in (part.rows, part.program_to_row, part.partials, part.grads, part.by_row.here, part.by_col.positions):
         assert {(table.data_ptr(), "first"), (table.data_ptr(), "second")} <= recorded
-    assert kernel.streams == ["first", "second"]
+    assert kernel.uploads.streams == ["first", "second"]

@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_triton_shards import LAYOUTS, Cuts, on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.kernels.triton import came, device, lamb, stepper
-from tests.backends import test_triton, test_triton_came
-from tests.backends.test_triton_shards import LAYOUTS, Cuts, on_ranks
+from bighorn.kernels.triton import came, device, lamb, launch_group
 from tests.support.cases import Kind, set_gradients
 from tests.support.covering_cases import fewest
-from tests.support.kernel_compilation import TARGETS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ROUNDINGS = ("kahan", "stochastic", "master")
@@ -89,7 +87,7 @@ def recorded() -> list[Request]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "DEVICES", ("cpu",))
-        patch.setattr(stepper, "compiled", note)
+        patch.setattr(launch_group, "compiled", note)
         for kind, x, g, options in (*lamb_options(), *came_options()):
             step(kind, x, g, options)
         make_shards()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bighorn.kernels.triton import device, stepper
+from bighorn.kernels.triton import device, launch_group
 
 compiled = pytest.mark.skipif(device.interpreted(), reason="needs Triton's compiler, and TRITON_INTERPRET is set")
 interpreted = pytest.mark.skipif(
@@ -52,9 +52,9 @@ def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) 
     """A launch of more than two programs, which are so many, runs these two."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    launch = stepper.Part.launch
+    launch = launch_group.LaunchGroup.launch
     monkeypatch.setattr(
-        stepper.Part,
+        launch_group.LaunchGroup,
         "launch",
         lambda part, kernel, n, *rest, **named: launch(part, kernel, min(n, 2), *rest, **named),
     )

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions, Shard, matrix_shape
 from bighorn.kernels.triton import stepper
-from bighorn.kernels.triton.came_part import CamePart
-from bighorn.kernels.triton.came_shards import ShardPart, split_of
-from bighorn.kernels.triton.device import guard
-from bighorn.kernels.triton.stepper import Place, Stepper
-from bighorn.kernels.triton.tiles import cut
+from bighorn.kernels.triton.came_launches import CameLaunchGroup
+from bighorn.kernels.triton.came_shards import CameShardLaunchGroup, split_of
+from bighorn.kernels.triton.launch_group import RowIndex
+from bighorn.kernels.triton.stepper import Stepper
+from bighorn.kernels.triton.tiles import tile_grid
 
 SMALL = 1024
 """Elements of a small matrix."""
@@ -27,7 +27,7 @@ def why_not(param: Tensor, options: CameOptions) -> str | None:
     reason = stepper.why_not(param, options)
     if reason or options.factor is None:
         return reason
-    shape = cut(param.shape, options.factor)
+    shape = tile_grid(param.shape, options.factor)
     if shape.count > MOST_SMALL and shape.height * shape.width < SMALL:
         return f"{shape.count} matrices of {shape.height} x {shape.width} are too many and too small for Triton"
     return None
@@ -44,17 +44,16 @@ def why_not_shard(shard: Shard, options: CameOptions) -> str | None:
 class Came(Stepper[CameOptions]):
     """CAME for some buckets on one device."""
 
-    def part(self, places: list[Place]) -> CamePart:
-        """As `Stepper.part`."""
-        return (ShardPart if self.buckets[places[0][0]].shards else CamePart)(
-            self.buckets, places, self.layouts, self.streams
-        )
+    def launch_group(self, indices: list[RowIndex]) -> CameLaunchGroup:
+        """As `Stepper.launch_group`."""
+        group = CameShardLaunchGroup if self.buckets[indices[0][0]].shards else CameLaunchGroup
+        return group(self.buckets, indices, self.gradient_layouts, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:
         """As `Stepper.kind`."""
         o = bucket.options
-        each, split = cut(bucket.params[i].shape, o.factor), None
+        each, split = tile_grid(bucket.params[i].shape, o.factor), None
         if bucket.shards:
             split = split_of(bucket.shards[i], o.factor)
         if o.factor is None:
@@ -62,24 +61,26 @@ class Came(Stepper[CameOptions]):
         return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
 
     def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Came.rounds`; parts of different kinds go from sum to sum together."""
-        with guard(self.device):
-            hyper, scale, commit = self.on_device(grad_scale, commit)
-            running = [part.rounds(hyper, scale, commit) for part in self.parts if isinstance(part, ShardPart)]
+        """One step of shards, as `reference.Came.rounds`; groups of different kinds go from sum to sum together."""
+        with self.guard:
+            options, scale, commit = self.on_device(grad_scale, commit)
+            running = [
+                group.rounds(options, scale, commit) for group in self.groups if isinstance(group, CameShardLaunchGroup)
+            ]
             parts = [sums for part in running if (sums := next(part, None)) is not None]
         while parts:
             sums = torch.cat(parts)
             yield sums
-            with guard(self.device):
+            with self.guard:
                 for part, arrived in zip(parts, torch.split(sums, [part.numel() for part in parts]), strict=True):
                     part.copy_(arrived)
                 parts = [sums for part in running if (sums := next(part, None)) is not None]
-        with guard(self.device):
+        with self.guard:
             self.finish(commit)
 
     @staticmethod
-    def numbers(options: CameOptions) -> list[float]:
-        """As `Stepper.numbers`: `came_columns.py` numbers them."""
+    def option_values(options: CameOptions) -> list[float]:
+        """As `Stepper.option_values`: `came_layout.py` numbers them."""
         o, (beta1, beta2, beta3) = options, options.betas
         return [
             beta1,

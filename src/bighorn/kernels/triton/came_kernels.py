@@ -12,9 +12,9 @@ over more than a tile, and what there is one of for a row, a column or a tensor,
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import came_columns as layout
-from bighorn.kernels.triton import came_place_kernels as tiling
-from bighorn.kernels.triton import came_value_kernels as scaling
+from bighorn.kernels.triton import came_layout as layout
+from bighorn.kernels.triton import came_scaling_kernels as scaling
+from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
@@ -26,7 +26,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, partials_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of g^2, and of x^2 where the size of x counts."""
     tile = tl.program_id(0)
@@ -38,7 +38,7 @@ def came_squares(
     g = tl.load(grads_ptr + index)
     scale = common.gradient_scale(grad_scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
-        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, PATCH)
+        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
     else:
         square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
     if tl.load(option_ptr + layout.SCALE_EPS) >= 0:
@@ -48,13 +48,13 @@ def came_squares(
 
 @triton.jit
 def square_tile(
-    g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr
+    g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr
 ):  # fmt: skip
     """The sums of g^2 over the rows and the columns of a tile."""
-    ROWS: tl.constexpr = PATCH // WIDE
+    ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.patch(i, shape, VECTOR, WIDE, ROWS)
+        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         tiling.store_lines(row_parts, i, shape[0], tl.sum(value * value, 1), ROWS)
         total += value * value
@@ -67,7 +67,7 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
     ROWS: tl.constexpr = 2 * layout.FEW // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float64)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.patch(i, shape, 1, WIDE, ROWS)
+        offsets, mask = tiling.tile_block(i, shape, 1, WIDE, ROWS)
         value = weights.read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
         total += value * value
     return tl.sum(total)
@@ -115,7 +115,7 @@ def came_lines(
 @triton.jit
 def came_update_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, line_sums_ptr, roots_ptr, sums_ptr,
-    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages; backwards."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -136,7 +136,7 @@ def came_update_squares(
     )
     scale = common.gradient_scale(grad_scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
-        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, PATCH)
+        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK)
     else:
         total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, 1, WIDE, 2 * layout.FEW)
     tl.store(sums_ptr + tile * layout.SUM + layout.U_SQUARES, total)
@@ -144,13 +144,13 @@ def came_update_squares(
 
 @triton.jit
 def update_squares(
-    g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr
+    g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr
 ):  # fmt: skip
     """The sum of u^2 over a tile."""
-    ROWS: tl.constexpr = PATCH // WIDE
+    ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.patch(i, shape, VECTOR, WIDE, ROWS)
+        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         u = scaling.update(value, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         total += u * u
@@ -179,7 +179,7 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, commit_ptr, sums_ptr, scalars_
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, roots_ptr, scalars_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the partial sums of its residual's squares."""
     tile = tl.program_id(0)
@@ -210,7 +210,7 @@ def came_average(
         if g % 16 == 0:
             average(
                 pointers, scales, shape, factors, row_averages, c, parts,
-                S, CODES_IN_TILES, VECTOR, VECTOR, WIDE, PATCH,
+                S, CODES_IN_TILES, VECTOR, VECTOR, WIDE, TILE_BLOCK,
             )  # fmt: skip
         else:  # as gradients of FSDP2 and DDP often are: they alone are moved one by one
             average(
@@ -228,14 +228,14 @@ def came_average(
 def average(
     pointers, scales, shape, factors, row_averages, c, parts,
     S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average of a tile, and the sums of (u - m)^2 over its rows and columns."""
-    ROWS: tl.constexpr = PATCH // WIDE
+    ROWS: tl.constexpr = TILE_BLOCK // WIDE
     scale, beta1, beta1_rest, root = factors
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.patch(i, shape, VECTOR, WIDE, ROWS)
+        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         g = common.read(pointers[0], offsets, mask, G_VECTOR).to(tl.float32) * scale
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
@@ -257,7 +257,7 @@ def average(
 def came_apply(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, commit_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
-    CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The parameter; backwards."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -284,7 +284,7 @@ def came_apply(
     if tiling.aligned(weights.weight_addresses(row_ptr) | m, shape, VECTOR):
         r = apply(
             pointers, scales, shape, factors, row_averages, c, draws,
-            S, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, PATCH,
+            S, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, TILE_BLOCK,
         )  # fmt: skip
     else:
         r = apply(
@@ -301,14 +301,14 @@ def came_apply(
 def apply(
     pointers, scales, shape, factors, row_averages, c, draws,
     S: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The parameter's tile; returns the sum of the rows' factors."""
-    ROWS: tl.constexpr = PATCH // WIDE
+    ROWS: tl.constexpr = TILE_BLOCK // WIDE
     lr, decay, root = factors
     total = tl.zeros((ROWS,), tl.float64)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.patch(i, shape, VECTOR, WIDE, ROWS)
+        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         r = scaling.row_factors(row_averages, i, shape, root, ROWS)
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)

@@ -3,16 +3,16 @@
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import came_columns as layout
-from bighorn.kernels.triton import came_place_kernels as tiling
-from bighorn.kernels.triton import came_value_kernels as scaling
+from bighorn.kernels.triton import came_layout as layout
+from bighorn.kernels.triton import came_scaling_kernels as scaling
+from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import common_kernels as common
 
 
 @triton.jit
 def came_known_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, partials_ptr,
-    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
     tile = tl.program_id(0)
@@ -34,7 +34,7 @@ def came_known_squares(
         )
     g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
-        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, PATCH)
+        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
     else:
         known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * layout.FEW)
 
@@ -42,13 +42,13 @@ def came_known_squares(
 @triton.jit
 def known_squares(
     g, shape, scale, known, parts,
-    SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, PATCH: tl.constexpr,
+    SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Those of a tile."""
-    ROWS: tl.constexpr = PATCH // WIDE
+    ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.patch(i, shape, VECTOR, WIDE, ROWS)
+        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
         if SPLIT == "rows":
             value *= scaling.row_factors(known, i, shape, 1.0, ROWS)[:, None]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bighorn.kernels import rounding
 from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard, matrix_shape
-from bighorn.kernels.triton.came_part import CamePart
-from bighorn.kernels.triton.stepper import ABSENT, Layouts, Place
-from bighorn.kernels.triton.tables import table
-from bighorn.kernels.triton.tiles import Cut
+from bighorn.kernels.triton.came_launches import CameLaunchGroup
+from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex
+from bighorn.kernels.triton.tables import ABSENT, Uploads
+from bighorn.kernels.triton.tiles import TileGrid
 
 Split = Literal["none", "rows", "columns", "both"]
 
@@ -45,7 +45,7 @@ class Lines:
 
     Attributes:
         here: Which of the lines that kernels write they are.
-        places: Where these stand among those of all ranks.
+        positions: Their positions among those of all ranks.
         per_matrix: How many lines each matrix has here.
         in_all: And on all ranks.
         size: How many lines there are on all ranks.
@@ -53,62 +53,62 @@ class Lines:
     """
 
     here: Tensor
-    places: Tensor
+    positions: Tensor
     per_matrix: Tensor
     in_all: Tensor
     size: int
     present: Tensor | None = None
 
     def spread(self, lines: Tensor) -> Tensor:
-        """Lines in their places among those of all ranks, with 0 for those of others."""
-        return lines.new_zeros(self.size).index_copy_(0, self.places, where(self.present, lines[self.here]))
+        """Lines in their positions among those of all ranks, with 0 for those of others."""
+        return lines.new_zeros(self.size).index_copy_(0, self.positions, where(self.present, lines[self.here]))
 
     def take(self, lines: Tensor, whole: Tensor) -> None:
         """Put the lines of all ranks in the place of those here."""
-        lines[self.here] = whole[self.places]
+        lines[self.here] = whole[self.positions]
 
     def sums_here(self, lines: Tensor) -> Tensor:
         """The sum over each matrix's lines."""
         return segment_sums(lines[self.here], self.per_matrix)
 
 
-class ShardPart(CamePart):
+class CameShardLaunchGroup(CameLaunchGroup):
     """Shards of tensors whose matrices are all cut up in the same way."""
 
     def __init__(
-        self, buckets: list[Bucket[CameOptions]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import came_shard_kernels
 
-        super().__init__(buckets, places, layouts, streams)
+        super().__init__(buckets, indices, layouts, uploads)
         self.shard_kernels = came_shard_kernels
-        (index, i), tiles, device = places[0], len(self.tiles), self.device
+        (index, i), tiles, device = indices[0], len(self.tile_to_row), self.device
         self.factor = buckets[index].options.factor
         self.split = split_of(self.shard(index, i), self.factor)
         self.constants = {**self.constants, "SPLIT": self.split}
         # Behind the sums of tiles stand those of whole tensors.
-        self.sums = torch.zeros(self.columns.SUM.value * (tiles + len(places)), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(self.columns.SUM.value * (tiles + len(indices)), dtype=torch.float64, device=device)
         sums = self.sums.view(-1, self.columns.SUM.value)
         self.whole_sums = sums[tiles:]
         if self.factored:
-            cuts, shards = self.cuts(), [self.shard(*place) for place in places]
-            self.lines = torch.zeros(sum(each.lines for each in cuts), dtype=torch.float64, device=device)
+            grids, shards = self.tile_grids(), [self.shard(*index) for index in indices]
+            self.lines = torch.zeros(sum(each.lines for each in grids), dtype=torch.float64, device=device)
             self.inner = torch.zeros_like(self.lines)
-            self.by_row, self.by_col = (self._lines(cuts, shards, of_rows) for of_rows in (True, False))
+            self.by_row, self.by_col = (self._lines(grids, shards, of_rows) for of_rows in (True, False))
             counts = [self._whole(shard)[0] for shard in shards]
             firsts = itertools.accumulate(counts[:-1], initial=0)
             which = [first + numbers(shard, self.factor) for first, shard in zip(firsts, shards, strict=True)]
             self.matrices = torch.cat(which).to(device)
-            self.matrices_per_row = table(counts, torch.int64, device)
-            self.owners_of_matrices = self.table_of_owners([each.count for each in cuts])
+            self.matrices_per_row = uploads.table(counts, torch.int64)
+            self.matrix_to_row = self.program_table([each.count for each in grids])
 
     def holders(self) -> list[object]:
-        """As `Part.holders`."""
+        """As `LaunchGroup.holders`."""
         return [*super().holders(), *([self.by_row, self.by_col] if self.factored else [])]
 
-    def rounds(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> Iterator[Tensor]:
+    def rounds(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> Iterator[Tensor]:
         """One step: yields sums, which must have been added up over all ranks, in place, before it goes on."""
-        self.given = hyper, scale, commit, compile_only
+        self.given = options, scale, commit, compile_only
         if self.factored:
             self.find_present()
             self.squares()
@@ -132,15 +132,15 @@ class ShardPart(CamePart):
 
     def find_present(self) -> None:
         """Which matrices and lines are of tensors with a gradient: those of others were left by some step before."""
-        present = self.present = (self.grads != ABSENT)[self.owners_of_matrices] if self.missing else None
+        present = self.present = (self.grads != ABSENT)[self.matrix_to_row] if self.missing else None
         for lines in (self.by_row, self.by_col):
             lines.present = None
             if present is not None:
                 lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.here))
 
-    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """One step where all ranks' sums are those here."""
-        for _ in self.rounds(hyper, scale, commit, compile_only=compile_only):
+        for _ in self.rounds(options, scale, commit, compile_only=compile_only):
             pass
 
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
@@ -236,13 +236,13 @@ class ShardPart(CamePart):
         return self.buckets[index].shards[i]
 
     def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
-        """As `CamePart.sums_of`."""
+        """As `CameLaunchGroup.sums_of`."""
         del first, stop
         tiles = sum(self.tile_counts())
         return tiles + number, tiles + number + 1
 
-    def whole_columns(self, index: int, i: int, each: Cut) -> list[int]:
-        """As `CamePart.whole_columns`."""
+    def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
+        """As `CameLaunchGroup.whole_columns`."""
         del each
         shard, factor = self.shard(index, i), self.buckets[index].options.factor
         axis = row_axis(shard, factor)
@@ -252,24 +252,24 @@ class ShardPart(CamePart):
     def _whole(self, shard: Shard) -> tuple[int, int, int]:
         return matrix_shape(torch.Size(shard.shape), self.factor)
 
-    def _lines(self, cuts: list[Cut], shards: list[Shard], of_rows: bool) -> Lines:
-        here, places, per_matrix, in_all = [], [], [], []
+    def _lines(self, grids: list[TileGrid], shards: list[Shard], of_rows: bool) -> Lines:
+        here, positions, per_matrix, in_all = [], [], [], []
         start = first = 0
-        for x, shard, each in zip(self.params, shards, cuts, strict=True):
+        for x, shard, each in zip(self.params, shards, grids, strict=True):
             count, height, width = self._whole(shard)
             mine, length = (each.height, height) if of_rows else (each.width, width)
             along = rows_of(shard, self.factor) if of_rows else columns_of(x, shard, self.factor)
             line = start + (0 if of_rows else each.count * each.height)
             here.append(torch.arange(line, line + each.count * mine))
-            places.append((first + numbers(shard, self.factor)[:, None] * length + along[None, :]).flatten())
+            positions.append((first + numbers(shard, self.factor)[:, None] * length + along[None, :]).flatten())
             per_matrix += [mine] * each.count
             in_all += [length] * count
             start, first = start + each.lines, first + count * length
         return Lines(
             torch.cat(here).to(self.device),
-            torch.cat(places).to(self.device),
-            table(per_matrix, torch.int64, self.device),
-            table(in_all, torch.int64, self.device),
+            torch.cat(positions).to(self.device),
+            self.uploads.table(per_matrix, torch.int64),
+            self.uploads.table(in_all, torch.int64),
             first,
         )
 
@@ -277,23 +277,23 @@ class ShardPart(CamePart):
 def numbers(shard: Shard, factor: Factor | None) -> Tensor:
     """Which of the matrices of the whole tensor are here, `[matrices]`."""
     stop = len(shard.shape) - 2 if factor == "last_two" else 0
-    return _places(shard, slice(0, stop)).flatten()
+    return _positions(shard, slice(0, stop)).flatten()
 
 
 def rows_of(shard: Shard, factor: Factor | None) -> Tensor:
     """Which rows of a matrix are here, `[rows]`."""
     axis = row_axis(shard, factor)
-    return _places(shard, slice(axis, axis + 1))
+    return _positions(shard, slice(axis, axis + 1))
 
 
 def columns_of(x: Tensor, shard: Shard, factor: Factor | None) -> Tensor:
     """Which columns of a matrix are here, `[columns]`, in the order of memory."""
     first = row_axis(shard, factor) + 1
     order = sorted(range(first, x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
-    return _places(shard, slice(first, x.dim())).permute([dim - first for dim in order]).flatten()
+    return _positions(shard, slice(first, x.dim())).permute([dim - first for dim in order]).flatten()
 
 
-def _places(shard: Shard, dims: slice) -> Tensor:
+def _positions(shard: Shard, dims: slice) -> Tensor:
     return rounding.places(shard.size[dims], shard.offset[dims], shard.shape[dims], torch.device("cpu"))
 
 

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import came_columns as layout
-from bighorn.kernels.triton import came_value_kernels as scaling
+from bighorn.kernels.triton import came_layout as layout
+from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights

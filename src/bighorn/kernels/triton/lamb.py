@@ -13,8 +13,9 @@ from torch import Tensor
 from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket, LambOptions
 from bighorn.kernels.triton import stepper
-from bighorn.kernels.triton.device import guard
-from bighorn.kernels.triton.stepper import CHUNK, Layouts, Part, Place, Stepper, constants_of
+from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.stepper import Stepper
+from bighorn.kernels.triton.tables import Uploads
 
 UNBOUNDED = (0.0, math.inf)
 
@@ -36,27 +37,27 @@ def why_not(param: Tensor, options: LambOptions) -> str | None:
     return reason
 
 
-class LambPart(Part[LambOptions]):
+class LambLaunchGroup(LaunchGroup[LambOptions]):
     """Rows that adapt come first: the second pass leaves the others out."""
 
     def __init__(
-        self, buckets: list[Bucket[LambOptions]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+        self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import lamb_kernels
 
         self.kernels = lamb_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
-        adaptive_first = sorted(places, key=lambda place: not buckets[place[0]].options.adapt)
-        super().__init__(buckets, adaptive_first, layouts, streams)
-        adapts = [buckets[index].options.adapt for index, _ in self.places]
+        adaptive_first = sorted(indices, key=lambda index: not buckets[index[0]].options.adapt)
+        super().__init__(buckets, adaptive_first, layouts, uploads)
+        adapts = [buckets[index].options.adapt for index, _ in self.indices]
         self.adapted = sum(itertools.compress(self.chunks, adapts))
-        self.sums = torch.empty(2 * len(self.owners), dtype=torch.float64, device=self.device)
-        factors = lamb_kernels.FACTOR.value * len(self.places)
+        self.sums = torch.empty(2 * len(self.program_to_row), dtype=torch.float64, device=self.device)
+        factors = lamb_kernels.FACTOR.value * len(self.indices)
         self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LambOptions) -> dict[str, Any]:
-        """As `Part.compiled_for`; both moments have one dtype."""
+        """As `LaunchGroup.compiled_for`; both moments have one dtype."""
         from bighorn.kernels.triton.common_kernels import LANES, TYPES
 
         # A thread moves 16 bytes of the widest dtype: more of them, and the narrow ones pass through shared memory.
@@ -76,48 +77,52 @@ class LambPart(Part[LambOptions]):
 
     @staticmethod
     def chunks_of(x: Tensor, options: LambOptions) -> int:
-        """As `Part.chunks_of`; moments in blocks of codes are cut up as if these were full."""
+        """As `LaunchGroup.chunks_of`; moments in blocks of codes are cut up as if these were full."""
         codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
         return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
-        """As `Part.own_columns`: `lamb_kernels.py` numbers them."""
-        states, names = [(self.buckets[index].state, i) for index, i in self.places], self.kernels.ADDRESSES
+        """As `LaunchGroup.own_columns`: `lamb_kernels.py` numbers them."""
+        states, names = [(self.buckets[index].state, i) for index, i in self.indices], self.kernels.ADDRESSES
         return [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
 
-    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """One LAMB step."""
-        self.moments(hyper, scale, commit, compile_only=compile_only)
+        self.moments(options, scale, commit, compile_only=compile_only)
         # A shard's totals are those of all ranks, which `rounds` hands over; alone in its group they are its own.
         totals = self.totals(commit, compile_only=compile_only) if self.sharded else None
-        self.apply(hyper, commit, totals, compile_only=compile_only)
+        self.apply(options, commit, totals, compile_only=compile_only)
 
-    def moments(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def moments(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """The first pass: moments, and the sums of the squares of x and u for each chunk."""
-        rows, grads, owners, sums, factors = self.rows, self.grads, self.owners, self.sums, self.factors
-        self.launch(self.kernels.lamb_factors, len(self.places), (rows, grads, hyper, commit, factors), compile_only)
-        tables = rows, grads, owners, hyper, scale, commit, sums, factors
-        self.launch(self.kernels.lamb_moments, len(self.owners), tables, compile_only)
+        rows, grads, program_to_row, sums, factors = self.rows, self.grads, self.program_to_row, self.sums, self.factors
+        self.launch(self.kernels.lamb_factors, len(self.indices), (rows, grads, options, commit, factors), compile_only)
+        tables = rows, grads, program_to_row, options, scale, commit, sums, factors
+        self.launch(self.kernels.lamb_moments, len(self.program_to_row), tables, compile_only)
 
     def totals(self, commit: Tensor, *, compile_only: bool = False) -> Tensor:
         """These sums for each row, flat: of x, of u, and so on."""
         return self.shard_totals(commit, self.common.FIRST.value, self.common.STOP.value, 2, compile_only)
 
-    def apply(self, hyper: Tensor, commit: Tensor, totals: Tensor | None = None, *, compile_only: bool = False) -> None:
+    def apply(
+        self, options: Tensor, commit: Tensor, totals: Tensor | None = None, *, compile_only: bool = False
+    ) -> None:
         """Each tensor's decision, from its sums over all ranks where it is a shard, then x."""
-        rows, grads, owners, factors = self.rows, self.grads, self.owners, self.factors
-        tables = rows, grads, hyper, commit, self.sums if totals is None else totals, factors
-        self.launch(self.kernels.lamb_norms, len(self.places), tables, compile_only, PER_CHUNK=totals is None)
-        tables = rows, grads, owners, hyper, commit, factors
+        rows, grads, program_to_row, factors = self.rows, self.grads, self.program_to_row, self.factors
+        tables = rows, grads, options, commit, self.sums if totals is None else totals, factors
+        self.launch(self.kernels.lamb_norms, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
+        tables = rows, grads, program_to_row, options, commit, factors
         self.launch(self.kernels.lamb_apply, self.adapted, tables, compile_only)
 
 
 class Lamb(Stepper[LambOptions]):
     """LAMB for some buckets on one device."""
 
-    def part(self, places: list[Place]) -> LambPart:
-        """As `Stepper.part`."""
-        return LambPart(self.buckets, places, self.layouts, self.streams)
+    layout_options = ("rounding_seed", "adapt")  # weight decay may switch adaptation on and off
+
+    def launch_group(self, indices: list[RowIndex]) -> LambLaunchGroup:
+        """As `Stepper.launch_group`."""
+        return LambLaunchGroup(self.buckets, indices, self.gradient_layouts, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[LambOptions], i: int) -> tuple[object, ...]:
@@ -126,28 +131,23 @@ class Lamb(Stepper[LambOptions]):
         o = bucket.options
         return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks
 
-    @staticmethod
-    def laid_by(options: LambOptions) -> tuple[object, ...]:
-        """As `Stepper.laid_by`; weight decay may switch adaptation on and off."""
-        return options.rounding_seed, options.adapt
-
     def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
         """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""
-        parts = [part for part in self.parts if isinstance(part, LambPart)]
-        with guard(self.device):
-            hyper, scale, commit = self.on_device(grad_scale, commit)
-            for part in parts:
-                part.moments(hyper, scale, commit)
-            sums = torch.cat([self.none, *(part.totals(commit) for part in parts)])
+        groups = [group for group in self.groups if isinstance(group, LambLaunchGroup)]
+        with self.guard:
+            options, scale, commit = self.on_device(grad_scale, commit)
+            for group in groups:
+                group.moments(options, scale, commit)
+            sums = torch.cat([self.none, *(group.totals(commit) for group in groups)])
         yield sums
-        with guard(self.device):
-            for part, own in zip(parts, torch.split(sums, [2 * len(part.places) for part in parts]), strict=True):
-                part.apply(hyper, commit, own)
+        with self.guard:
+            for group, own in zip(groups, torch.split(sums, [2 * len(group.indices) for group in groups]), strict=True):
+                group.apply(options, commit, own)
             self.finish(commit)
 
     @staticmethod
-    def numbers(options: LambOptions) -> list[float]:
-        """As `Stepper.numbers`: `lamb_kernels.py` numbers the columns."""
+    def option_values(options: LambOptions) -> list[float]:
+        """As `Stepper.option_values`: `lamb_kernels.py` numbers the columns."""
         o, (beta1, beta2) = options, options.betas
         adagrad, uncorrected = o.second_moment == "adagrad", not o.bias_correction
         return [

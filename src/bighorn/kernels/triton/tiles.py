@@ -1,4 +1,11 @@
-"""How CAME's tensors are cut up for programs: by their shapes alone, on the host and on the device alike."""
+"""How CAME's tensors are cut up for programs: by their shapes alone, on the host and on the device alike.
+
+Some elements of a tensor have one of four names in this package. A chunk is consecutive elements that one program of
+LAMB, or of CAME for unfactored tensors, serves; a tile is rows and columns of a matrix that one program of CAME serves;
+a block is what a program has in registers at a time, which with codes is whole blocks of `kernels/codec.py`; a pack is
+the blocks of codes that one program of CAME encodes. A piece is rows or columns of which one program advances the
+averages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,7 @@ PACK = 4  # blocks of 8 bits that a program encodes
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileGrid:
     """A tensor as `count` matrices of `height` x `width`."""
 
     count: int
@@ -78,9 +85,9 @@ class Cut:
         return ceil(rows * ceil(self.inner, codec.BLOCK), PACK)
 
 
-def cut(shape: torch.Size, factor: Factor | None) -> Cut:
+def tile_grid(shape: torch.Size, factor: Factor | None) -> TileGrid:
     """How a tensor is cut up."""
-    return Cut(*matrix_shape(shape, factor), inner=math.prod(shape[1:]))
+    return TileGrid(*matrix_shape(shape, factor), inner=math.prod(shape[1:]))
 
 
 def ceil(n: int, size: int) -> int:

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import came_columns as layout
-from bighorn.kernels.triton import came_place_kernels as tiling
+from bighorn.kernels.triton import came_layout as layout
+from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 

@@ -8,39 +8,40 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, CameOptions
-from bighorn.kernels.triton.stepper import Layouts, Part, Place, constants_of
-from bighorn.kernels.triton.tiles import Cut, cut
+from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.tables import Uploads
+from bighorn.kernels.triton.tiles import TileGrid, tile_grid
 
 
-class CamePart(Part[CameOptions]):
+class CameLaunchGroup(LaunchGroup[CameOptions]):
     """Rows that are all factored, or none is."""
 
     def __init__(
-        self, buckets: list[Bucket[CameOptions]], places: list[Place], layouts: Layouts, streams: list[torch.Stream]
+        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import came_columns, came_kernels, came_unfactored_kernels
+        from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels
 
-        self.columns, self.kernels, self.unfactored_kernels = came_columns, came_kernels, came_unfactored_kernels
-        super().__init__(buckets, places, layouts, streams)
-        cuts, device = self.cuts(), self.device
+        self.columns, self.kernels, self.unfactored_kernels = came_layout, came_kernels, came_unfactored_kernels
+        super().__init__(buckets, indices, layouts, uploads)
+        grids, device = self.tile_grids(), self.device
         self.factored = factored = self.constants["FACTORED"]
-        coded = "exp_avg_scale" in buckets[places[0][0]].state
-        in_tiles = coded and factored and cuts[0].codes_in_tiles
-        self.constants |= {"WIDE": cuts[0].wide, "CODES_IN_TILES": in_tiles}
-        self.tiles = self.table_of_owners(self.tile_counts())
-        self.pieces = self.table_of_owners([each.pieces for each in cuts if factored])
-        self.packs = self.table_of_owners([each.packs for each in cuts if coded and not in_tiles])
-        partials = sum(each.row_parts + each.col_parts for each in cuts if factored)
+        coded = "exp_avg_scale" in buckets[indices[0][0]].state
+        in_tiles = coded and factored and grids[0].codes_in_tiles
+        self.constants |= {"WIDE": grids[0].wide, "CODES_IN_TILES": in_tiles}
+        self.tile_to_row = self.program_table(self.tile_counts())
+        self.piece_to_row = self.program_table([each.pieces for each in grids if factored])
+        self.pack_to_row = self.program_table([each.packs for each in grids if coded and not in_tiles])
+        partials = sum(each.row_parts + each.col_parts for each in grids if factored)
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # of shards
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
-        self.roots = torch.empty(sum(each.count for each in cuts if factored), dtype=torch.float32, device=device)
-        self.line_sums = torch.empty(len(self.pieces), dtype=torch.float64, device=device)
-        self.sums = torch.empty(came_columns.SUM.value * len(self.tiles), dtype=torch.float64, device=device)
-        self.numbers = torch.empty(came_columns.NUMBER.value * len(places), dtype=torch.float64, device=device)
+        self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=torch.float32, device=device)
+        self.line_sums = torch.empty(len(self.piece_to_row), dtype=torch.float64, device=device)
+        self.sums = torch.empty(came_layout.SUM.value * len(self.tile_to_row), dtype=torch.float64, device=device)
+        self.scalars = torch.empty(came_layout.NUMBER.value * len(indices), dtype=torch.float64, device=device)
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
-        """As `Part.compiled_for`; the statistics are float32."""
+        """As `LaunchGroup.compiled_for`; the statistics are float32."""
         from bighorn.kernels.triton.common_kernels import LANES
 
         return {
@@ -49,27 +50,28 @@ class CamePart(Part[CameOptions]):
             "SPLIT": None,
             "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
             # Elements of a tile in registers: a load of 16 bits for each would leave too few bytes in flight.
-            "PATCH": LANES.value * (16 if max(dtype.itemsize for dtype in (x, g, m)) == 2 else 8),
+            "TILE_BLOCK": LANES.value * (16 if max(dtype.itemsize for dtype in (x, g, m)) == 2 else 8),
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is
         }
 
-    def cuts(self) -> list[Cut]:
+    def tile_grids(self) -> list[TileGrid]:
         """How each row is cut up."""
         return [
-            cut(self.buckets[index].params[i].shape, self.buckets[index].options.factor) for index, i in self.places
+            tile_grid(self.buckets[index].params[i].shape, self.buckets[index].options.factor)
+            for index, i in self.indices
         ]
 
     def tile_counts(self) -> list[int]:
         """The programs of each row; an unfactored one has those of its chunks."""
-        if self.buckets[self.places[0][0]].options.factor is None:
+        if self.buckets[self.indices[0][0]].options.factor is None:
             return self.chunks
-        return [each.tiles for each in self.cuts()]
+        return [each.tiles for each in self.tile_grids()]
 
     def own_columns(self) -> list[list[int]]:
-        """As `Part.own_columns`: `came_columns.py` numbers them."""
+        """As `LaunchGroup.own_columns`: `came_layout.py` numbers them."""
         columns: list[list[int]] = []
         tile = piece = matrix = part = pack = line = 0
-        for (index, i), tiles, each in zip(self.places, self.tile_counts(), self.cuts(), strict=True):
+        for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.tile_grids(), strict=True):
             state = self.buckets[index].state
             addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES]
             parts = [part, part + each.row_parts]
@@ -85,13 +87,13 @@ class CamePart(Part[CameOptions]):
         del number
         return first, stop
 
-    def whole_columns(self, index: int, i: int, each: Cut) -> list[int]:
+    def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
         """Of a row's whole tensor: elements, height, width, and whether old averages of rows and columns count here."""
         return [self.buckets[index].params[i].numel(), each.height, each.width, 1, 1]
 
-    def step(self, hyper: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
         """One CAME step: the second moment and the size of u, then the average with its residual, then x."""
-        self.given = hyper, scale, commit, compile_only
+        self.given = options, scale, commit, compile_only
         if self.factored:
             self.squares()
             self.average_lines(residual=False)
@@ -123,26 +125,26 @@ class CamePart(Part[CameOptions]):
 
     def totals(self) -> None:
         """What each tensor has one of, once its u is known."""
-        hyper, _, commit, compile_only = self.given
-        tables = self.rows, self.grads, hyper, commit, self.sums, self.numbers
-        self.launch(self.kernels.came_totals, len(self.places), tables, compile_only)
+        options, _, commit, compile_only = self.given
+        tables = self.rows, self.grads, options, commit, self.sums, self.scalars
+        self.launch(self.kernels.came_totals, len(self.indices), tables, compile_only)
 
     def codes(self) -> None:
         """The average, where it is kept in 8 bits whose blocks are no rows of tiles."""
-        hyper, scale, commit, compile_only = self.given
-        tables = self.rows, self.grads, self.packs, hyper, scale, commit, self.roots, self.numbers
-        self.launch(self.kernels.came_codes, len(self.packs), tables, compile_only)
+        options, scale, commit, compile_only = self.given
+        tables = self.rows, self.grads, self.pack_to_row, options, scale, commit, self.roots, self.scalars
+        self.launch(self.kernels.came_codes, len(self.pack_to_row), tables, compile_only)
 
     def average(self) -> None:
         """The average, and the partial sums of its residual's squares."""
-        self.run_tiles(self.kernels.came_average, self.roots, self.numbers, self.partials)
+        self.run_tiles(self.kernels.came_average, self.roots, self.scalars, self.partials)
 
     def apply(self) -> None:
         """X, of factored tensors."""
-        hyper, _, commit, compile_only = self.given
-        given = self.rows, self.grads, self.tiles, hyper, commit
-        tables = *given, self.line_sums, self.roots, self.numbers, self.sums
-        self.launch(self.kernels.came_apply, len(self.tiles), tables, compile_only)
+        options, _, commit, compile_only = self.given
+        given = self.rows, self.grads, self.tile_to_row, options, commit
+        tables = *given, self.line_sums, self.roots, self.scalars, self.sums
+        self.launch(self.kernels.came_apply, len(self.tile_to_row), tables, compile_only)
 
     def second_moment(self) -> None:
         """It and the size of u, of unfactored tensors."""
@@ -150,22 +152,22 @@ class CamePart(Part[CameOptions]):
 
     def move(self) -> None:
         """The average and x, of unfactored tensors."""
-        self.run_tiles(self.unfactored_kernels.came_move, self.numbers)
+        self.run_tiles(self.unfactored_kernels.came_move, self.scalars)
 
     def figures(self) -> None:
         """The mean confidence, and the count of steps."""
         _, _, commit, compile_only = self.given
-        tables = self.rows, self.grads, commit, self.sums, self.numbers
-        self.launch(self.kernels.came_figures, len(self.places), tables, compile_only)
+        tables = self.rows, self.grads, commit, self.sums, self.scalars
+        self.launch(self.kernels.came_figures, len(self.indices), tables, compile_only)
 
     def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
         """Launch a program for each tile."""
-        hyper, scale, commit, compile_only = self.given
-        given = self.rows, self.grads, self.tiles, hyper, scale, commit
-        self.launch(kernel, len(self.tiles), (*given, *tables), compile_only)
+        options, scale, commit, compile_only = self.given
+        given = self.rows, self.grads, self.tile_to_row, options, scale, commit
+        self.launch(kernel, len(self.tile_to_row), (*given, *tables), compile_only)
 
     def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
         """Launch a program for each piece of rows or columns."""
-        hyper, _, commit, compile_only = self.given
-        given = self.rows, self.grads, self.pieces, hyper, commit
-        self.launch(kernel, len(self.pieces), (*given, *tables), compile_only, **constants)
+        options, _, commit, compile_only = self.given
+        given = self.rows, self.grads, self.piece_to_row, options, commit
+        self.launch(kernel, len(self.piece_to_row), (*given, *tables), compile_only, **constants)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import came_columns as layout
+from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import common_kernels as common
 
 
@@ -47,7 +47,7 @@ def aligned(addresses, shape, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def patch(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
     lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
     # The quotients are exact, and the compiler sees so that the products are multiples.

@@ -1,0 +1,179 @@
+"""Rows that the same compiled kernels serve: their tables and launches, for the whole model at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.addresses import check_memory
+from bighorn.kernels.bucket import Bucket, Options, Shard
+from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.rounding import kept_for, stream
+from bighorn.kernels.triton.device import Launch, compiled
+from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
+
+CHUNK = 8192  # elements of a program
+
+RowIndex = tuple[int, int]
+"""The index of a bucket, and of a row in it."""
+
+GradientLayouts = dict[RowIndex, tuple[torch.dtype, bool]]
+"""The dtype of each row's gradient, and whether its order of memory is that of the parameter."""
+
+
+def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
+    """The constants that the kernels of every algorithm have, for dtypes of parameter, gradient and average."""
+    from bighorn.kernels.triton.common_kernels import LANES, TYPES
+
+    return {
+        **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+        "ROUNDING": options.weight_rounding,
+        "CHUNK": CHUNK,
+        "G_BLOCK": LANES.value * 16 // g.itemsize,
+    }
+
+
+class LaunchGroup(Generic[Options]):
+    """Rows that the same compiled kernels serve. An algorithm adds its columns, its tables and its launches."""
+
+    sums: Tensor
+    """What a pass sums up for the next one: rows of float64, one for each program."""
+
+    def __init__(
+        self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+    ) -> None:
+        from bighorn.kernels.triton import common_kernels
+
+        self.buckets: list[Bucket[Options]] = buckets
+        self.indices, self.uploads = indices, uploads
+        offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
+        self.flat_indices = [offsets[index] + i for index, i in indices]  # among the rows of all buckets
+        self.device, self.common = buckets[0].norms.device, common_kernels
+        self.params = [buckets[index].params[i] for index, i in indices]
+        self.chunks = [
+            self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
+        ]
+        self.program_to_row = self.program_table(self.chunks)
+        self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
+        self.addresses = CachedTable(torch.int64, uploads)
+        self.noncontiguous = [k for k, index in enumerate(indices) if not layouts[index][1]]
+        self.copies: list[Tensor] = []
+        self.launches: dict[tuple[object, ...], Launch] = {}
+        check_memory([g for g in self.gradients() if g is not None])
+        self.update_gradients()
+        (index, i), x = indices[0], self.params[0]
+        m = buckets[index].state["exp_avg"][i]
+        cut = any(shard.split - {0} for index, _ in indices for shard in buckets[index].shards)
+        g_dtype = layouts[index, i][0]
+        self.constants = {**self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options), "CUT": cut}
+
+    @staticmethod
+    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
+        """The constants of the kernels, for dtypes of parameter, gradient and average."""
+        raise NotImplementedError
+
+    @staticmethod
+    def chunks_of(x: Tensor, options: Options) -> int:
+        """Programs of a tensor. An empty one has one too: its step is counted and its norms are written."""
+        del options
+        return max(1, -(-x.numel() // CHUNK))
+
+    def own_columns(self) -> list[list[int]]:
+        """The algorithm's columns in the table of rows."""
+        raise NotImplementedError
+
+    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+        """One step."""
+        raise NotImplementedError
+
+    def holders(self) -> list[object]:
+        """Whose attributes its tables are."""
+        return [self, self.addresses]
+
+    def update_gradients(self) -> None:
+        """Upload the addresses of this step's gradients, in the order of their parameters, if they have changed."""
+        grads = self.gradients()
+        self.copies = []
+        for k in self.noncontiguous:
+            if (g := grads[k]) is not None:
+                grads[k] = copy = in_order_of(self.params[k], g)
+                self.copies.append(copy)
+        self.missing = any(g is None for g in grads)
+        self.grads = self.addresses.of_addresses(grads)
+
+    def square_sums(self) -> Tensor:
+        """The sum of the gradients' squares for each chunk, float64: compiled where somebody asks for it."""
+        sums = torch.empty(len(self.program_to_row), dtype=torch.float64, device=self.device)
+        tables = self.rows, self.grads, self.program_to_row, sums
+        self.launch(self.common.square_sums, len(self.program_to_row), tables, compile_only=False)
+        return sums
+
+    def shard_totals(self, commit: Tensor, first: int, stop: int, stride: int, compile_only: bool) -> Tensor:
+        """The totals of the first two columns of each row's `sums`, flat; arguments as those of the kernel."""
+        totals = torch.zeros(2 * len(self.indices), dtype=torch.float64, device=self.device)
+        columns = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride}
+        tables = self.rows, self.grads, commit, self.sums, totals
+        self.launch(self.common.shard_totals, len(self.indices), tables, compile_only, **columns)
+        return totals
+
+    def launch(
+        self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any
+    ) -> None:
+        """Launch so many programs of a kernel, if any, which is compiled and loaded first; or do no more than that."""
+        if self.uploads.recording:
+            keep_alive(tables)
+        key = kernel, *constants.items()
+        if programs and key not in self.launches:
+            self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
+        if programs and not compile_only:
+            self.launches[key](programs, tables)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Each row's gradient, as it is."""
+        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
+        return list(map(grads.__getitem__, self.flat_indices))
+
+    def program_table(self, programs: list[int]) -> Tensor:
+        """For each program its row, where each row has so many programs."""
+        return self.uploads.table([row for row, count in enumerate(programs) for _ in range(count)], torch.int32)
+
+    def _rows(self) -> list[list[int]]:
+        """The table of rows, as `common_kernels.py` numbers its columns."""
+        rows: list[list[int]] = []
+        unique_steps: set[int] = set()
+        first, width = 0, self.common.ROW.value
+        for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
+            bucket = self.buckets[index]
+            x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
+            stop = first + programs
+            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.norms[i].data_ptr()]
+            row += step not in unique_steps, index
+            row.append(sum(bucket.state[name][i].data_ptr() for name in kept_for(bucket.options.weight_rounding)))
+            row.append(max(1, math.prod(x.shape[1:])))
+            row += random_columns(bucket, i) if draws(bucket) else [0] * 6
+            row += own
+            rows.append(row + [0] * (width - len(row)))
+            unique_steps.add(step)
+            first = stop
+        return rows
+
+
+def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
+    """What a row's random bits are made from, and the positions of its elements in the whole parameter."""
+    shard = bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
+    strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
+    first = bucket.firsts[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
+    key = stream(bucket.options.rounding_seed, bucket.numbers[i])
+    runs = [(1, 1)]  # how many, and how far apart; from the innermost on
+    for size, stride in reversed(list(zip(shard.size, strides, strict=True))):
+        count, step = runs[-1]
+        if size != 1 and stride == count * step:
+            runs[-1] = count * size, step
+        elif size != 1:
+            runs.append((size, stride))
+    (run, _), (count, step), (_, far) = (*runs, (1, 0), (1, 0))[:3]
+    return [key, first, max(1, run), max(1, count), step, far]

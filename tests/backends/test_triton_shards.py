@@ -16,6 +16,7 @@ from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Factor, Shard
 from bighorn.kernels.rounding import WAYS, Rounding
 from bighorn.kernels.triton import came, came_shards, lamb, tables
+from tests.backends import test_triton, test_triton_came
 from tests.support.triton_interpreter import interpreted
 
 pytest.importorskip("triton")

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_shards import LAYOUTS, Cuts, on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
 from bighorn.kernels.triton import came, device, lamb, launch_group
+from tests.backends import test_triton, test_triton_came
+from tests.backends.test_triton_shards import LAYOUTS, Cuts, on_ranks
 from tests.support.cases import Kind, set_gradients
 from tests.support.covering_cases import fewest
+from tests.support.kernel_compilation import TARGETS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ROUNDINGS = ("kahan", "stochastic", "master")

@@ -9,7 +9,6 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import check_memory
 from bighorn.kernels.bucket import Bucket, Options, Shard
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
@@ -63,7 +62,6 @@ class LaunchGroup(Generic[Options]):
         self.noncontiguous = [k for k, index in enumerate(indices) if not layouts[index][1]]
         self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], Launch] = {}
-        check_memory([g for g in self.gradients() if g is not None])
         self.update_gradients()
         (index, i), x = indices[0], self.params[0]
         m = buckets[index].state["exp_avg"][i]

@@ -8,7 +8,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bighorn.kernels.addresses import addresses
 from bighorn.kernels.triton.device import capturing, current_stream
 
 ABSENT = -1
@@ -81,7 +80,7 @@ class CachedTable:
     def of_addresses(self, grads: list[Tensor | None]) -> Tensor:
         """The table of the addresses of gradients."""
         present = [g for g in grads if g is not None]
-        found = addresses(present)
+        found = array("Q", map(Tensor.data_ptr, present))
         if len(present) < len(grads):
             each = iter(found)
             found = array("q", [ABSENT if g is None else next(each) for g in grads])

@@ -8,16 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_triton
-import test_triton_came
 import torch
-from interpreter import interpreted
-from test_triton_shards import LAYOUTS, on_ranks
 from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket
 from bighorn.kernels.triton import device, launch_group, tables
+from tests.backends import test_triton, test_triton_came
+from tests.backends.test_triton_shards import LAYOUTS, on_ranks
+from tests.support.triton_interpreter import interpreted
 
 pytest.importorskip("triton")
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow oldest-torch newest-torch attack integrations gpu check docs dist aarch64 format clean
+.PHONY: help train test slow oldest-torch newest-torch attack sanitize integrations gpu check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -13,12 +13,13 @@ help:
 	@echo "make oldest-torch   run the tests of the CPU with the oldest torch that is supported, in an environment of its own"
 	@echo "make newest-torch   the same with the newest torch, or with that of TORCH=2.13.0"
 	@echo "make attack  random cases, uses, damage and command lines, minutes (MINUTES=30 SEED=7)"
+	@echo "make sanitize   run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, minutes"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
-	@echo "make aarch64 compile the C library for 64-bit ARM with a cross-compiler"
+	@echo "make aarch64 compile the C library for 64-bit ARM with a cross-compiler, and run its steps under qemu"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
 
@@ -73,10 +74,17 @@ dist: $(STAMP)
 	mv build/dist/*.tar.gz dist
 	$(BIN)/python tests/package/fresh_install.py dist
 
+# The kernels take steps in an emulator and are compared with what they give on x86-64; Debian's packages are
+# gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
 aarch64:
 	cmake -S . -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DBIGHORN_WERROR=ON
 	cmake --build build/aarch64
+	aarch64-linux-gnu-gcc -std=gnu11 -O3 -Wall -Wextra -Werror -fopenmp-simd -ffp-contract=off -static -DISA=base \
+	  -DSOURCES='""' -Isrc/bighorn/kernels/csrc tests/csrc/steps.c src/bighorn/kernels/csrc/*.c -lm -lpthread \
+	  -o build/aarch64/steps
+	qemu-aarch64-static build/aarch64/steps > build/aarch64/steps.found
+	$(PYTHON) tests/csrc/compare.py tests/csrc/steps.expected build/aarch64/steps.found
 
 # Other versions of torch, each in an environment of its own: the oldest that pyproject.toml claims, and the newest that
 # exists or the version that TORCH names. PyPI's build for Linux brings 3 GB of CUDA; PIP_INDEX_URL may name an index that
@@ -113,10 +121,15 @@ build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/big
 	test -f $@/bighorn/kernels/libbighorn.so
 	touch $@
 
+# All kernels of the CPU under both; `make test` runs a covering set. SANITIZE=... gives pytest other arguments.
+SANITIZE ?= tests/backends/test_backends.py tests/backends/test_came_cpu.py tests/precision/test_precision.py -k 'cpu and not temporaries'
+sanitize: $(STAMP) build/sanitized
+	$(BIN)/python -m tests.support.sanitized -x -q $(SANITIZE)
+
 MINUTES ?= 10
 SEED ?= 1
 attack: $(STAMP) build/sanitized
-	$(BIN)/python tests/attack/run.py --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.attack.run --minutes $(MINUTES) --seed $(SEED)
 
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \

@@ -9,15 +9,15 @@ import argparse
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
+from tests.support.sanitized import command, environment
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SANITIZED = ROOT / "build" / "sanitized"
 ON_THE_LIBRARY = ("test_random_cases.py", "test_optimizer_use.py", "test_damaged_state.py")
 """The attacks that are run under sanitizers too."""
 
@@ -28,21 +28,9 @@ def plain(seed: int) -> tuple[list[str], Mapping[str, str]]:
 
 
 def sanitized(seed: int) -> tuple[list[str], Mapping[str, str]]:
-    """With `-S` the editable install is not found, so that PYTHONPATH's bighorn is imported, and its C library."""
-    preloaded = [
-        subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
-    environment = {
-        "ATTACK_SEED": str(seed),
-        "ASAN_OPTIONS": "detect_leaks=0",  # of Python and torch
-        "LD_PRELOAD": " ".join(preloaded),
-        "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": os.pathsep.join([str(SANITIZED), sysconfig.get_path("purelib")]),
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
+    """The same under sanitizers."""
     attacks = [str(HERE / name) for name in ON_THE_LIBRARY]
-    return [sys.executable, "-S", "-m", "pytest", "--capture=sys", "-k", "not foreach", *attacks], environment
+    return command("-k", "not foreach", *attacks), {**environment(), "ATTACK_SEED": str(seed)}
 
 
 def main() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -13,7 +15,9 @@ import pytest
 import bighorn
 from bighorn import kernels
 from bighorn.kernels.cpu import abi, library
+from tests.csrc.compare import differences
 
+HERE = Path(__file__).parent
 ROOT = Path(bighorn.__file__).parent
 CSRC = ROOT / "kernels" / "csrc"
 STATUS = kernels.status()["cpu"]
@@ -113,3 +117,77 @@ def test_a_library_of_another_build_is_refused(
     assert re.search(
         rf"of another build than this package: its .*{structure.__name__}.* reinstall bighorn from source$", detail
     )
+
+
+# ---- sanitizers -------------------------------------------------------------------------------------------------
+
+DRIVERS = HERE.parent / "csrc"
+COMPILER = os.environ.get("CC") or "cc"
+SANITIZERS = {
+    "address-and-undefined": ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread", "-O1"],
+}
+
+
+def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
+    """A command that runs the program of these sources, compiled for one instruction set; skips without a sanitizer."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"no C compiler: {COMPILER}")
+    program = str(folder / "program")
+    command = [
+        COMPILER,
+        "-std=gnu11",
+        "-g",
+        "-fopenmp-simd",
+        "-ffp-contract=off",
+        *SANITIZERS[sanitizer],
+        "-o",
+        program,
+    ]
+    probe = folder / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    # Older sanitizers end at once where addresses are random in too many bits, which setarch turns off.
+    fixed = ["setarch", platform.machine(), "-R", program]
+    starts = [[program], *([fixed] if shutil.which("setarch") else [])]
+    if subprocess.run([*command, str(probe)], capture_output=True, check=False).returncode:
+        pytest.skip(f"{COMPILER} has no {sanitizer} sanitizer here")
+    run = next((each for each in starts if not subprocess.run(each, capture_output=True, check=False).returncode), None)
+    if run is None:
+        pytest.skip(f"programs with the {sanitizer} sanitizer do not run here")
+    inputs = ["-DISA=base", '-DSOURCES=""', f"-I{CSRC}", f"-I{DRIVERS}", *map(str, sources), "-lm", "-lpthread"]
+    subprocess.run([*command, *inputs], check=True, timeout=300)
+    return run
+
+
+@pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_steps_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
+    """All loops of one instruction set; `make sanitize` runs the tests of the kernels on the others."""
+    run = compiled(tmp_path, sanitizer, [DRIVERS / "steps.c", *CSRC.glob("*.c")])
+    process = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert differences((DRIVERS / "steps.expected").read_text(), process.stdout) == []
+
+
+@pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
+@pytest.mark.parametrize("weaker", [None, "load", "store"])
+def test_the_barrier_orders_memory(weaker: str | None, tmp_path: Path) -> None:
+    """And ThreadSanitizer sees a barrier that does not."""
+    source = tmp_path / "run.c"
+    text = (CSRC / "run.c").read_text()
+    if weaker == "load":
+        weakened = text.replace("memory_order_acquire", "memory_order_relaxed")
+    elif weaker == "store":
+        strong = "atomic_store(&barrier->phase, phase + 1)"
+        weakened = text.replace(strong, "atomic_store_explicit(&barrier->phase, phase + 1, memory_order_relaxed)")
+    else:
+        weakened = text
+    assert (weakened != text) == (weaker is not None)
+    source.write_text(weakened)
+    run = compiled(tmp_path, "thread", [DRIVERS / "barrier.c", source])
+    process = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    if weaker is None:
+        assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr[-3000:]
+    else:
+        assert process.returncode != 0
+        assert "ThreadSanitizer: data race" in process.stderr

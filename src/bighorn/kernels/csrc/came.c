@@ -367,16 +367,16 @@ static void step_shard(CameWork *w, int round) {
 }
 
 /* One thread's part of a tensor's step. */
-static void step_row(void *data, int64_t row, RowShare share) {
+static void step_row(void *data, int64_t row, const RowShare *share) {
     CameStep *s = data;
     CameScratch *scratch = (CameScratch *)s->workspace;
-    double *shared = (double *)(scratch + share.team);
-    double *own = shared + (share.team > 1 ? s->needs.shared + share.thread * s->needs.own : 0);
+    double *shared = (double *)(scratch + share->team);
+    double *own = shared + (share->team > 1 ? s->needs.shared + share->thread * s->needs.own : 0);
     CameWork w;
-    begin_work(&w, s, row, &scratch[share.thread], share.parts > 1 ? shared : own, share.part, share.parts);
+    begin_work(&w, s, row, &scratch[share->thread], share->parts > 1 ? shared : own, share->part, share->parts);
     if (w.size == 0) {
         float *norms = s->rows[row].norms;
-        if (share.part == 0) norms[0] = 0, norms[1] = norms[2] = 1;
+        if (share->part == 0) norms[0] = 0, norms[1] = norms[2] = 1;
         return;
     }
     if (s->shards) step_shard(&w, s->round);

@@ -113,18 +113,13 @@ static LambBlock block_at(const LambStep *s, int64_t row, int64_t block) {
     };
 }
 
-static int64_t blocks(const void *step, int64_t row) {
-    const LambStep *s = step;
-    return blocks_of(&s->rows[row], s->gradients[row].size);
-}
-
-static bool prepare(const void *step, int64_t row, void *locals) {
+static LayerInfo prepare(const void *step, int64_t row, void *locals) {
     const LambStep *s = step;
     const LambOptions *o = options_of(s, row);
     LambLocals *l = locals;
     l->loops = s->loops[s->rows[row].inner > 0];
     l->lr = factors_of(o, &s->rows[row], s->grad_scale, &l->factors);
-    return o->adapt;
+    return (LayerInfo){.blocks = blocks_of(&s->rows[row], s->gradients[row].size), .needs_ratio = o->adapt};
 }
 
 static LayerSums first(const void *step, int64_t row, int64_t block, const void *locals, float *update) {
@@ -160,7 +155,6 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
                               double grad_scale, LayerSums *partial, float *scratch, int64_t scratch_size, int phase,
                               LayerSums *sums) {
     static const LayerwiseRule rule = {
-        .blocks_of = blocks,
         .prepare = prepare,
         .first = first,
         .ratio = ratio,

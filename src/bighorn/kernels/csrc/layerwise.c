@@ -12,7 +12,7 @@ typedef struct {
     int64_t stored;     /* the update is stored from this block on, and computed again before it */
     float *scratch;     /* for what is stored */
     LayerSums *partial; /* of a row that all threads share; else NULL */
-    int thread, team;
+    int team;
 } LayerSlice;
 
 static float *update_of(const LayerSlice *slice, int64_t block) {
@@ -20,7 +20,7 @@ static float *update_of(const LayerSlice *slice, int64_t block) {
 }
 
 /* Returns the sums of the whole row, which do not depend on the number of threads: block after block. */
-static LayerSums first_phase(LayerwiseStep *s, const LayerSlice *slice, const void *locals) {
+static LayerSums first_phase(LayerwiseStep *s, const LayerSlice *slice, int64_t blocks, const void *locals) {
     LayerSums total = {0, 0}, *partial = slice->partial;
     for (int64_t b = slice->first; b < slice->last; b++) {
         const LayerSums sums = s->rule->first(s->step, slice->row, b, locals, update_of(slice, b));
@@ -29,9 +29,8 @@ static LayerSums first_phase(LayerwiseStep *s, const LayerSlice *slice, const vo
     }
     if (!partial) return total;
     wait_for_all(&s->barrier, slice->team);
-    const int64_t count = s->rule->blocks_of(s->step, slice->row);
     total = (LayerSums){0, 0};
-    for (int64_t b = 0; b < count; b++) total.weight += partial[b].weight, total.update += partial[b].update;
+    for (int64_t b = 0; b < blocks; b++) total.weight += partial[b].weight, total.update += partial[b].update;
     return total;
 }
 
@@ -42,30 +41,28 @@ static void second_phase(LayerwiseStep *s, const LayerSlice *slice, const void *
             s->rule->second(s->step, slice->row, b, locals, ratio, update_of(slice, b));
 }
 
-static void step_row(void *data, int64_t row, RowShare share) {
+static void step_row(void *data, int64_t row, const RowShare *share) {
     LayerwiseStep *s = data;
-    const int64_t count = s->rule->blocks_of(s->step, row);
-    const int64_t room = s->phase == PHASE_BOTH ? s->scratch_size / share.team / BLOCK_ELEMS : 0;
-    const bool leads = share.part == 0;
+    _Alignas(16) char locals[LAYER_LOCALS_BYTES];
+    const LayerInfo info = s->rule->prepare(s->step, row, locals);
+    const int64_t room = s->phase == PHASE_BOTH ? s->scratch_size / share->team / BLOCK_ELEMS : 0;
+    const bool leads = share->part == 0;
     LayerSlice slice = {
         .row = row,
-        .first = share_of(count, share.part, share.parts),
-        .last = share_of(count, share.part + 1, share.parts),
-        .scratch = s->scratch + share.thread * room * BLOCK_ELEMS,
-        .partial = share.parts > 1 ? s->partial[share.turn % 2] : NULL,
-        .thread = share.thread,
-        .team = share.team,
+        .first = share_of(info.blocks, share->part, share->parts),
+        .last = share_of(info.blocks, share->part + 1, share->parts),
+        .scratch = s->scratch + share->thread * room * BLOCK_ELEMS,
+        .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,
+        .team = share->team,
     };
     slice.stored = slice.last - slice.first < room ? slice.first : slice.last - room;
-    _Alignas(16) char locals[LAYER_LOCALS_BYTES];
-    const bool needs_ratio = s->rule->prepare(s->step, row, locals);
-    const LayerSums total = s->phase == PHASE_SECOND ? s->sums[row] : first_phase(s, &slice, locals);
+    const LayerSums total = s->phase == PHASE_SECOND ? s->sums[row] : first_phase(s, &slice, info.blocks, locals);
     if (s->phase == PHASE_FIRST) {
         if (leads) s->sums[row] = total;
         return;
     }
     const double ratio = s->rule->ratio(s->step, row, locals, total, leads);
-    if (needs_ratio) second_phase(s, &slice, locals, ratio);
+    if (info.needs_ratio) second_phase(s, &slice, locals, ratio);
 }
 
 static void step_rows(int thread, int team, void *data) {

@@ -1,6 +1,5 @@
 /* The schedule of a step whose size depends on norms of the whole tensor, as in LAMB or LARS: which thread processes
- * which block, where the threads wait, the two sums, and the ratio. The optimizer supplies its two loops over blocks.
- */
+ * which block, where the threads wait, the two sums, and the ratio. The optimizer supplies two loops over blocks. */
 #ifndef BIGHORN_LAYERWISE_H
 #define BIGHORN_LAYERWISE_H
 
@@ -16,18 +15,22 @@ typedef struct {
 /* A thread has so many bytes for what it computes once per row, before the loops. */
 enum { LAYER_LOCALS_BYTES = 128 };
 
+/* What the schedule must know of a row. */
+typedef struct {
+    int64_t blocks;
+    bool needs_ratio; /* else the first loop finishes the row */
+} LayerInfo;
+
 /* What an optimizer supplies. `step` is its own data; rows and blocks are indices. A block has at most BLOCK_ELEMS
  * elements, and blocks do not depend on the number of threads. */
 typedef struct {
-    int64_t (*blocks_of)(const void *step, int64_t row);
-    /* Computes a row's locals. Returns whether the ratio depends on the sums; else the first loop can finish the row.
-     */
-    bool (*prepare)(const void *step, int64_t row, void *locals);
+    /* Computes a row's locals, and what the schedule must know of the row. */
+    LayerInfo (*prepare)(const void *step, int64_t row, void *locals);
     /* The first loop, over one block: state and update; also the weights where no ratio is needed. `update` is where
      * the update must be stored; where it is NULL, the second loop computes it again. */
     LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, float *update);
-    /* The ratio, from the sums over the whole tensor. Writes the row's norms for telemetry if it
-     * is told to: one thread is. */
+    /* The ratio, from the sums over the whole tensor. `writes_norms` is true in one thread, which writes what telemetry
+     * shows of the row. */
     double (*ratio)(const void *step, int64_t row, const void *locals, LayerSums total, bool writes_norms);
     /* The second loop, over one block: the weights. */
     void (*second)(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const float *update);

@@ -123,12 +123,14 @@ void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, 
     for (; first < queue->count && team > 1; first++) {
         const int64_t row = queue->order[first];
         if (queue->gradients[row].size <= queue->shared_min_elems) break;
-        function(data, row, (RowShare){.thread = thread, .team = team, .part = thread, .parts = team, .turn = first});
+        const RowShare part = {.thread = thread, .team = team, .part = thread, .parts = team, .turn = first};
+        function(data, row, &part);
     }
+    const RowShare whole = {.thread = thread, .team = team, .part = 0, .parts = 1};
     for (;;) {
         const int64_t position = first + atomic_fetch_add(&queue->next, 1);
         if (position >= queue->count) return;
-        function(data, queue->order[position], (RowShare){.thread = thread, .team = team, .part = 0, .parts = 1});
+        function(data, queue->order[position], &whole);
     }
 }
 

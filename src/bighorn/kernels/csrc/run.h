@@ -51,7 +51,7 @@ typedef struct {
     int64_t turn;     /* the number of shared rows before: rows can use two sets of memory in turn */
 } RowShare;
 
-typedef void RowFunction(void *data, int64_t row, RowShare share);
+typedef void RowFunction(void *data, int64_t row, const RowShare *share);
 
 /* Calls the function for each row that this thread has a part in. */
 void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data);

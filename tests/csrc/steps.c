@@ -1,0 +1,315 @@
+/* Steps of all loops on buffers of exactly the size that they need, for sanitizers: dtypes, rounding modes, layouts,
+ * shapes that the tiles do not fill, shards, and tensors that all threads share. Prints results for a
+ * comparison with steps.expected. */
+#include "abi.h"
+#include "codec.h"
+#include "team.h"
+
+#include <math.h>
+#include <string.h>
+
+void bighorn_advance(float *const *, int64_t);
+double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
+int64_t bighorn_lamb_blocks(const LambRow *, const Gradient *, int64_t);
+void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LambRow *, const Gradient *, void *const *,
+                       const int64_t *, int64_t, double, double *, float *, int64_t, int, double *);
+int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
+void bighorn_came_step(const RunConfig *, const CameOptions *, const CameRow *, const CameShard *, const Gradient *,
+                       void *const *, const double *, const int64_t *, int64_t, double, int, double *);
+
+enum { STEPS = 2, MAX_ROWS = 512, SCRATCH = 1 << 18 };
+
+/* ---- memory ---------------------------------------------------------------------------------------------- */
+
+static void *allocated[16 * MAX_ROWS];
+static int allocations;
+
+/* Zeros, in an allocation of its own: AddressSanitizer sees an access behind its end. */
+static void *zeros(int64_t count, size_t size) {
+    void *memory = calloc((size_t)(count ? count : 1), size);
+    if (!memory || allocations == 16 * MAX_ROWS) abort();
+    return allocated[allocations++] = memory;
+}
+
+static void free_all(void) {
+    while (allocations) free(allocated[--allocations]);
+}
+
+static size_t bytes_of(int type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : type == INT8 ? 1 : 2; }
+
+/* Values in (-1, 1), from a number that is different for each tensor. */
+static void *values(int64_t count, int type, uint32_t seed) {
+    char *data = zeros(count, bytes_of(type));
+    for (int64_t i = 0; i < count; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        const float value = (float)(int32_t)seed * 0x1p-31f;
+        if (type == FLOAT32) ((float *)data)[i] = value;
+        else if (type == FLOAT64) ((double *)data)[i] = value;
+        else if (type == FLOAT16) ((uint16_t *)data)[i] = to_float16(value);
+        else ((uint16_t *)data)[i] = to_bfloat16(value, 1);
+    }
+    return data;
+}
+
+static double mean_magnitude(const Weights *w, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const char *x = (const char *)w->data + i * (int64_t)bytes_of(w->type);
+        uint16_t half;
+        float value;
+        memcpy(&half, x, sizeof half);
+        if (w->type == FLOAT32) memcpy(&value, x, sizeof value);
+        else value = w->type == FLOAT16 ? from_float16(half) : from_bits((uint32_t)half << 16);
+        sum += fabs(value);
+    }
+    return count ? sum / (double)count : 0;
+}
+
+static const struct {
+    int type, rounding;
+} STORED[] = {
+    {FLOAT32, ROUND_NEAREST}, {BFLOAT16, ROUND_NEAREST}, {BFLOAT16, ROUND_STOCHASTIC}, {BFLOAT16, ROUND_KAHAN},
+    {FLOAT16, ROUND_MASTER},  {FLOAT16, ROUND_NEAREST},  {FLOAT16, ROUND_KAHAN},
+};
+enum { STORED_WAYS = sizeof STORED / sizeof STORED[0] };
+
+static Weights weights_of(int row, int64_t size, int stored) {
+    Weights w = {
+        .data = values(size, STORED[stored].type, 7u * (uint32_t)row + 1),
+        .offset = 5,
+        .param_id = (uint32_t)row,
+        .type = STORED[stored].type,
+        .rounding = STORED[stored].rounding,
+    };
+    if (w.rounding == ROUND_KAHAN) w.aux = zeros(size, sizeof(int16_t));
+    if (w.rounding == ROUND_MASTER) {
+        float *master = w.aux = zeros(size, sizeof(float));
+        for (int64_t i = 0; i < size; i++) master[i] = from_float16(((const uint16_t *)w.data)[i]);
+    }
+    return w;
+}
+
+static const int GRAD_TYPES[] = {FLOAT32, BFLOAT16, FLOAT16, FLOAT64};
+
+/* ---- rows of both optimizers ------------------------------------------------------------------------------ */
+
+static Gradient gradients[MAX_ROWS];
+static void *grads[MAX_ROWS];
+static int64_t order[MAX_ROWS];
+static float steps[MAX_ROWS], norms[MAX_ROWS][3];
+static float *counts[MAX_ROWS];
+static int rows;
+
+/* The gradient of the next row; rows must be added largest first. */
+static void add_gradient(int64_t height, int64_t width, int type, bool transposed, bool centred) {
+    const int64_t size = height * width;
+    if (rows == MAX_ROWS) abort();
+    steps[rows] = 0;
+    counts[rows] = &steps[rows];
+    order[rows] = rows;
+    grads[rows] = values(size, type, 31u * (uint32_t)rows + 11);
+    gradients[rows] = (Gradient){.size = size, .type = type, .fan = centred ? width : 0};
+    if (transposed && height > 1 && width > 1) {
+        int64_t *layout = zeros(5, sizeof(int64_t));
+        memcpy(layout, (int64_t[]){2, height, width, 1, height}, 5 * sizeof(int64_t));
+        gradients[rows].layout = layout;
+    }
+    rows++;
+}
+
+static void check_square_sum(void) {
+    int64_t blocks = 0;
+    for (int i = 0; i < rows; i++) blocks += blocks_in(gradients[i].size);
+    check(bighorn_square_sum(&RUN, gradients, grads, rows, zeros(blocks, sizeof(double))) > 0, "gradients have a norm");
+}
+
+typedef struct {
+    double figures[4];
+} Results;
+
+/* Prints every sixteenth row, and adds up all of them. */
+static void add_result(Results *all, const char *name, int row, const Weights *weights) {
+    const float *n = norms[row];
+    const double figures[4] = {n[0], n[1], n[2], mean_magnitude(weights, gradients[row].size)};
+    for (int i = 0; i < 4; i++) {
+        check(isfinite(figures[i]), "results are finite");
+        all->figures[i] += figures[i];
+    }
+    if (row % 16 == 0) printf("%s-%d %.7g %.7g %.7g %.7g\n", name, row, figures[0], figures[1], figures[2], figures[3]);
+}
+
+static void print_results(const Results *all, const char *name) {
+    const double *f = all->figures;
+    printf("%s %.7g %.7g %.7g %.7g\n", name, f[0], f[1], f[2], f[3]);
+}
+
+/* ---- LAMB ------------------------------------------------------------------------------------------------ */
+
+static const struct {
+    const char *name;
+    int second_moment, bias_correction, decay_mode, adapt;
+} LAMBS[] = {
+    {"lamb", SECOND_MOMENT_ADAM, BIAS_CORRECTION_MOMENTS, DECAY_RATIO, 1},
+    {"amsgrad", SECOND_MOMENT_AMSGRAD, BIAS_CORRECTION_LEARNING_RATE, DECAY_L2, 1},
+    {"adamw", SECOND_MOMENT_ADAM, BIAS_CORRECTION_MOMENTS, DECAY_DECOUPLED, 0},
+    {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_NONE, DECAY_L2, 0},
+};
+
+static LambRow lamb_rows[MAX_ROWS];
+
+static void add_lamb(int64_t height, int64_t width, int stored, int state_type, int second_moment) {
+    const int64_t size = height * width, scales = height * blocks_in_row(width);
+    const bool in_blocks = state_type == INT8 || state_type == FLOAT16;
+    const bool amsgrad = second_moment == SECOND_MOMENT_AMSGRAD && !in_blocks;
+    lamb_rows[rows] = (LambRow){
+        .weights = weights_of(rows, size, stored),
+        .exp_avg = zeros(size, bytes_of(state_type)),
+        .exp_avg_sq = zeros(size, bytes_of(state_type)),
+        .max_exp_avg_sq = amsgrad ? zeros(size, bytes_of(state_type)) : NULL,
+        .exp_avg_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
+        .exp_avg_sq_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
+        .inner = in_blocks ? width : 0,
+        .step = &steps[rows],
+        .norms = norms[rows],
+        .state_type = state_type,
+    };
+    add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
+}
+
+static void step_lamb(int variant, int in_blocks) {
+    static const int64_t SHAPES[][2] = {{500, 600}, {41, 1003}, {3, 8192}, {70, 99},
+                                        {9, 257},   {5, 16},    {1, 13},   {1, 1}};
+    const int types[2][2] = {{FLOAT32, BFLOAT16}, {INT8, FLOAT16}};
+    const LambOptions options = {
+        .lr = 0.1,
+        .beta1 = 0.9,
+        .beta2 = 0.999,
+        .eps = 1e-6,
+        .weight_decay = 0.1,
+        .weight_norm_bounds = {0, INFINITY},
+        .trust_ratio_bounds = {0, INFINITY},
+        .rounding_seed = 1ull << 40,
+        .adapt = LAMBS[variant].adapt,
+        .bias_correction = LAMBS[variant].bias_correction,
+        .grad_averaging = 1,
+        .decay_mode = LAMBS[variant].decay_mode,
+        .second_moment = LAMBS[variant].second_moment,
+        .maximize = variant == 1,
+    };
+    rows = 0;
+    for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
+        for (int stored = 0; stored < (i ? STORED_WAYS : 1); stored++)
+            for (int k = 0; k < 2; k++)
+                add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[in_blocks][k], options.second_moment);
+    double *partial = zeros(4 * bighorn_lamb_blocks(lamb_rows, gradients, rows), sizeof(double));
+    double *sums = zeros(2 * rows, sizeof(double));
+    float *scratch = zeros(SCRATCH, sizeof(float));
+    check_square_sum();
+    for (int step = 0; step < STEPS; step++) {
+        const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
+        for (int phase = first; phase <= last; phase++)
+            bighorn_lamb_step(&RUN, &options, lamb_rows, gradients, grads, order, rows, 0.5, partial, scratch, SCRATCH,
+                              phase, sums);
+        bighorn_advance(counts, rows);
+    }
+    Results all = {0};
+    const char *name = in_blocks ? "blocks" : LAMBS[variant].name;
+    for (int i = 0; i < rows; i++) add_result(&all, name, i, &lamb_rows[i].weights);
+    print_results(&all, name);
+    free_all();
+}
+
+/* ---- CAME ------------------------------------------------------------------------------------------------ */
+
+static CameRow came_rows[MAX_ROWS];
+static CameShard shards[MAX_ROWS];
+
+static void add_came(int64_t matrices, int64_t height, int64_t width, int stored, int state_type, bool factored) {
+    const int64_t size = matrices * height * width, inner = matrices > 1 ? height * width : width;
+    came_rows[rows] = (CameRow){
+        .weights = weights_of(rows, size, stored),
+        .exp_avg = zeros(size, bytes_of(state_type)),
+        .exp_avg_scale = state_type == INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
+        .exp_avg_sq = factored ? NULL : zeros(size, sizeof(float)),
+        .exp_avg_sq_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
+        .exp_avg_sq_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
+        .exp_avg_res_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
+        .exp_avg_res_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
+        .step = &steps[rows],
+        .norms = norms[rows],
+        .matrices = matrices,
+        .height = height,
+        .width = width,
+        .inner = inner,
+        .state_type = state_type,
+        .factored = factored,
+    };
+    add_gradient(matrices * height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
+}
+
+/* All shards are here, one per tensor, so that their sums are complete. */
+static void add_shard(int row, int split_down, int split_across) {
+    const CameRow *r = &came_rows[row];
+    const int64_t lines = r->matrices * (r->height + r->width);
+    shards[row] = (CameShard){
+        .matrices = r->matrices,
+        .height = r->height,
+        .width = r->width,
+        .split_down = split_down && r->factored,
+        .split_across = split_across && r->factored,
+        .leads_down = 1,
+        .leads_across = 1,
+    };
+    for (int round = 0; round < 3; round++) shards[row].sums[round] = zeros(2 * lines + 2, sizeof(double));
+}
+
+static void step_came(int split_down, int split_across, bool sharded) {
+    static const int64_t SHAPES[][3] = {{1, 1100, 1000}, {1, 3, 9001}, {3, 1500, 5}, {3, 5, 1500}, {1, 70, 90},
+                                        {1, 30, 31},     {40, 3, 3},   {1, 17, 3},   {64, 1, 1},   {1, 1, 1}};
+    static const int STATE_TYPES[] = {FLOAT32, BFLOAT16, INT8, FLOAT16};
+    const CameOptions options = {
+        .lr = 0.1,
+        .beta1 = 0.9,
+        .beta3 = 0.9999,
+        .eps1 = 1e-30,
+        .eps2 = 1e-16,
+        .clip_threshold = 1,
+        .weight_decay = 0.1,
+        .scale_eps = 1e-3,
+        .rounding_seed = 3,
+        .bias_correction = 1,
+        .scale_parameter = 1,
+    };
+    rows = 0;
+    for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
+        for (int k = 0; k < (i ? 8 : 1); k++)
+            add_came(SHAPES[i][0], SHAPES[i][1], SHAPES[i][2], (k + (int)i) % STORED_WAYS, STATE_TYPES[k % 4], k < 6);
+    for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
+    double *beta2s = zeros(rows, sizeof(double));
+    for (int i = 0; i < rows; i++) beta2s[i] = 0.999;
+    const CameShard *given = sharded ? shards : NULL;
+    double *workspace = zeros(bighorn_came_workspace(came_rows, given, gradients, rows, THREADS), sizeof(double));
+    for (int step = 0; step < STEPS; step++) {
+        for (int round = 0; round < (sharded ? 4 : 1); round++)
+            bighorn_came_step(&RUN, &options, came_rows, given, gradients, grads, beta2s, order, rows, 0.5, round,
+                              workspace);
+        bighorn_advance(counts, rows);
+    }
+    const char *name = !sharded ? "came" : split_down && split_across ? "both" : split_down ? "down" : "across";
+    Results all = {0};
+    for (int i = 0; i < rows; i++) add_result(&all, name, i, &came_rows[i].weights);
+    print_results(&all, name);
+    free_all();
+}
+
+int main(void) {
+    for (int variant = 0; variant < (int)(sizeof LAMBS / sizeof LAMBS[0]); variant++) {
+        step_lamb(variant, 0);
+        if (LAMBS[variant].second_moment == SECOND_MOMENT_ADAM) step_lamb(variant, 1);
+    }
+    step_came(0, 0, false);
+    step_came(1, 0, true);
+    step_came(0, 1, true);
+    step_came(1, 1, true);
+    return 0;
+}

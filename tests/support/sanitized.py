@@ -1,0 +1,43 @@
+"""`make sanitize`: tests of the C library under AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SANITIZED = ROOT / "build" / "sanitized"
+
+
+def environment() -> Mapping[str, str]:
+    """What a Python started with `-S` needs: it finds no editable install, so it imports the sanitized package."""
+    preloaded = [
+        subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return {
+        "ASAN_OPTIONS": "detect_leaks=0",  # of Python and torch
+        "LD_PRELOAD": " ".join(preloaded),
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": os.pathsep.join([str(SANITIZED), sysconfig.get_path("purelib")]),
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def command(*arguments: str) -> list[str]:
+    """A run of pytest in that environment."""
+    return [sys.executable, "-S", "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *arguments]
+
+
+def main() -> int:
+    """Run pytest with the arguments of the command line."""
+    run = command(*sys.argv[1:])
+    return subprocess.run(run, cwd=ROOT, env={**os.environ, **environment()}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""`make attack`: the attacks with one seed after another, and those on the C library under sanitizers.
+"""`make attack`: run the attacks with one seed after another, and those on the C library also under sanitizers.
 
-A round is what `make test` runs once with seed 0. The first failure ends the attack with its seed.
+A round runs the tests that `make test` runs once with seed 0. The first failure ends the attack and prints its seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random command lines end with status 0, 1 or 2 and a message, whatever they combine. All paths are in one folder."""
+"""Random command lines end with status 0, 1 or 2 and a message. All their paths are in one folder."""
 
 from __future__ import annotations
 

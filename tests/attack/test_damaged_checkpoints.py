@@ -1,4 +1,4 @@
-"""Checkpoints of `bighorn train`, as a file and as a folder, that were damaged: one message, or the run goes on."""
+"""Damaged checkpoints of `bighorn train`, files and folders, resume or end in one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers load edited state dicts: whole, or refused with the documented errors and unchanged."""
+"""Optimizers load an edited state dict completely, or raise a documented error and stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed while they save: the newest checkpoint loads, and no temporary file stays."""
+"""After processes are killed during a save, the newest checkpoint loads and no temporary file is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random sequences of what programs do with an optimizer; the float64 reference judges every step."""
+"""Random sequences of a program's calls to an optimizer; each step is compared with the float64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random cases, three steps each, on every backend of the CPU against the float64 reference."""
+"""Random cases, three steps each, on every CPU backend, compared with the float64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend against the float64 reference, one step at a time from identical state, over the whole table."""
+"""Every backend is compared with the float64 reference, one step at a time from identical state, on the whole table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CAME in the C library against the float64 reference, one step at a time from identical state.
+"""CAME in the C library is compared with the float64 reference, one step at a time from identical state.
 
-Shapes are chosen for how the library cuts them: many small matrices at once, short rows together, wide rows in strips,
-tall columns in blocks, and beyond a million elements by all threads.
+The shapes cover each way in which the library divides tensors: many small matrices together, short rows together, wide
+rows in strips, tall columns in blocks, and tensors beyond a million elements on all threads.
 """
 
 from __future__ import annotations

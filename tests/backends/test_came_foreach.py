@@ -1,4 +1,4 @@
-"""CAME's kernels in plain torch: foreach against the reference, what both promise, and few bits."""
+"""CAME's kernels in plain torch: foreach is compared with the reference, and both with low-precision state."""
 
 from __future__ import annotations
 

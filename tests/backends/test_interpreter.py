@@ -1,6 +1,6 @@
-"""Triton's kernels in its interpreter: the longest of the tests.
+"""Triton's kernels in Triton's interpreter: these are the longest tests.
 
-Interpreted or compiled is settled when Triton is imported, so what is interpreted runs in a process of its own.
+The choice between interpreter and compiler is fixed when Triton is imported, so the interpreter has its own process.
 """
 
 from __future__ import annotations

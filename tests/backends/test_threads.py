@@ -1,4 +1,4 @@
-"""The cpu backend and its threads, mostly in processes of their own under a time limit: what goes wrong here hangs."""
+"""The cpu backend and its threads. Most tests run in processes of their own with a time limit, since failures hang."""
 
 from __future__ import annotations
 

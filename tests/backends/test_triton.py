@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU, run by test_interpreter.py; test_triton_compile.py compiles it."""
+"""The Triton backend without a GPU: test_interpreter.py runs this file, and test_triton_compile.py compiles it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CAME in Triton without a GPU, as `test_triton.py`; the table of cases runs from `test_interpreter.py`."""
+"""CAME in Triton without a GPU; `test_interpreter.py` runs this file and the table of cases."""
 
 from __future__ import annotations
 

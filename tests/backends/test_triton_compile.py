@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: all variants compiled for several GPUs, and launches on one that is only pretended.
+"""Triton's kernels without a GPU: every variant compiles for several GPUs, and launches go to a fake GPU.
 
 `test_triton_versions.py` runs this file under other versions of Triton. The tests that are not slow compile a few
 variants that together have every value of every constant.

@@ -1,4 +1,4 @@
-"""Shards in Triton without a GPU and without processes: ranks are only pretended, their sums added up here."""
+"""Shards in Triton without a GPU and without processes: the tests simulate ranks and add up their sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels compile under every Triton that is claimed; `make test` and `make slow` unpack these versions."""
+"""The kernels compile with every claimed version of Triton; `make test` and `make slow` unpack these versions."""
 
 from __future__ import annotations
 

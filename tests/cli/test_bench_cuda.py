@@ -1,4 +1,4 @@
-"""`bighorn bench --device cuda` without a device: a queue and two clocks that tests move stand for one."""
+"""`bighorn bench --device cuda` without a GPU: the tests simulate the device's queue and two clocks."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What holds for every command: an example that parses, JSON, exit codes, completion."""
+"""Properties of every command: an example that parses, JSON, exit codes, completion."""
 
 from __future__ import annotations
 

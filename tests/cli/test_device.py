@@ -1,4 +1,4 @@
-"""`bighorn train --device`. A machine without a GPU has "meta" as one: it refuses tensors of the CPU, and reads."""
+"""`bighorn train --device`, with "meta" as a simulated GPU: it refuses CPU tensors and reads of values."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints that were edited or come from another version: every one resumes or ends in one message."""
+"""Checkpoints that were edited or come from another version resume or end in one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of commands: what may be named, what a failed write leaves behind, and with which mode files are made."""
+"""Output files of commands: which names are allowed, what a failed write leaves, and the mode of new files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bighorn lr-find``: what its curve, its end and its suggestion are."""
+"""``bighorn lr-find``: its curve, its end and its suggestion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bighorn memory``: what it predicts is what is then allocated, to the byte."""
+"""``bighorn memory`` predicts the allocated bytes exactly."""
 
 from __future__ import annotations
 

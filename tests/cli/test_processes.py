@@ -1,4 +1,4 @@
-"""``bighorn train`` under torchrun: real processes on this machine, and on two that network namespaces stand for."""
+"""``bighorn train`` under torchrun, in real processes on this machine and on two simulated by network namespaces."""
 
 import json
 import os

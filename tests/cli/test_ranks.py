@@ -1,4 +1,4 @@
-"""How processes part: what aborts now and then when it is wrong is checked by its cause."""
+"""The end of processes: an abort that happens only now and then is tested through its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports hold what they must, and load nothing."""
+"""Reports have their required contents, and load nothing from elsewhere."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A resumed run is bitwise the run that was never interrupted."""
+"""A resumed run equals the uninterrupted run bit for bit."""
 
 import os
 import re

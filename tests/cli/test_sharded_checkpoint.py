@@ -1,6 +1,6 @@
-"""Folders of checkpoints: a run removes nothing but its own earlier ones, and these only after it has a later one.
+"""Folders of checkpoints: a run removes only its own earlier checkpoints, and only after it has saved a later one.
 
-One process saves in a folder that exists, so these tests need no others.
+One process can save into an existing folder, so these tests need no other processes.
 """
 
 from __future__ import annotations

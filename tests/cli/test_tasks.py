@@ -1,4 +1,4 @@
-"""Reading data: files built here, byte by byte."""
+"""Reading data from files that the tests write byte by byte."""
 
 import gzip
 import struct

@@ -1,4 +1,4 @@
-"""What ``bighorn train`` prints, writes and refuses."""
+"""The output, the files and the errors of ``bighorn train``."""
 
 import dataclasses
 import json

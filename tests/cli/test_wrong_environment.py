@@ -1,4 +1,4 @@
-"""Wrong variables of the environment and numbers out of range: one message, never a traceback."""
+"""Wrong environment variables and numbers out of range end in one message, never in a traceback."""
 
 from __future__ import annotations
 

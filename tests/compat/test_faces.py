@@ -1,4 +1,4 @@
-"""What every face shares with torch's optimizers and with ours: checkpoints, copies, schedulers, the native state."""
+"""Properties of every compatibility layer: checkpoints, copies, schedulers, and bighorn's own form of state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindFormers' Came: its rule written out anew, everything that its document promises, and its errors."""
+"""MindFormers' Came: its rule, implemented again, everything that its documentation promises, and its errors."""
 
 from __future__ import annotations
 

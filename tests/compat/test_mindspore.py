@@ -1,4 +1,4 @@
-"""MindSpore's Lamb: its groups, its errors, and being called with gradients."""
+"""MindSpore's Lamb: its groups, its errors, and calls with gradients."""
 
 from __future__ import annotations
 

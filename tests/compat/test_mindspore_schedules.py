@@ -1,4 +1,4 @@
-"""MindSpore's schedules: its own examples, formulas written out anew, errors, and what a dataclass promises."""
+"""MindSpore's schedules: its own examples, formulas implemented again, errors, and the dataclass interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compat.npu_bridge.NPUOptimizer on one process; on two it is a scenario of tests/support/overlap_worker.py."""
+"""compat.npu_bridge.NPUOptimizer in one process; tests/support/overlap_worker.py has a scenario with two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch_npu's NpuFusedLamb, as its document says, and without the restrictions that it names."""
+"""torch_npu's NpuFusedLamb works as documented, without the documented restrictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved, loaded, copied and pickled goes on bitwise as if it had never stopped."""
+"""After saving, loading, copying and pickling, a run continues bit for bit."""
 
 from __future__ import annotations
 

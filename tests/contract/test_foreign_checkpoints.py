@@ -1,6 +1,6 @@
-"""Checkpoints of other optimizers: the run goes on as it would have there, and the note says what was done.
+"""Checkpoints of other optimizers: the run continues as with its optimizer, and the warning reports the conversion.
 
-Also the version of our own checkpoints.
+The file also tests the version of bighorn's own checkpoints.
 """
 
 from __future__ import annotations

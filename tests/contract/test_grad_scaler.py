@@ -1,4 +1,4 @@
-"""Steps with torch's GradScaler, which skips them or hands over its scale; our own is in tests/scaling."""
+"""Steps with torch's GradScaler, which skips them or passes its scale; tests/scaling has bighorn's own scaler."""
 
 from __future__ import annotations
 

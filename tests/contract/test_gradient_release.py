@@ -1,4 +1,4 @@
-"""Gradient release: the same run bit for bit, without the gradients; and everything with which it cannot work."""
+"""Gradient release gives the same run bit for bit, without the gradients, and refuses what it cannot work with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a plan be made anew, asked of torch and, where torch does not answer, of the attributes."""
+"""The changes that make a plan invalid are detected, by torch's guards and, without these, by attributes."""
 
 from collections.abc import Callable
 

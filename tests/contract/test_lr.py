@@ -1,5 +1,4 @@
-"""What torch.optim.Optimizer promises, and what trainers and schedulers rely on: a learning rate, and
-other options, that change."""
+"""The contract of torch.optim.Optimizer, on which trainers and schedulers rely: options that change."""
 
 from __future__ import annotations
 

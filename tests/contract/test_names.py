@@ -1,4 +1,4 @@
-"""Names of parameters: the same whatever a model is wrapped in, and exclusions that match none of them."""
+"""Names of parameters are the same in every wrapper, and exclusions that match none of them are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.optim.Optimizer promises, and what trainers and schedulers rely on: parameters, their groups and names."""
+"""The contract of torch.optim.Optimizer, on which trainers and schedulers rely: parameters, their groups and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand for a learning rate or a weight decay, what drives it, and what becomes of it in a checkpoint."""
+"""The forms of a learning rate or a weight decay, the step that a schedule gets, and its part of a checkpoint."""
 
 from __future__ import annotations
 

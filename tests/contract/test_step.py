@@ -1,5 +1,4 @@
-"""What torch.optim.Optimizer promises, and what trainers and schedulers rely on: steps, and the gradients
-that they are taken with."""
+"""The contract of torch.optim.Optimizer, on which trainers and schedulers rely: steps and their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients and state that move, change their form or are replaced between steps."""
+"""Parameters, gradients and state that move, change their layout or are replaced between steps."""
 
 from __future__ import annotations
 

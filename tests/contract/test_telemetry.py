@@ -1,4 +1,4 @@
-"""The figures of the last step: as the optimizer gives them, and as scalars for loggers, every so many steps."""
+"""Metrics of the last step, from the optimizer and as scalars for loggers every so many steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Both optimizers as entries of the table by which torch tests its own, held to what its test_optim.py asks of these.
+"""Both optimizers in torch's own table of optimizers, with the tests that torch's test_optim.py has for its entries.
 
-The table and its machinery are installed with torch; the tests are not, and are written anew here under their names.
+The table and its machinery are installed with torch; the tests are not, and are implemented again under their names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tensors without memory of their own: those that hold other tensors, those of no values, and those that were freed.
+"""Tensors without memory of their own: wrappers of other tensors, tensors without values, and freed tensors.
 
-Their address is 0, which compiled kernels would read from.
+Their address is 0, from which compiled kernels would read.
 """
 
 from __future__ import annotations

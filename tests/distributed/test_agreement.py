@@ -1,4 +1,4 @@
-"""Ranks whose optimizers differ, on real processes: their sums are of different tensors."""
+"""Ranks whose optimizers differ, in real processes: their sums belong to different tensors."""
 
 from __future__ import annotations
 

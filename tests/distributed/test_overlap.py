@@ -1,4 +1,4 @@
-"""TailOverlap on real processes, which run tests/support/overlap_worker.py, and on a single one."""
+"""TailOverlap in real processes, which run tests/support/overlap_worker.py, and in a single one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`process_group`: the global gradient norm where each rank holds whole tensors of its own, as under ZeRO."""
+"""`process_group`: the global gradient norm if each rank has whole tensors of its own, as under ZeRO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight-update sharding: on two real ranks, equal to the optimizer that holds everything."""
+"""Weight-update sharding on two real ranks equals the unsharded optimizer."""
 
 from __future__ import annotations
 

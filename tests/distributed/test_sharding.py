@@ -1,4 +1,4 @@
-"""Sharded parameters on real processes, which run tests/support/sharding_worker.py."""
+"""Sharded parameters in real processes, which run tests/support/sharding_worker.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables say what was measured: those of the scripts in benchmarks, of the README, and a plan what was counted."""
+"""The tables of the docs and of the README equal the measurements, and the plan equals the counted collectives."""
 
 from __future__ import annotations
 

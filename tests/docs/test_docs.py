@@ -1,4 +1,4 @@
-"""The README and the pages in docs: their Python runs as it stands there, and the README's links lead somewhere."""
+"""The Python code of the README and of the pages in docs runs, and the README's links exist."""
 
 from __future__ import annotations
 

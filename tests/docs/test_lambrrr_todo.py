@@ -1,4 +1,4 @@
-"""docs/lambrrr-todo.md takes each line of LAMBrrr's list."""
+"""docs/lambrrr-todo.md covers each line of LAMBrrr's list."""
 
 from __future__ import annotations
 

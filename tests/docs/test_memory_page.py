@@ -1,4 +1,4 @@
-"""Bytes in docs/memory.md are those predicted; run as a program, this writes them there."""
+"""The bytes in docs/memory.md are the predicted ones; run as a program, this file writes them there."""
 
 from __future__ import annotations
 

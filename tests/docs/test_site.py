@@ -1,4 +1,4 @@
-"""The site's own pieces: what would let a page and the code drift apart fails its build."""
+"""The extensions of the site: a difference between a page and the code fails the build."""
 
 from __future__ import annotations
 

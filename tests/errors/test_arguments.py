@@ -1,4 +1,4 @@
-"""What constructors say of keywords that they do not have; optimizers and faces are tested with their options."""
+"""Errors for unknown keywords of constructors; optimizers and compatibility layers have theirs beside their options."""
 
 from __future__ import annotations
 

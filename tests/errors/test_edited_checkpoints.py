@@ -1,4 +1,4 @@
-"""Checkpoints that somebody edited: each is refused with what is wrong, and the optimizer stays as it is."""
+"""Each edited checkpoint raises an error that names what is wrong, and the optimizer stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no parameter, or none that can be optimized here."""
+"""Values that are not parameters, and parameters that cannot be optimized."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether the Triton kernels run on this machine and are right, in less than a minute: `python -m tests.gpu.smoke`.
+"""A check in less than a minute that the Triton kernels run on this machine and are right: `python -m tests.gpu.smoke`.
 
-Three steps with each of a few sets of options, compared with the reference in float64. The tests of `make gpu` are
-thorough; this script ends a session early on a machine where they would all fail.
+It makes three steps with each of a few sets of options, and compares them with the reference in float64. The tests of
+`make gpu` are thorough; this script ends a session early on a machine where they would all fail.
 """
 
 from __future__ import annotations

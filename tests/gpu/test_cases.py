@@ -1,4 +1,4 @@
-"""The table of cases, and what all backends are tested for, on a GPU."""
+"""The table of cases, and the tests of all backends, on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory steps take, on a CUDA device, and tensors that take very much."""
+"""The memory that steps need on a CUDA device, and very large tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of their own: Triton's cache, its C compiler, and settings that torch reads when it starts."""
+"""Separate processes for Triton's cache, its C compiler, and settings that torch reads when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host, streams and graphs: what runs when, on a CUDA device."""
+"""The order of work on the host, in streams and in graphs, on a CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings on a GPU: scaled, sharded, under autocast and torch.compile."""
+"""Training on a GPU: scaled, sharded, under autocast and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed, given an optimizer of ours as the client's: docs/with-deepspeed.md."""
+"""DeepSpeed with one of bighorn's optimizers as the client optimizer: docs/with-deepspeed.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Built from a configuration by a dotted path, as Hydra, torchtune and torchtitan do: docs/with-config-files.md."""
+"""Optimizers made from a dotted path, as in Hydra, torchtune and torchtitan: docs/with-config-files.md."""
 
 from __future__ import annotations
 

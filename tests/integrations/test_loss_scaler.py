@@ -1,4 +1,4 @@
-"""The loss scaler in the loops of Accelerate and Lightning, which take a GradScaler."""
+"""The loss scaler in the loops of Accelerate and Lightning, which accept a GradScaler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""timm's registry and its way of making groups: docs/with-timm.md.
+"""timm's registry and the groups that timm makes: docs/with-timm.md.
 
-`import timm` needs torchvision, so its optimizers are imported from their folder. What they take from timm's models is
-for layer decay alone, which groups for themselves stand in for.
+`import timm` needs torchvision, so the tests import its optimizers from their folder. These use timm's models only for
+layer decay, for which the tests make groups themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CAME's rule: the reference against the scalar witness, reference and foreach against came-pytorch."""
+"""CAME's rule: the reference is compared with the scalar formulas, and reference and foreach with came-pytorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference backend against the scalar re-derivation: the root of all other comparisons."""
+"""The reference backend is compared with the scalar formulas; all other comparisons depend on this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every preset against the LAMB that it is named after, and the page that shows it.
+"""Every preset is compared with the LAMB of its package, and with the page that lists it.
 
 `python -m tests.math.test_presets` measures all of them and writes `docs/presets.md`.
 """

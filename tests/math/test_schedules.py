@@ -1,4 +1,4 @@
-"""Schedules: each formula against values worked out here, and against torch's and optax's own where they coincide."""
+"""Each schedule is compared with values computed here, and with the same formulas of torch and optax."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Optimizers that others wrote, where their options coincide with ours: optax, pytorch_optimizer, torch's Adam(W).
+"""Other packages' optimizers, with options that both have: optax, pytorch_optimizer, torch's Adam(W).
 
-None shares a gradient tensor with ours.
+No gradient tensor is shared.
 """
 
 from __future__ import annotations

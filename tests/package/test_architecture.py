@@ -1,4 +1,4 @@
-"""The house rules of the package: who imports whom, what is documented, and that the documentation is true."""
+"""The architecture of the package: which module imports which, what is documented, and that it is true."""
 
 from __future__ import annotations
 

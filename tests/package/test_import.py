@@ -1,4 +1,4 @@
-"""What ``import bighorn`` loads: no compiler, and nothing of torch that ``import torch`` leaves out."""
+"""The modules that ``import bighorn`` loads: no compiler, and nothing of torch that ``import torch`` does not load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of int8 codes with a scale each: round trips, edges and errors."""
+"""Blocks of int8 codes with one scale each: round trips, edge cases and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in 16 bits and state in blocks: every code, every 16-bit float, and what is lost over thousands of steps."""
+"""16-bit weights and state in blocks: every code, every 16-bit float, and the loss over thousands of steps."""
 
 from __future__ import annotations
 

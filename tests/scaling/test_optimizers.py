@@ -1,4 +1,4 @@
-"""The loss scaler beside torch's GradScaler, with every kind of optimizer, loop and gradient."""
+"""The loss scaler is compared with torch's GradScaler, with every kind of optimizer, loop and gradient."""
 
 from __future__ import annotations
 

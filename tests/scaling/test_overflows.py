@@ -1,4 +1,4 @@
-"""Overflow after overflow: the loss scaler stops the run and says which gradients it were."""
+"""After repeated overflows the loss scaler stops the run and names the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scaler's policies step by step, and its scale, which they or a user move."""
+"""The loss scaler's policies step by step, and its scale, which a policy or a user changes."""
 
 from __future__ import annotations
 

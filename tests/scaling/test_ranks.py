@@ -1,4 +1,4 @@
-"""One verdict for all ranks: real processes, with overflows in one rank's gradient and in the reduction."""
+"""All ranks skip the same steps: real processes, with overflows in one rank's gradient and in the reduction."""
 
 from __future__ import annotations
 

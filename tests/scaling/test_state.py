@@ -1,4 +1,4 @@
-"""The loss scaler's state, saved and loaded, also from torch's GradScaler and back."""
+"""The loss scaler's state is saved and loaded, also from and to torch's GradScaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often an attack tries, and with which seed: the same numbers on every machine, whatever its speed."""
+"""The number of tries of an attack and its seed, which do not depend on the speed of the machine."""
 
 from __future__ import annotations
 

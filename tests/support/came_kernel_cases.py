@@ -1,6 +1,6 @@
-"""The tensors and options that CAME's kernels are tested on by themselves, without an optimizer around them.
+"""Tensors and options for tests of CAME's kernels without an optimizer.
 
-A new option is one line in `OPTIONS`, a new trap one in `MAIN`, `EDGES` or `VECTORS`.
+A new option is one line in `OPTIONS`, and a new difficult tensor one in `MAIN`, `EDGES` or `VECTORS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rows of the table of cases: options of each optimizer, alone and in groups, and dtypes.
 
-A new option is one line in `LAMB_OPTIONS` or `CAME_OPTIONS`, a new dtype one in `DTYPES`; each inherits every test.
-Weight decay is 0 only where that is the point: the trust ratio then hides a constant factor of the update.
+A new option is one line in `LAMB_OPTIONS` or `CAME_OPTIONS`, and a new dtype one in `DTYPES`; all tests run with them.
+Weight decay is 0 only in cases about that: without it the trust ratio hides a constant factor of the update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parameters of the table of cases and their gradients look like. A new trap is one line in `ZOO`."""
+"""Parameters and gradients of the table of cases. A new difficult tensor is one line in `ZOO`."""
 
 from __future__ import annotations
 

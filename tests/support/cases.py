@@ -1,6 +1,6 @@
-"""THE table of cases: every option, shape, layout and dtype that Lamb and Came are tested on, for every backend.
+"""The table of cases: every option, shape, layout and dtype with which Lamb and Came are tested, for every backend.
 
-Its rows are in `case_options.py`, its parameters in `case_tensors.py`.
+`case_options.py` has its rows, and `case_tensors.py` its parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of the command line share beside their fixtures."""
+"""Functions that the tests of the command line share, besides their fixtures."""
 
 import gzip
 import html.parser

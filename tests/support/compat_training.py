@@ -1,7 +1,7 @@
-"""Parameters, gradients and learning rates for the tests of all faces, and what the scalar witness makes of them.
+"""Parameters, gradients and learning rates for the tests of compatibility layers, and the scalar formulas' results.
 
-Among them are a norm above 10, a zero parameter, a zero gradient and one of 1e-3; weight decay is on, since the trust
-ratio would hide a constant factor of the update without it.
+They include a norm above 10, a zero parameter, a zero gradient and one of 1e-3. Weight decay is not 0, since without it
+the trust ratio would hide a constant factor of the update.
 """
 
 from __future__ import annotations

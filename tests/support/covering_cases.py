@@ -1,4 +1,4 @@
-"""Few cases that have all that many have: what runs by default where kernels are interpreted, which takes a while."""
+"""A few cases that together have everything that many have: the default for interpreted kernels, which are slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can have happened to a file or to a dict of state since it was written."""
+"""Damage to a file or to a dict of state after it was written."""
 
 from __future__ import annotations
 

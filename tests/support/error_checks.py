@@ -1,7 +1,7 @@
-"""Bad input: refused at once, by torch's conventions for the type, with a message that names what was wrong.
+"""Checks of errors: bad input raises at once, with torch's type of error and a message that names what is wrong.
 
-TypeError for wrong types and unknown keywords, ValueError for values, RuntimeError for sparse gradients; and nothing
-has changed afterwards: no parameter, no state, no step count, no group.
+The types are TypeError for wrong types and unknown keywords, ValueError for values, RuntimeError for sparse gradients.
+Nothing changes: no parameter, no state, no step count, no group.
 """
 
 from __future__ import annotations

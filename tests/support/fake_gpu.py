@@ -1,4 +1,4 @@
-"""A GPU that is only pretended: Triton compiles for it and launches, and nothing runs."""
+"""A fake GPU: Triton compiles for it and launches kernels, and nothing runs."""
 
 from __future__ import annotations
 

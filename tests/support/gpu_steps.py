@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: tensors that are made there, and some steps."""
+"""Functions that the tests on a GPU share: they make tensors on the GPU and run steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled for GPUs that need not be there, and what is read in the result."""
+"""Compilation of Triton's kernels for GPUs that are not present, and checks of the compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the loss scaler share: steps whose gradients are known, and every kind of optimizer."""
+"""Functions that the tests of the loss scaler share: steps with known gradients, and every kind of optimizer."""
 
 from __future__ import annotations
 

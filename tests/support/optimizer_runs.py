@@ -1,4 +1,4 @@
-"""What the tests of the optimizer's contract, its storage and its checkpoints share."""
+"""Models, runs of cases and comparisons that the tests of the optimizers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_overlap.py runs on each rank: `python overlap_worker.py RANK WORLD STORE SCENARIO`."""
+"""The scenarios of test_overlap.py, run on each rank: `python overlap_worker.py RANK WORLD STORE SCENARIO`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Other packages' LAMBs, written out anew from their code, in their order of operations and with their defaults.
+"""Other packages' LAMBs, implemented again from their code, with the same order of operations and the same defaults.
 
-Plain Python floats, one element at a time; nothing from bighorn and nothing of `scalar_formulas.py`. A function steps
-all tensors once. Each says where its formula was read: repository, file and commit. At the end: timm's own, if
-installed.
+The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function steps
+all tensors once, and its docstring names the source: repository, file and commit. The last one is timm's own
+optimizer, if timm is installed.
 """
 
 from __future__ import annotations

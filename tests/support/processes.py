@@ -1,6 +1,6 @@
-"""Processes that work together, each under a time limit, so that none is left behind that waits for another.
+"""Processes that work together, each with a time limit, so that none remains that waits for another.
 
-Each is forked from one that has imported torch and bighorn and done nothing else: to import them takes seconds.
+Each is forked from a process that has only imported torch and bighorn, because importing them takes seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LAMB and CAME re-derived from their papers (arXiv:1904.00962v5 and arXiv:2307.02047v2, both Algorithm 2) in floats.
+"""LAMB and CAME derived again from their papers (arXiv:1904.00962v5, arXiv:2307.02047v2, both Algorithm 2) in floats.
 
-The witness that the reference backend is judged by, so it shares nothing with it: no bighorn, no torch, flat lists of
-floats and `math` only. Slow on purpose; read it beside the paper.
+The reference backend is compared with these formulas, so they share nothing with it: no bighorn, no torch, only flat
+lists of floats and `math`. They are slow on purpose; read them beside the paper.
 """
 
 from __future__ import annotations

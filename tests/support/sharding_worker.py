@@ -1,4 +1,4 @@
-"""What test_sharding.py runs on each rank: `python sharding_worker.py RANK WORLD FOLDER SCENARIO...`."""
+"""The scenarios of test_sharding.py, run on each rank: `python sharding_worker.py RANK WORLD FOLDER SCENARIO...`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Many steps of tiny parameters: memory and objects at the end are those of the beginning.
+"""Many steps of tiny parameters: at the end there is as much memory and there are as many objects as at the beginning.
 
 `python soak_worker.py STEPS` steps whole parameters, `python soak_worker.py STEPS RANK WORLD STORE` shards of them.
 
-The first 1,000 steps are not measured: meanwhile caches fill.
+The first 1,000 steps are not measured, because caches fill during them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands of ``bighorn`` in several processes, which run `torchrun_worker.py`: those of torchrun, and forked ones."""
+"""Commands of ``bighorn`` in several processes, under torchrun or forked; the processes run `torchrun_worker.py`."""
 
 import json
 import os

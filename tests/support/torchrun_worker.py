@@ -1,10 +1,9 @@
-"""For torchrun: commands of ``bighorn`` one after the other, without dropout, so that processes and one agree.
+"""A program for torchrun: it runs commands of ``bighorn`` without dropout, so that results do not depend on processes.
 
-Its argument is a JSON list of jobs: ``command``, in whose words ``{rank}`` stands for the process's number; and, to
-happen before that step, ``interrupt``, a step at which a Ctrl-C comes, or ``fail``, one at which process 1 raises; or
-``kill``, one in which process 1 is killed between backward and update, or ``kill_saving``, one whose checkpoint it is
-killed in; or ``late``, seconds by which process 1 is late when training begins. What a command says instead of ending
-well goes to ``error-JOB-RANK``.
+Its argument is a JSON list of jobs. A job has a ``command``, in which ``{rank}`` is replaced by the rank, and may have:
+``interrupt``, the step before which a Ctrl-C arrives; ``fail``, the step before which process 1 raises; ``kill``, the
+step in which process 1 is killed between backward and update; ``kill_saving``, the step in whose checkpoint it is
+killed; ``late``, the seconds by which process 1 begins training later. The error of a command is in ``error-JOB-RANK``.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The small model that every trainer trains, its data, and the same training by hand."""
+"""The small model that the tests train with every trainer, its data, and the same training by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process tests run in their subprocesses: a training of large, small and misaligned tensors."""
+"""A training of large, small and misaligned tensors, which tests run in subprocesses, and digests of its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differences between the versions of Triton that the tests meet, 3.3 to 3.9, in one place."""
+"""The differences between the versions of Triton that the tests support, 3.3 to 3.9."""
 
 from __future__ import annotations
 

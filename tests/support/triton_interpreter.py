@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended for tests (3.7.1): run with TRITON_INTERPRET=1, kernels work on the CPU."""
+"""Corrections of Triton's interpreter (3.7.1) for tests: with TRITON_INTERPRET=1, kernels run on the CPU."""
 
 from __future__ import annotations
 

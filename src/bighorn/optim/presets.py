@@ -1,6 +1,6 @@
 """Other packages' LAMBs by name: in which options each of them differs from the paper's version 5.
 
-Every row is proven in `tests/test_presets.py`, against the package itself or against its formula written out anew.
+Every row is proven in `tests/math/test_presets.py`, against the package itself or against its formula written out anew.
 """
 
 from __future__ import annotations

@@ -56,12 +56,12 @@ def ordinal(tensor: Tensor) -> Tensor:
 
 
 def size(*tensors: Tensor) -> float:
-    """All their 2-norms. An error is relative to what was added up, since the sum of two numbers may be near zero."""
+    """The 2-norms of all operands. Errors are relative to these, since the sum of two numbers may be near zero."""
     return sum(float(tensor.double().norm()) for tensor in tensors)
 
 
 def assert_rounded(ours: Tensor, exact: Tensor, before: Tensor, what: str, loose: float = 1.0) -> bool:
-    """`ours` is `exact` rounded once to a 16-bit dtype, but for rare ties; says whether there was one."""
+    """`ours` is `exact` rounded once to a 16-bit dtype, except for rare ties; returns whether there was one."""
     away = (ordinal(ours) - ordinal(exact.to(ours.dtype))).abs()
     apart = bool(away.any())
     # Where a sum is almost zero, float32's rounding of what was added is many ulps of the result.
@@ -79,7 +79,7 @@ Bounds = dict[int, tuple[Tensor, Tensor]]
 
 @contextmanager
 def rounding_watched() -> Iterator[Bounds]:
-    """What codes the reference's moments could have meanwhile, each off by float32's rounding of what was added up."""
+    """The codes that the reference's moments could have within float32's rounding of their sums."""
     bounds: Bounds = {}
 
     def rounded(name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def bounds_of(codes: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
 
 
 def assert_same_codes(ours: Tensor, exact: Tensor, bounds: Bounds, what: str) -> bool:
-    """The same codes, but for values within float32's rounding of another one; says whether there are such."""
+    """Codes are equal, except for values within float32's rounding of another code; returns whether there are any."""
     true = real(exact)
     if true.numel():
         low, high = bounds_of(exact, bounds)
@@ -138,7 +138,7 @@ State = Mapping[str, Tensor]
 def assert_same_state(
     ours: State, exact: State, before: State, bounds: Bounds, what: str, roundings: float = 1.0
 ) -> bool:
-    """Says whether a rounding tie of a moment in few bits left the two apart, which the parameter then shows too."""
+    """Returns whether a rounding tie of a low-precision moment made the two differ, and with them the parameter."""
     assert ours.keys() == exact.keys(), what
     assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
     apart = False
@@ -172,7 +172,7 @@ def assert_same_parameter(
 
 
 def unrounded(parameter: Tensor, state: State) -> Tensor:
-    """What a parameter stands for, with what is kept beside it; itself where nothing is."""
+    """The value that a parameter represents together with its aux state; the parameter itself without aux state."""
     kept = {name: value for name, value in state.items() if name in BESIDE}
     return rounding.unrounded(parameter.detach(), kept) if kept else parameter.detach()
 
@@ -180,7 +180,7 @@ def unrounded(parameter: Tensor, state: State) -> Tensor:
 def assert_weights(
     case: Case, ours: Tensor, state: State, exact: Tensor, before: Tensor, *, apart: bool, what: str, roundings: float
 ) -> None:
-    """The parameter, as its way of rounding wants it."""
+    """The parameter in the form that its rounding mode needs."""
     whole, loose = unrounded(ours, state), roundings * LOOSE[case.kind]
     if case.options.get("weight_rounding") == "stochastic" and not apart:
         mine, true, old = real(whole), real(exact), real(before)
@@ -196,7 +196,7 @@ def assert_weights(
 def copy_into(
     twin: Optimizer, twins: Sequence[Parameter], optimizer: Optimizer, parameters: Sequence[Parameter]
 ) -> None:
-    """Give the float64 twin exactly the numbers the optimizer under test holds now."""
+    """Copy the present numbers of the optimizer under test to its float64 twin."""
     for exact, parameter in zip(twins, parameters, strict=True):
         state = optimizer.state.get(parameter, {})
         exact.data.copy_(unrounded(parameter, state))
@@ -359,7 +359,7 @@ EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", [100, 300_000])
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, backend: str) -> None:
-    """Float32 holds these numbers, but not their squares, or not the sum of these."""
+    """These numbers are in float32's range, but their squares, or the sum of these, are not."""
     weight, gradient, options = EXTREMES[extreme]
     x, g = weight * torch.randn(size), gradient * (torch.rand(size) - 0.3)
     results = []

@@ -92,13 +92,13 @@ def size(*tensors: Tensor) -> float:
 
 
 def stored(state: dict[str, Tensor]) -> Tensor:
-    """An average as it is read back."""
+    """An average as it is stored."""
     m = state["exp_avg"]
     return codec.decode(m, state["exp_avg_scale"]).double() if m.dtype == torch.int8 else m.double()
 
 
 def assert_stored(ours: dict[str, Tensor], exact: Tensor, old: Tensor, what: str) -> None:
-    """An average in few bits is the exact one, rounded to one of its neighbours."""
+    """A low-precision average is the exact one, rounded to one of its neighbours."""
     slack = 1e-6 * (exact.abs() + old.abs())  # its terms may cancel
     if ours["exp_avg"].dtype == torch.int8:
         _, scales = codec.encode(exact)
@@ -345,7 +345,7 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
 
 
 def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:
-    """Parameters and figures after two steps of boxes that so many cuts of rows and of columns make."""
+    """Parameters and metrics after two steps of shards, for a number of splits of rows and of columns."""
     torch.manual_seed(0)
     x = leaf.values(torch.float32)
     split = frozenset(dim for dim in (0, 1) if parts[dim] > 1)

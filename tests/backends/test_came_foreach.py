@@ -16,7 +16,7 @@ from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, 
 
 @pytest.fixture(params=["whole", "cut"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tensors whole and stacked, as small ones are, or cut into pieces, as large ones are, even inside a row."""
+    """Tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even inside a row."""
     if request.param == "cut":
         monkeypatch.setattr(in_pieces, "CHUNK", 8)
         monkeypatch.setattr(in_pieces, "SMALL", 0)
@@ -33,7 +33,7 @@ def copy_into(twin: Bucket[CameOptions], bucket: Bucket[CameOptions]) -> None:
 
 
 def assert_stored_alike(ours: Tensor, theirs: Tensor, scale: float, slack: float, what: str) -> None:
-    """Equal to rounding and slack; what is stored in few bits may fall to the other side of a tie."""
+    """Equal up to rounding and slack; a low-precision value may be on the other side of a tie."""
     assert ours.dtype == theirs.dtype, what
     if ours.dtype == torch.int8:
         apart = (ours.int() - theirs.int()).abs()

@@ -30,14 +30,14 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith((
 
 
 def run(code: str, **environment: str) -> str:
-    """Run code in a new process; its standard output. It fails the test when it fails or takes too long."""
+    """Run code in a new process and return its standard output; the test fails if it fails or takes too long."""
     (process,) = outcomes(code, [[]], {**CLEAN, **environment})
     assert process.code == 0, process.errors[-3000:]
     return process.output
 
 
 def run_afresh(code: str, **environment: str) -> str:
-    """As `run`, in a fresh Python, for what is read from the environment when torch is loaded."""
+    """As `run`, in a new Python, for variables that torch reads when it is loaded."""
     process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**CLEAN, "PYTHONPATH": str(ROOT), **environment},
@@ -60,7 +60,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
-    """The runtime may give fewer than are asked for, and says so only inside the region."""
+    """The runtime may start fewer threads than requested, which is known only inside the parallel region."""
     code = f"""
         import os
         from tests.support import training_digests
@@ -119,7 +119,7 @@ def test_little_work_stays_with_the_caller(
 def test_a_bad_environment_variable_is_named(
     name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And moves nothing: neither what the library serves nor the float64 parameters, which it does not."""
+    """Nothing moves: neither the parameters that the library serves nor the float64 parameters, which it does not."""
     parameters = [Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
     optimizer = Lamb(parameters, lr=0.1)
     for parameter in parameters:
@@ -137,7 +137,7 @@ def test_a_bad_environment_variable_is_named(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_fork_between_steps() -> None:
-    """The child has no OpenMP workers; both go on and get the same."""
+    """The child has no OpenMP workers; both processes continue and get the same result."""
     code = """
         import os
         from tests.support import training_digests
@@ -217,7 +217,7 @@ def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
 
 @pytest.mark.parametrize("size", [1 << 16, 1 << 17])
 def test_threads_with_small_stacks(size: int) -> None:
-    """CAME alone took 140 KB of one."""
+    """CAME alone used 140 KB of a thread's stack."""
     code = f"""
         import itertools, threading, torch
         from bighorn import Came, Lamb

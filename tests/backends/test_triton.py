@@ -38,7 +38,7 @@ def bucket(
     state_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Bucket[LambOptions]:
-    """Rows with a gradient each, and a state as after some steps: in blocks where it is in float16 or int8."""
+    """Rows with a gradient each, and a state as after some steps, in blocks if it is float16 or int8."""
     torch.manual_seed(0)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     state = {name: [torch.rand(shape).to(state_dtype) for shape in shapes] for name in ("exp_avg", "exp_avg_sq")}

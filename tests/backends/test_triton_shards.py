@@ -29,7 +29,7 @@ BF16, INT8 = torch.bfloat16, torch.int8
 
 
 def boxes(shape: Shape, cuts: Cuts) -> list[Shard]:
-    """The shards of a tensor: one for each part along each dim that is cut up."""
+    """The shards of a tensor: one for each part along each sharded dim."""
     ends = [[0, *cuts.get(dim, ()), size] for dim, size in enumerate(shape)]
     split = frozenset(cuts)
     along = [list(itertools.pairwise(each)) for each in ends]
@@ -39,7 +39,7 @@ def boxes(shape: Shape, cuts: Cuts) -> list[Shard]:
 
 
 def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tensor:
-    """What of a parameter or of its state lies in a box."""
+    """The part of a parameter or of its state in a shard."""
     dims = list(range(len(shard.shape)))
     axis = dims[-2] if factor == "last_two" else 0
     if name.endswith("_row"):
@@ -53,7 +53,7 @@ def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tenso
 
 
 def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
-    """The bucket of each rank; all tensors are cut into as many parts."""
+    """The bucket of each rank; all tensors have the same number of shards."""
     factor = getattr(whole.options, "factor", None)
     shards = [boxes(tuple(x.shape), each) for x, each in zip(whole.params, cuts, strict=True)]
     buckets = []
@@ -74,7 +74,7 @@ def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
 
 
 def together(buckets: list[Bucket[Any]], kernel: Any, *arguments: Any) -> list[tuple[int, torch.dtype]]:
-    """One step of all ranks; how many sums of which dtype they added up each time."""
+    """One step of all ranks; returns the number and dtype of the sums of each round."""
     running, exchanged = [], []
     for bucket in buckets:
         each = kernel([bucket])
@@ -90,7 +90,7 @@ def together(buckets: list[Bucket[Any]], kernel: Any, *arguments: Any) -> list[t
 
 
 def gathered(name: str, like: Tensor, parts: list[Tensor], shards: list[Shard], factor: str | None) -> Tensor:
-    """A whole tensor of what ranks have of it; what several have is the same."""
+    """The whole tensor from the shards of all ranks; replicated shards must be equal."""
     out, known = torch.zeros(like.numel(), dtype=like.dtype), torch.zeros(like.numel(), dtype=torch.bool)
     places = torch.arange(like.numel()).view(like.shape)
     for part, shard in zip(parts, shards, strict=True):
@@ -102,7 +102,7 @@ def gathered(name: str, like: Tensor, parts: list[Tensor], shards: list[Shard], 
 
 
 def all_ranks(whole: Bucket[Any], ranks: list[Bucket[Any]]) -> dict[str, list[Tensor]]:
-    """Parameters and state, put together."""
+    """Whole parameters and state, from the shards."""
     factor = getattr(whole.options, "factor", None)
     return {
         name: [
@@ -143,7 +143,7 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     ],
 )
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:
-    """And adds up as many sums, in as many rounds, as the reference does."""
+    """A step adds up as many sums, in as many rounds, as the reference."""
     factor, shapes, cuts = LAYOUTS[layout]
     whole = test_triton_came.bucket(*shapes, **{"factor": factor, **options})
     ranks, theirs = on_ranks(whole, cuts), on_ranks(whole, cuts)

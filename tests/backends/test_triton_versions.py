@@ -32,7 +32,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
     ids=lambda value: {"not slow": "covering", "": "everything"}.get(value, value),
 )
 def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
-    """Where this Triton does not know a target, the output has a line with the reason; it counts spills before 3.6."""
+    """If this Triton does not know a target, the output has the reason; spills are counted before 3.6."""
     folder = UNPACKED / version
     if not folder.is_dir():
         pytest.skip(f"no Triton {version} beside the environment: `make .venv/tritons/{version}` unpacks it")

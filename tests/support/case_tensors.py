@@ -18,7 +18,7 @@ SCALES: Mapping[Grad, float] = {"tiny": 1e-3, "minute": 1e-8, "zero": 0.0}
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter and how its gradients look."""
+    """One parameter and the kind of its gradients."""
 
     name: str
     shape: tuple[int, ...]

@@ -35,7 +35,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
 
 
 class ExactLamb(Lamb):
-    """Steps float64 parameters too with state in 8 bits, which users are refused: it is what others must compute."""
+    """Also steps float64 parameters with 8-bit state, which users cannot: it computes the expected result."""
 
     class Unrestricted(LambAlgorithm):
         def why_unfit(self, *_: object) -> None:
@@ -60,7 +60,7 @@ LRS = (0.1, 0.05, 0.2, 0.08)
 
 @dataclass(frozen=True)
 class Case:
-    """A set of parameters, their gradients, and the options they are optimised with."""
+    """Parameters, their gradients, and the options of their optimizer."""
 
     id: str
     options: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Case:
         return leaf.grad_dtype or self.grad_dtype or leaf.dtype or self.dtype
 
     def runs_on(self, backend: str) -> bool:
-        """Whether the specification asks this backend for this case: the compiled ones leave out float64 too."""
+        """Whether this backend must serve this case: the compiled ones do not serve float64."""
         if backend == "reference":  # it is the specification, to which sizes are nothing
             return self.leaves is not HUGE
         if backend not in LEFT_OUT:
@@ -95,7 +95,7 @@ class Case:
         return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
 
     def in_double(self) -> Case:
-        """The same case with parameters, which lose nothing, and gradients in float64."""
+        """The same case with parameters and gradients in float64."""
         options = {name: value for name, value in self.options.items() if name != "weight_rounding"}
         leaves = tuple(
             replace(leaf, dtype=double(leaf.dtype) if leaf.dtype else None, grad_dtype=None) for leaf in self.leaves
@@ -150,7 +150,7 @@ def set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | 
 
 
 def allow_gradients_of(parameter: Parameter, dtype: torch.dtype | None) -> None:
-    """Let a parameter have gradients of another dtype, None for any; torch before 2.10 refuses to assign them."""
+    """Allow gradients of another dtype, None for any; torch before 2.10 refuses to assign them."""
     if not hasattr(parameter, "grad_dtype"):
         pytest.skip(f"torch {torch.__version__} refuses gradients of another dtype than their parameter's")
     parameter.grad_dtype = dtype
@@ -171,7 +171,7 @@ def _stackable(leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """What makes the cases of one optimizer."""
+    """The parts from which the cases of one optimizer are made."""
 
     kind: Kind
     prefix: str

@@ -31,7 +31,7 @@ def write_idx(folder: Path) -> Path:
 
 
 def write_text(path: Path, ending: str = "") -> None:
-    """Four hundred lines of arithmetic, which is what a language model of a few steps can learn something of."""
+    """Four hundred lines of arithmetic, from which a language model can learn something in a few steps."""
     ends = (7 if ending and number % 3 == 0 else ending for number in range(400))
     path.write_text("".join(f"{n} times {n} is {n * n}{end}.\n" for n, end in enumerate(ends)))
 
@@ -41,7 +41,7 @@ def without_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 class Page(html.parser.HTMLParser):
-    """Collects what a page says and what it would load."""
+    """Collects the text of a page and the resources that it would load."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def step(params: Mapping[str, Parameter], optimizer: Optimizer, number: int) -> 
 
 
 def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What an optimizer that is made for the parameters makes of them."""
+    """The parameters after the steps of an optimizer that is made for them."""
     params = weights(dtype)
     optimizer = make(params)
     for number in range(STEPS):
@@ -65,7 +65,7 @@ def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtyp
 
 
 def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | None = None) -> dict[str, Tensor]:
-    """What the scalar witness makes of them; `options` gives those of a parameter by its name."""
+    """The parameters after the scalar formulas' steps; `options` returns the options of a parameter by its name."""
     params = weights()
     tensors = [scalar_formulas.Tensor(param.flatten().tolist(), tuple(param.shape)) for param in params.values()]
     for number, lr in enumerate(LRS):
@@ -79,7 +79,7 @@ def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | N
 
 
 def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = 1e-13) -> None:
-    """Each tensor within a share of the farthest that it has moved."""
+    """Each tensor is within a fraction of its largest movement."""
     start = weights()
     for name, value in theirs.items():
         movement = (value - start[name].detach()).abs().max().clamp(min=1e-6)

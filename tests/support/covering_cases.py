@@ -14,7 +14,7 @@ COMPILED = {"decay_mode": "ratio", "second_moment": "adam", "adam": False, "fact
 
 
 def traits(case: Case) -> set[tuple[object, ...]]:
-    """What may go wrong by itself: each option, kernel and parameter, and what each dtype is combined with."""
+    """Properties that can fail independently: each option, kernel, parameter, and combination with a dtype."""
     groups = [{**case.options, **group} for group in case.groups]
     words = (str, bool, torch.dtype)  # other values are numbers, which kernels read as they come
     has: set[tuple[object, ...]] = {
@@ -31,7 +31,7 @@ def traits(case: Case) -> set[tuple[object, ...]]:
 
 
 def cost(case: Case) -> float:
-    """Roughly, in seconds: each row of each launch takes a while, however short it is."""
+    """The approximate time in seconds: each row of each launch takes time, however short it is."""
     stacked = any(group.get("stacked") for group in case.groups)
     rows = sum(leaf.shape[0] if stacked else 1 for leaf in case.leaves if leaf.shape)
     return 0.04 * rows + 1e-5 * case.size
@@ -46,7 +46,7 @@ def covering(cases: Iterable[Case]) -> set[str]:
 
 
 def fewest(candidates: Mapping[str, tuple[set[tuple[object, ...]], float]]) -> set[str]:
-    """The ids of candidates that together have every trait of all, one by one the most new traits at the least cost."""
+    """The ids of candidates that together have every trait: greedily the most new traits at the least cost."""
     left = dict(candidates)
     missing: set[tuple[object, ...]] = set().union(*(has for has, _ in left.values()))
     chosen: set[str] = set()

@@ -33,7 +33,7 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def damaged_bytes() -> st.SearchStrategy[Callable[[bytes], bytes]]:
-    """Flipped bits, a cut, a hole of zeros, or bytes that are there twice; up to three of these."""
+    """Flip bits, truncate, zero a range, or repeat bytes; up to three of these."""
     place = st.floats(0, 1, exclude_max=True)
     one = st.one_of(
         st.builds(_flipped, place, st.integers(0, 7)),
@@ -85,7 +85,7 @@ def _doubled(place: float, length: int) -> Callable[[bytes], bytes]:
 
 
 def keys_of(value: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The keys that lead to every value, and to one that a dict does not have."""
+    """The paths of keys to every value, and to one that a dict does not have."""
     for key in [*value, "newer"] if isinstance(value, dict) else range(len(value)):
         yield (*keys, key)
         if key != "newer" and isinstance(value[key], (dict, list)):

@@ -15,7 +15,7 @@ from tests.support.cases import Kind, set_gradients
 
 
 class Driver:
-    """An H100 as far as Triton's launcher looks; what is launched there is noted down, and never runs."""
+    """An H100 for Triton's launcher: it records launches and never runs them."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, int]] = []
@@ -28,7 +28,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, source: Any, _: Any) -> Any:
-        """Its arguments: three sizes of the grid, six values of Triton's own, and the kernel's."""
+        """The launcher's arguments are three sizes of the grid, six values of Triton's own, and the kernel's."""
 
         def launch(programs: int, *arguments: Any) -> None:
             assert len(arguments) == 8 + len(source.fn.arg_names)
@@ -50,7 +50,7 @@ class Driver:
 
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """Tensors of the CPU count as that GPU's."""
+    """CPU tensors count as tensors of this GPU."""
     from bighorn.kernels.triton import came_kernels, came_unfactored_kernels, common_kernels, lamb_kernels
     from tests.support.triton_compat import use_driver
 
@@ -67,7 +67,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def compiled_while_numbers_change(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was compiled over four steps of a matrix and a vector whose options, gradients and scales change."""
+    """The kernels that were compiled during four steps whose options, gradients and scales change."""
     from tests.support.triton_compat import on_compilation
 
     compilations: list[str] = []

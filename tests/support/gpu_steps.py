@@ -41,7 +41,7 @@ def same(first: list[Parameter], second: list[Parameter]) -> bool:
 
 
 def trained(kind: Kind, steps: int = 3, wait: Callable[[], None] = lambda: None, **options: Any) -> list[Parameter]:
-    """Parameters after some steps with gradients that lie elsewhere each time; `wait` comes before each."""
+    """Parameters after some steps with gradients at other addresses each time; `wait` is called before each."""
     params = parameters()
     optimizer = kind(params, **{**OPTIONS, **options})
     for step in range(steps):

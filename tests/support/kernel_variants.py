@@ -51,14 +51,14 @@ class Variant:
         return "-".join([self.name, self.target, *(f"{key}={value}" for key, value in self.constants + self.options)])
 
     def traits(self) -> set[tuple[object, ...]]:
-        """What a version of Triton may fail at: each value, and each pair of values that are not numbers or dtypes."""
+        """Possible failures of a version of Triton: each value, and pairs of values that are not numbers or dtypes."""
         values = [(key, str(value)) for key, value in self.constants + self.options]
         modes = [(key, value) for key, value in self.constants if isinstance(value, (bool, str)) or value is None]
         return {(self.name, *each) for each in ((self.target,), *values, *itertools.combinations(modes, 2))}
 
 
 def variants() -> list[Variant]:
-    """All of them, in a fixed order."""
+    """All variants, in a fixed order."""
     found: dict[str, Variant] = {}
     for (kernel, pointers, constants), (target, gpu) in itertools.product(recorded(), TARGETS.items()):
         options = device.compile_options(gpu[0], gpu[2], constants)
@@ -69,7 +69,7 @@ def variants() -> list[Variant]:
 
 
 def covering(every: Iterable[Variant]) -> set[str]:
-    """The ids of few variants that together have every trait."""
+    """The ids of a few variants that together have every trait."""
     return fewest({variant.id: (variant.traits(), 1.0) for variant in every})
 
 
@@ -80,7 +80,7 @@ Request = tuple[Any, tuple[str, ...], dict[str, Any]]
 
 
 def recorded() -> list[Request]:
-    """What the library compiles for whole tensors and for shards."""
+    """The variants that the library compiles for whole tensors and for shards."""
     requests: list[Request] = []
 
     def note(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) ->
 
 
 def make_shards() -> None:
-    """Each way to cut tensors up; random bits depend on it too."""
+    """Each way to shard tensors, on which random bits also depend."""
     kept: list[dict[str, Any]] = [{}, *({"dtype": BF16, "weight_rounding": rounding} for rounding in ROUNDINGS)]
     for (factor, shapes, cuts), options in itertools.product(LAYOUTS.values(), kept):
         small = [tuple(min(size, 30) for size in shape) for shape in shapes]

@@ -20,7 +20,7 @@ def backward(loss: Tensor) -> None:
 
 
 def train_on(scaler: torch.amp.GradScaler, optimizer: Optimizer, param: Tensor, overflow: bool, factor: float) -> None:
-    """One step whose gradient is known: `factor` in each place, before scaling."""
+    """One step whose gradient is known: `factor` in each element, before scaling."""
     optimizer.zero_grad()
     backward(scaler.scale((param * factor).sum()))
     if overflow:

@@ -52,7 +52,7 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
 
 
 def runs(cases: Iterable[Case]) -> list[Any]:
-    """Each of these cases on each backend that serves it, for an indirect `backend` and a `case`.
+    """Parameters of tests: each of these cases on each backend that serves it, for an indirect `backend` and a `case`.
 
     Most are slow tests on Triton, whose kernels are interpreted where there is no GPU.
     """
@@ -79,7 +79,7 @@ def advance(case: Case, parameters: list[Parameter], optimizer: Optimizer, steps
 
 
 def copies(parameters: list[Parameter]) -> list[Parameter]:
-    """The same values in the same layout, in other storage."""
+    """Copies with the same values and layout, in other storage."""
     return [copy.deepcopy(p) for p in parameters]
 
 
@@ -101,7 +101,7 @@ def assert_same_everything(
 
 
 def figures(telemetry: LambTelemetry | CameTelemetry) -> dict[str, Tensor]:
-    """What kernels write, one entry per parameter."""
+    """The metrics that kernels write, one entry per parameter."""
     return {name: value for name, value in vars(telemetry).items() if name not in {"names", "lr", "skipped"}}
 
 

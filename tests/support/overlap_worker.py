@@ -73,7 +73,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, rtol: float = 1e-10, atol: f
 
 
 def compare(make: Make, freeze: bool = False, accumulate: int = 1, schedule: bool = False, **options: Any) -> None:
-    """Overlapped on all ranks, and alone on the joined batch."""
+    """A step with overlap on all ranks equals one process with the joined batch."""
     inner, alone = network(), network()
     for model in (inner, alone) if freeze else ():
         for param in model[2].parameters():
@@ -103,7 +103,7 @@ def compare(make: Make, freeze: bool = False, accumulate: int = 1, schedule: boo
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Every bucket holds parameters of both."""
+    """Every bucket has parameters of both groups."""
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.3},
@@ -130,7 +130,7 @@ EQUAL: dict[str, Callable[[], None]] = {
 
 
 def checkpoint() -> None:
-    """A plain optimizer goes on where an overlapped one stopped, and the other way round."""
+    """An optimizer without overlap resumes one with it, and the other way round."""
     inner, alone = network(), network()
     ddp, reference = distributed(inner), Lamb(alone.parameters(), **LAMB)
     overlap = TailOverlap(ddp, Lamb(inner.parameters(), **LAMB))
@@ -156,7 +156,7 @@ def checkpoint() -> None:
 
 
 def same_bits() -> None:
-    """What an ordinary DistributedDataParallel gives, in float32: with two ranks no sum depends on its order."""
+    """The result equals that of DistributedDataParallel in float32: with two ranks no sum depends on its order."""
     inner, plain = network(torch.float32), network(torch.float32)
     ddp, reference = distributed(inner), distributed(plain)
     overlap, optimizer = TailOverlap(ddp, Lamb(inner.parameters(), **LAMB)), Lamb(plain.parameters(), **LAMB)
@@ -169,7 +169,7 @@ def same_bits() -> None:
 
 
 def plain_step() -> None:
-    """`optimizer.step()`, gradients that are used before it, and a step that was left out."""
+    """`optimizer.step()`, gradients that are used before it, and a missing step."""
     inner, alone = network(), network()
     ddp, reference = distributed(inner), AdamW(alone.parameters(), lr=0.01)
     optimizer = AdamW(inner.parameters(), lr=0.01)
@@ -254,7 +254,7 @@ def joined_inputs() -> None:
 
 
 def refusals() -> None:
-    """Each on every rank, with the ranks in step afterwards."""
+    """Each error is raised on every rank, and the ranks agree afterwards."""
     model = network()
     optimizer = AdamW(model.parameters())
     for refused, words in (
@@ -295,7 +295,7 @@ def bighorn_scaler() -> LossScaler:
 
 
 def scaled(make: Make, make_scaler: Callable[[], torch.amp.GradScaler] = torch_scaler) -> None:
-    """As with an ordinary DistributedDataParallel and its GradScaler; one rank's overflow is everyone's."""
+    """The result equals that of DistributedDataParallel with its GradScaler; one rank's overflow skips all ranks."""
     inner, plain = network(torch.float32), network(torch.float32)
     ddp, reference = distributed(inner), distributed(plain)
     ours, theirs = make_scaler(), make_scaler()
@@ -374,7 +374,7 @@ def half_average() -> None:
 
 
 def late_overflow() -> None:
-    """Thirds of float16's largest value are rounded up, so their sum overflows: told at the next step."""
+    """Thirds of float16's largest value are rounded up, so their sum overflows; the next step raises the error."""
     model = Ones()
     ddp = distributed(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -400,7 +400,7 @@ def branches() -> list[ExponentialUpdateLossScaleManager | FixedLossScaleManager
 
 
 def npu_optimizer() -> None:
-    """Its branches, with and without tailing, on all ranks and alone."""
+    """The example's branches, with and without tailing, on all ranks and in one process."""
     for branch in range(3):
         models = [network() for _ in range(3)]
         first, second, third = branches()[branch], branches()[branch], branches()[branch]
@@ -425,7 +425,7 @@ def npu_optimizer() -> None:
 
 
 def hooks() -> None:
-    """Once for a whole step, not for each bucket; and whoever looks before it sees the average."""
+    """A hook runs once per step, not once per bucket, and a read before the step sees the average."""
     inner = network()
     ddp = distributed(inner)
     optimizer = Lamb(inner.parameters(), **LAMB)

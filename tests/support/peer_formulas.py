@@ -1,7 +1,7 @@
 """Other packages' LAMBs, implemented again from their code, with the same order of operations and the same defaults.
 
-The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function steps
-all tensors once, and its docstring names the source: repository, file and commit. The last one is timm's own
+The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function
+steps all tensors once, and its docstring names the source: repository, file and commit. The last one is timm's own
 optimizer, if timm is installed.
 """
 
@@ -23,7 +23,7 @@ Step = Callable[[Sequence["Leaf"], float], None]
 
 @dataclass
 class Leaf:
-    """A parameter with its state. `g` is set anew for each step."""
+    """A parameter with its state. `g` is set for each step."""
 
     name: str
     x: Floats

@@ -41,7 +41,7 @@ FORKS.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended, and what it wrote to stdout and stderr."""
+    """The exit code of a process, and its output on stdout and stderr."""
 
     code: int
     output: str
@@ -54,11 +54,10 @@ def outcomes(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> list[Outcome]:
-    """Runs a program, a file or its text, beside itself with each of these arguments, in a folder.
+    """Run a program, a file or its text, in one process for each of these lists of arguments, in a folder.
 
-    Each process is told its number as torchrun does.
-    Past the limit the test fails and tells where each process stood: one that waits for another is told
-    from a machine too busy to get there.
+    Each process has its rank in the environment, as under torchrun. Past the limit the test fails and prints the stack
+    of each process, which distinguishes a process that waits for another from a slow machine.
     """
     with tempfile.TemporaryDirectory() as name:
         if isinstance(program, str):
@@ -97,14 +96,14 @@ def outcomes(
 
 
 def assert_ended_well(processes: Sequence[Outcome]) -> None:
-    """Fails, with all that they wrote, if one of them did."""
+    """Fail with all output if a process has failed."""
     told = [f"process {number} ended with {end.code}\n{end.output}{end.errors}" for number, end in enumerate(processes)]
     if any(end.code for end in processes):
         pytest.fail("\n".join(told), pytrace=False)
 
 
 def become(argv: list[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
-    """In a new process: run a program as Python would that is started with these words."""
+    """In a new process, run a program as `python` with these arguments would."""
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     faulthandler.enable()  # a process that is aborted says what it was doing

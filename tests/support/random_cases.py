@@ -36,7 +36,7 @@ FEWEST = 5
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Of 0 to 5 dims, some of them 0 or 1."""
+    """Shapes of 0 to 5 dims, some of them 0 or 1."""
     shape: tuple[int, ...] = ()
     for _ in range(draw(st.integers(0, 5))):
         room = MOST // max(1, torch.Size(shape).numel())
@@ -71,7 +71,7 @@ def leaves(draw: st.DrawFn, name: str, groups: Sequence[Mapping[str, Any]], grad
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Options of up to three rows, a row of groups, a row of dtypes; those that exclude each other are left out."""
+    """Options of up to three rows, a row of groups and a row of dtypes, without incompatible ones."""
     kind = draw(st.sampled_from(KINDS))
     rows, of_groups = (LAMB_OPTIONS, LAMB_GROUPS) if kind is Lamb else (CAME_OPTIONS, CAME_GROUPS)
     options: dict[str, Any] = {}
@@ -102,7 +102,7 @@ FLOAT32: tuple[torch.dtype, torch.dtype, Mapping[str, Any]] = (torch.float32, to
 
 
 def constructible(case: Case) -> bool:
-    """Whether the constructor takes these options together."""
+    """Whether the constructor accepts these options together."""
     try:
         case.optimizer(case.parameters(), "reference")
     except ValueError:

@@ -23,7 +23,7 @@ def fresh() -> Run:
 
 
 def save_next(run: Run, place: Path) -> None:
-    """Save a run after one step more, with weights that tell of which step they are."""
+    """Save a run after one more step, with weights that identify the step."""
     run.train_step()
     with torch.no_grad():
         for parameter in run.model.parameters():
@@ -32,7 +32,7 @@ def save_next(run: Run, place: Path) -> None:
 
 
 def killed(run: Run, place: Path, delay: float) -> int:
-    """How a process ended that saves again and again: its exit status."""
+    """The exit status of a process that saves repeatedly."""
     child = os.fork()
     if child == 0:
         try:
@@ -46,7 +46,7 @@ def killed(run: Run, place: Path, delay: float) -> int:
 
 
 def checked(run: Run, place: Path) -> Run:
-    """The run of the newest checkpoint, which is whole; its next save removes what the killed process has left."""
+    """Resume the newest checkpoint, which is complete; the next save removes the files of the killed process."""
     loaded = checkpoint.load(place)
     restored = fresh()
     checkpoint.restore(restored, loaded)

@@ -17,7 +17,7 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Options:
-    """What may differ from tensor to tensor. The defaults are the paper's LAMB."""
+    """The options that may differ from tensor to tensor. The defaults are the paper's LAMB."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -58,7 +58,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The decision for one tensor (or one slice of a stacked one)."""
+    """The norms and the trust ratio of one tensor (or of one slice of a stacked one)."""
 
     weight_norm: float
     update_norm: float
@@ -221,7 +221,7 @@ class Factors:
             self.col[j] = beta * self.col[j] + (1 - beta) * math.fsum(squares[j::cols]) / rows
 
     def rsqrt(self, correction: float = 1.0) -> Floats:
-        """1 / sqrt of every element of the matrix that the averages stand for."""
+        """1 / sqrt of every element of the matrix that the averages represent."""
         row, col = [a / correction for a in self.row], [a / correction for a in self.col]
         mean = math.fsum(row) / len(row)
         return [1 / math.sqrt(a / mean) / math.sqrt(b) for a in row for b in col]
@@ -229,7 +229,7 @@ class Factors:
 
 @dataclass
 class CameTensor:
-    """A parameter as a flat list in row-major order, with its state; its matrices lie one behind the other."""
+    """A parameter as a flat list in row-major order, with its state; its matrices follow one another."""
 
     x: Floats
     shape: tuple[int, ...]
@@ -253,7 +253,7 @@ class CameTensor:
 
 @dataclass(frozen=True)
 class CameFigures:
-    """What telemetry shows of one tensor."""
+    """The metrics of one tensor."""
 
     update_rms: float
     clip: float

@@ -43,7 +43,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 class Bag(nn.Module):
-    """Parameters, and a loss whose gradients are what it is given."""
+    """Parameters, and a loss that has the given gradients."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Bag(nn.Module):
             self.register_parameter(name, Parameter(values.to(dtype)))
 
     def place(self, names: Sequence[str], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        """Distribute some parameters; dims that they do not have are replicated."""
+        """Distribute some parameters; placements along missing dims become replicated."""
         for name in names:
             p = self.get_parameter(name)
             fitting = [Replicate() if isinstance(on, Shard) and on.dim >= p.dim() else on for on in placements]
@@ -70,7 +70,7 @@ class Bag(nn.Module):
 
 
 def void(_: object) -> None:
-    """For a call whose result nobody needs."""
+    """Ignore the result of a call."""
 
 
 Layout = Callable[[Bag], None]
@@ -93,7 +93,7 @@ def half_plain(bag: Bag) -> None:
 
 
 def tensor_parallel_and_sharded(bag: Bag) -> None:
-    """Strided shards, both dims, replicated along one mesh dim, and parameters on the other's mesh alone."""
+    """Strided shards, both dims, replication along one mesh dim, and parameters only on the other dim's mesh."""
     both = mesh(2, 2)
     bag.place(["prime", "even", "bias"], both["two"], [Shard(0)])
     bag.place(["embedding"], both["two"], [Shard(1)])
@@ -120,7 +120,7 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """An optimizer, and how long it steps."""
+    """An optimizer and its number of steps."""
 
     kind: Kind
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -295,7 +295,7 @@ def refuses_to_cut_blocks(layout: Layout, run: Run) -> None:
 
 
 def cost(optimizer: Optimizer) -> tuple[int, int]:
-    """How many collectives a step has, and how many bytes a rank gives to them."""
+    """The number of collectives of a step, and the bytes that a rank sends in them."""
     given = []
     all_reduce = dist.all_reduce
 
@@ -314,7 +314,7 @@ def cost(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int]) -> None:
-    """As many for thirty tensors as for one; bytes as the sums that are needed."""
+    """Thirty tensors need as many collectives as one, with the bytes of the sums that are needed."""
     for copies in (1, 15):
         shapes = {
             f"{name}{i}": shape for i in range(copies) for name, shape in (("w", (rows, columns)), ("b", (rows,)))
@@ -334,7 +334,7 @@ def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int])
 
 
 def same_collectives(layout: Layout) -> None:
-    """Whatever the backend."""
+    """All backends agree."""
     for kind in (Lamb, Came):
         costs = []
         for backend in ("reference", "cpu"):
@@ -359,7 +359,7 @@ ALIKE = {2: ("fsdp", "columns", "half-plain"), 4: ("hybrid", "both-dims", "fsdp-
 
 
 def process_group() -> None:
-    """The ranks of the mesh are refused; one's own alone, as a stage of a pipeline has them, changes nothing."""
+    """A group of the mesh's ranks is refused; a group of this rank only, as in a pipeline stage, changes nothing."""
     alone, sharded = Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64)
     fully_shard(sharded)
     run = Run(Lamb, {"max_grad_norm": 0.5})
@@ -373,7 +373,7 @@ def process_group() -> None:
 
 
 def replaced_state() -> None:
-    """Steps go on with state that somebody put in place of theirs, as who moves it away and back does."""
+    """Steps continue with state that was replaced, as by a program that moves it away and back."""
     run, bags = Run(Lamb, {}), (Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64))
     for bag, replaces in zip(bags, (False, True), strict=True):
         fully_shard(bag)
@@ -419,7 +419,7 @@ CHECKPOINTED = {
 
 
 def checkpoint(layout: Layout, run: Run, seed: int) -> tuple[Bag, Optimizer, dict[str, Any]]:
-    """A model, its optimizer, and both their states as torch.distributed.checkpoint takes them."""
+    """A model, its optimizer, and the states of both for torch.distributed.checkpoint."""
     bag = Bag(SHAPES, run.dtype, seed)
     layout(bag)
     optimizer = run.optimizer(bag)
@@ -430,7 +430,7 @@ def checkpoint(layout: Layout, run: Run, seed: int) -> tuple[Bag, Optimizer, dic
 
 
 def saves(layout: Layout, run: Run, folder: Path, in_background: bool = False) -> None:
-    """And leaves what it comes to some steps later, which a save in the background does not see."""
+    """Save, and record the result of later steps, which a save in the background does not contain."""
     bag, optimizer, state = checkpoint(layout, run, seed=0)
     if in_background:
         own = dist.new_group()  # its thread would take the place of steps' sums in the group of all ranks
@@ -448,7 +448,7 @@ def saves(layout: Layout, run: Run, folder: Path, in_background: bool = False) -
 
 
 def loads(layout: Layout, run: Run, folder: Path) -> None:
-    """On whatever ranks, and comes to the same."""
+    """Load on any number of ranks, with the same result."""
     bag, optimizer, state = checkpoint(layout, run, seed=1)
     load(state, checkpoint_id=folder / "checkpoint")
     set_state_dict(bag, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -463,7 +463,7 @@ def loads(layout: Layout, run: Run, folder: Path) -> None:
 
 
 def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
-    """What so many ranks do, one after the other; two must have run before others load what these have saved."""
+    """The scenarios of so many ranks, in order; two ranks must run first, since others load their checkpoints."""
     todo: dict[str, Callable[[], None]] = {}
     for on, layout in LAYOUTS[world].items():
         for name, run in RUNS.items() if world > 1 else ():

@@ -37,7 +37,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Bytes that malloc has given out. Resident memory is more, and its growth under gloo's threads ends late."""
+    """The bytes that malloc has allocated. Resident memory is larger, and grows for longer under gloo's threads."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = MallocInfo
     info = mallinfo2()

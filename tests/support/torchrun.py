@@ -20,18 +20,18 @@ Job = dict[str, Any]
 
 
 def job(*command: str, **events: int) -> Job:
-    """A command, and the steps at which something happens to it."""
+    """A command, and the steps at which an event happens."""
     return {"command": list(command), **events}
 
 
 def under_torchrun(folder: Path, jobs: list[Job]) -> subprocess.CompletedProcess[str]:
-    """Two processes that torchrun starts, with all that it tells them."""
+    """Run two processes under torchrun."""
     command = [*TWO, str(WORKER), json.dumps(jobs)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=VARIABLES)
 
 
 def in_processes(count: int, folder: Path, jobs: list[Job]) -> list[Outcome]:
-    """So many processes that nobody watches over."""
+    """Run processes without a supervisor."""
     ended = outcomes(WORKER, [[json.dumps(jobs)]] * count, folder=folder)
     for number in range(len(jobs)):
         (folder / f"store-{number}").unlink(missing_ok=True)
@@ -44,7 +44,7 @@ def history(path: Path) -> dict[str, Any]:
 
 
 def assert_same_run(ours: Path, theirs: Path, coarse: bool) -> None:
-    """Step by step and to rounding: losses, accuracies, tests and what the optimizer tells of itself."""
+    """Losses, accuracies, tests and metrics agree at every step, up to rounding."""
     several, one = history(ours), history(theirs)
     samples = 0.011 if coarse else 2e-3  # one of a hundred
     assert several["loss"] == pytest.approx(one["loss"], rel=2e-3 if coarse else 1e-4)

@@ -62,7 +62,7 @@ def train(params: list[Parameter], steps: int = 2, **options: Any) -> Lamb:
 
 
 def digest(params: list[Parameter], optimizer: Lamb) -> int:
-    """Every bit of the parameters, the state and the telemetry."""
+    """A digest of every bit of the parameters, the state and the telemetry."""
     states = [value for p in params for _, value in sorted(optimizer.state[p].items())]
     summary = 0
     for tensor in (*params, *states, optimizer.telemetry().trust_ratio):

@@ -28,12 +28,12 @@ def on_compilation(hook: Callable[..., None] | None, monkeypatch: pytest.MonkeyP
 
 
 def loaded_binary() -> tuple[int, ...]:
-    """What `load_binary` of a driver returns: module, function, registers, spills and, from 3.4 on, threads."""
+    """The return value of a driver's `load_binary`: module, function, registers, spills and, from 3.4 on, threads."""
     return (1, 1, 32, 0, 1024) if VERSION >= (3, 4) else (1, 1, 32, 0)
 
 
 def missing(backend: str) -> str | None:
-    """What this Triton needs for a backend and does not find here, or None."""
+    """The reason why this Triton cannot compile for a backend here, or None."""
     if backend != "hip" or VERSION >= (3, 5):  # from 3.5 on the wheel links what it compiles for AMD
         return None
     from triton.backends.amd.compiler import HIPBackend

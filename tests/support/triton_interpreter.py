@@ -17,7 +17,7 @@ interpreted = pytest.mark.skipif(
 
 
 def mend() -> None:
-    """Round float32 to bfloat16 as devices do, and do not look for what is patched already, which takes a while."""
+    """Round float32 to bfloat16 as devices do, and skip the slow search for functions that are already patched."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -49,7 +49,7 @@ def mend() -> None:
 
 
 def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of more than two programs, which are so many, runs these two."""
+    """A launch of more than two programs, of which there are `programs`, runs only the first and the last."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     launch = launch_group.LaunchGroup.launch

@@ -18,13 +18,13 @@ if interpreted():
 
 
 def pytest_report_header() -> str:
-    """Which versions a run is about."""
+    """The versions in the header of a run."""
     names = [name for name in ("torch", "triton") if importlib.util.find_spec(name)]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, or one worker would be left with them at the end while the others wait."""
+    """Run the longest tests first, so that they do not keep one worker busy at the end."""
     items.sort(key=lambda item: "in_the_interpreter" not in item.name)
 
 
@@ -52,7 +52,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(params=cases.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend in turn; one that does not work here is skipped with its own reason."""
+    """Each backend in turn; one that does not work on this machine is skipped with its reason."""
     name: str = request.param
     status = kernels.status().get(name)
     if status is None or not status.available:
@@ -64,6 +64,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.Driver]:
-    """A GPU that notes down what is launched there."""
+    """A fake GPU that records launches."""
     with fake_gpu.gpu(monkeypatch) as driver:
         yield driver

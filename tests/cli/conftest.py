@@ -42,7 +42,7 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Runs in this process, in the folder in which others have worked, without dropout as theirs."""
+    """Run in this process, in the folder of the other processes' runs, without dropout."""
     monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
     monkeypatch.chdir(together)
     return invoke

@@ -191,7 +191,7 @@ def test_the_error_is_that_of_the_arithmetic() -> None:
     grads = [torch.linspace(1, 2, 50), torch.linspace(-2, -1, 12).view(3, 4)]
 
     def build(params: Any, lr: float, clip: float | None) -> torch.optim.Optimizer:
-        """Wrong by 1% of its step, but for tensors of double precision."""
+        """An optimizer whose step is wrong by 1%, except for tensors of double precision."""
         assert clip is None
         return torch.optim.SGD(params, lr=lr if params[0].dtype == torch.float64 else 1.01 * lr)
 
@@ -275,7 +275,7 @@ def test_timm_is_loaded_without_its_models(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_commit_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that lies untracked inside somebody else's checkout has no commit."""
+    """A package that is untracked inside another project's checkout has no commit."""
 
     def git(*words: str) -> None:
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)

@@ -29,7 +29,7 @@ class Device:
         self.sleeps: list[float] = []
 
     def enqueue(self, host: float, device: float) -> None:
-        """A launch that costs the host, and then, when it is its turn, the device so many seconds."""
+        """A launch that takes these seconds on the host, and then on the device."""
         self.host += host
         self.free = max(self.free, self.host) + device
 
@@ -75,7 +75,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 class Launches(torch.optim.SGD):
-    """Costs the host and the device known times, and can wait for the device."""
+    """An operation that takes known times on host and device, and can wait for the device."""
 
     def __init__(self, device: Device, host: float, seconds: float, waits: bool = False) -> None:
         super().__init__([torch.ones(1)])
@@ -344,7 +344,7 @@ def test_a_package_whose_import_fails_is_absent(monkeypatch: pytest.MonkeyPatch)
 def test_flashoptim_gets_parameters_that_it_steps(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int | None
 ) -> None:
-    """FlashAdamW leaves out what needs no gradient, and its step would then be the fastest of all."""
+    """FlashAdamW skips parameters without requires_grad, and its step would then be the fastest."""
     given: list[int | None] = []
 
     class FlashAdamW(torch.optim.AdamW):

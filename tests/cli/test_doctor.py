@@ -17,7 +17,7 @@ MISSING = "libbighorn.so was not built: install a C compiler, then reinstall big
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine of somebody who installed without a compiler."""
+    """A machine on which bighorn was installed without a compiler."""
     monkeypatch.setattr(library, "LIBRARY", None)
     monkeypatch.setattr(library, "LIBRARY_DETAIL", MISSING)
 
@@ -100,7 +100,7 @@ def test_presets_go_with_no_requirement(invoke: Invoke) -> None:
 
 
 def test_a_library_of_other_sources_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `git pull` in an editable install; it would read the tables in another way."""
+    """After `git pull` in an editable install, an old library would read the tables wrongly."""
     (tmp_path / "run.h").write_text("/* newer */\n")
     monkeypatch.setattr(library, "CSRC", tmp_path)
     assert library.load_library() == (

@@ -19,7 +19,7 @@ WRONG: list[Any] = [None, -1, "text", [1], {"a": 1}, float("nan"), torch.ones(2)
 
 
 def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The keys that lead to every value of a checkpoint, and to one that a dict does not have; of lists the first."""
+    """The paths of keys to every value of a checkpoint, a missing key of each dict, and the first item of lists."""
     here = [*value, "newer"] if isinstance(value, dict) else range(min(1, len(value)))
     for key in here:
         yield (*keys, key)
@@ -28,7 +28,7 @@ def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
 
 
 def edited(whole: dict[str, Any], keys: Keys) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Checkpoints in which the value is missing or wrong, by what was done to them."""
+    """Checkpoints in which the value is missing or wrong, by the kind of change."""
     for wrong in [*WRONG, MISSING]:
         checkpoint = copy.deepcopy(whole)
         inner: Any = checkpoint

@@ -39,7 +39,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextmanager
 def files_at_most(size: int) -> Iterator[None]:
-    """Writes beyond so many bytes of a file fail, as on a full disk."""
+    """Writes beyond this number of bytes fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

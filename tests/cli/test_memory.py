@@ -81,7 +81,7 @@ def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: t
 
 
 def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
-    """It is for Bighorn's own: AdamW weighs the same."""
+    """The option affects only bighorn's optimizers: AdamW's bytes do not change."""
     totals = []
     for way in WAYS:
         invoke("memory", "--shapes", "tiny", "--precision", "bf16", "--weight-rounding", way, "--json", "m.json")
@@ -98,7 +98,7 @@ def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
 def test_a_run_of_a_task_allocates_what_was_predicted(
     invoke: Invoke, text_file: Path, idx_folder: Path, task: str, name: str
 ) -> None:
-    """Through both commands: what `train` builds, with its groups, is what `memory` speaks of."""
+    """`memory` predicts the bytes of the model and groups that `train` builds."""
     data = {"digits": None, "text": str(text_file), "mnist": str(idx_folder)}[task]
     invoke("memory", "--task", task, *(["--data", data] if data else []), "--optimizers", name, "--json", "m.json")
     config = RunConfig(task, data, **CONTESTANTS[name], batch_size=4, steps=1, threads=1).resolved()

@@ -63,7 +63,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two processes have done, one after the other, all that the tests below look at."""
+    """The folder in which two processes have run everything that the tests below check."""
     folder = tmp_path_factory.mktemp("together")
     write_idx(folder / "idx")
     for name, text in (("text", "a"), ("only0", "a"), ("other0", "a"), ("other1", "+")):
@@ -105,7 +105,7 @@ def test_one_process_prints(together: Path) -> None:
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=[text[:40] for _, text in REFUSED])
 def test_what_one_process_refuses_ends_all(number: int, together: Path) -> None:
-    """One process tells of it, also where it is another one's; the others end without a word."""
+    """One process prints the error, even if another one raised it; the others end silently."""
     assert REFUSED[number][1] in (together / f"error-{number}-0").read_text()
     assert (together / f"error-{number}-1").read_text() == "1"
 
@@ -135,7 +135,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """As a terminal sends it: to torchrun and to all of its processes, one of which is slow to begin."""
+    """The signal goes to torchrun and to all of its processes, as from a terminal; one process starts slowly."""
     command = [*TWO, str(WORKER), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
     process = subprocess.Popen(
         command,

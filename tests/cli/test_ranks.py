@@ -21,7 +21,7 @@ CALL = "destroy_process" + "_group("
 
 
 class Cycle:
-    """Holds what a model holds, and itself, as models with hooks do."""
+    """A reference cycle that holds a model, as models with hooks have."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.self = model, self
@@ -29,7 +29,7 @@ class Cycle:
 
 @dataclass
 class End:
-    """What was alive when the process group was destroyed."""
+    """The objects that were alive when the process group was destroyed."""
 
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)
     alive: list[bool] = field(default_factory=list)
@@ -43,7 +43,7 @@ class End:
 
 @pytest.fixture
 def end(monkeypatch: pytest.MonkeyPatch) -> End:
-    """The end of the process group of this process alone, which takes itself for one of two."""
+    """The end of a process group of one process that believes to be one of two."""
     seen, destroy, join = End(), dist.destroy_process_group, dist.init_process_group
 
     def destroyed() -> None:

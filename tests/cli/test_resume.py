@@ -19,7 +19,7 @@ from tests.support.processes import LIMIT
 
 
 def content(path: Path) -> dict[str, Any]:
-    """A checkpoint without what may differ: how long it took, and by which commands."""
+    """A checkpoint without its times and commands, which may differ."""
     checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
     for name in ("seconds", "commands"):
         del checkpoint["run"]["history"][name]
@@ -87,7 +87,7 @@ def test_other_tasks_resume_bitwise(
 
 
 def test_dropout_is_on_and_its_generator_is_what_resumes(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above could pass with nothing random in a step: here a lost generator must show."""
+    """A lost generator changes the run; without randomness in a step the test above would pass anyway."""
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "whole.pt")
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "again.pt")
     assert_same(content(Path("again.pt")), content(Path("whole.pt")))

@@ -94,7 +94,7 @@ def test_of_its_own_checkpoints_a_run_removes_the_earlier_ones_alone(
     finish = sharded_checkpoint._finish
 
     def with_others(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
-        """What another program makes while the run trains."""
+        """Files that another program makes while the run trains."""
         Path("run/step-0").write_text("kept")
         Path("run/step-1000").mkdir(exist_ok=True)
         Path("run/notes").mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ RESUMED: dict[int, dict[str, tuple[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which one, two and four processes have done all that the tests below look at."""
+    """The folder in which one, two and four processes have run everything that the tests below check."""
     folder = tmp_path_factory.mktemp("sharded")
     write_text(folder / "text.txt")
     (folder / "text").mkdir()
@@ -100,7 +100,7 @@ def test_a_half_written_checkpoint_is_refused_by_name(alone: Invoke) -> None:
 
 @pytest.mark.parametrize("event", ["kill", "kill_saving"], ids=["in-a-step", "in-a-checkpoint"])
 def test_a_killed_process_ends_the_others(event: str, tmp_path: Path, invoke: Invoke) -> None:
-    """With a message, at once; and the last complete checkpoint goes on."""
+    """The others end at once with a message, and the last complete checkpoint can be resumed."""
     write_text(tmp_path / "text.txt")
     ended = in_processes(2, tmp_path, [job(*TEXT, "--parallel", "fsdp", "--save", "run", **{event: 3})])
     assert [process.code for process in ended] == [0, -signal.SIGKILL]

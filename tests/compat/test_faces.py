@@ -105,7 +105,7 @@ def test_a_copy_goes_on(face: str, way: str, dtype: torch.dtype, tmp_path: Path)
 
 
 def test_pickles_need_schedules_that_pickle() -> None:
-    """And what has been called goes on being callable."""
+    """An optimizer that was called can be called again after loading."""
     params = weights(torch.float32)
     schedule = mindspore.CosineDecayLR(0.01, 0.1, 9)
     for optim in (mindspore.Lamb(params.items(), schedule), mindformers.Came(params.items(), schedule, loss_scale=2)):

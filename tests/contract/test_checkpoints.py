@@ -85,7 +85,7 @@ def test_load_state_dict_continues_bitwise(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
 def test_a_copy_continues_bitwise(case: Case, way: str, backend: str) -> None:
-    """Everything that was given at construction must be in the copy, the exclusions and the clip too."""
+    """The copy must have every argument of the constructor, including the exclusions and the clip."""
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))
@@ -142,7 +142,7 @@ def test_declared_state_dtype(dtype: torch.dtype, kind: Kind, backend: str) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_momentum_in_8_bits_and_its_statistics(dtype: torch.dtype) -> None:
-    """Who asks for 8 bits gets them, with scales and statistics that are wide."""
+    """With 8-bit state the codes are 8-bit, and scales and statistics are wide."""
     case = Case("declared", {"state_dtype": "int8"}, BLOCKS, dtype=dtype).of(Came)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "auto")
@@ -193,7 +193,7 @@ SCHEDULED: dict[str, float] = {
 
 
 def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
-    """They lie in groups, and so in checkpoints, and in groups that another optimizer is built from."""
+    """These keys are in groups, and therefore in checkpoints and in groups for another optimizer."""
     net = model()
     groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
     optimizer = kind(groups, lr=0.1)
@@ -205,7 +205,7 @@ def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
 
 
 def test_a_one_cycle_schedule_is_resumed(kind: Kind) -> None:
-    """What it needs for that lies in the groups."""
+    """The groups contain everything that is needed for that."""
 
     def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
         optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)

@@ -39,7 +39,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 @dataclass(frozen=True)
 class Run:
-    """A peer, and ours as it has to be constructed to go on as the peer would."""
+    """A peer, and bighorn's optimizer with the options that continue the peer's run."""
 
     id: str
     name: str
@@ -174,7 +174,7 @@ def test_a_run_goes_on_as_it_would_have_gone_on_there(run: Run, backend: str) ->
 
 
 def apex_checkpoint(leaves: list[peer_formulas.Leaf]) -> dict[str, Any]:
-    """What `apex.optimizers.FusedLAMB.state_dict()` would hold: its groups have what its constructor puts there."""
+    """The `state_dict()` of `apex.optimizers.FusedLAMB`: its groups have the arguments of its constructor."""
     group = {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
     group |= {"grad_averaging": True, "max_grad_norm": 1.0, "step": leaves[0].t, "params": list(range(len(leaves)))}
     state = {i: {"exp_avg": torch.tensor(leaf.m), "exp_avg_sq": torch.tensor(leaf.v)} for i, leaf in enumerate(leaves)}
@@ -268,7 +268,7 @@ def test_every_kind_of_checkpoint_is_on_the_page() -> None:
 
 
 def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:
-    """What torch's AdamW has made of some parameters, the last gradients much smaller than the first."""
+    """Parameters after steps of torch's AdamW whose last gradients are much smaller than the first."""
     torch.manual_seed(13)
     parameters = [Parameter(torch.randn(7, 3)), Parameter(torch.full((9,), 1e-20))]
     adamw = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01, **options)
@@ -298,7 +298,7 @@ def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(bac
 
 
 def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
-    """Its maximum is gone on with by amsgrad alone, which without one starts from the second moment."""
+    """Only amsgrad uses the checkpoint's maximum; without one it starts from the second moment."""
     runs = []
     for second_moment, keep in (("adam", True), ("adam", False), ("amsgrad", True), ("amsgrad", False)):
         parameters, adamw = after_adamw(amsgrad=True)

@@ -74,7 +74,7 @@ def raising() -> None:
 
 @pytest.mark.parametrize("closure", [None, raising], ids=["bad-lr", "closure-raises"])
 def test_a_refused_step_forgets_the_scale(closure: Callable[[], None] | None, kind: Kind, backend: str) -> None:
-    """Or the next step, for which the scaler hands over nothing, would unscale once more."""
+    """Otherwise the next step, for which the scaler passes nothing, would unscale again."""
     case = CASE.of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)

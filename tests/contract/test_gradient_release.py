@@ -112,7 +112,7 @@ def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
 
 
 def test_tied_weights_step_once(kind: Kind) -> None:
-    """Autograd adds their gradients up before it hands them over."""
+    """Autograd adds up their gradients before the hook runs."""
     results = []
     for released in (False, True):
         net = network()
@@ -325,7 +325,7 @@ def test_gradients_cannot_be_accumulated(kind: Kind) -> None:
 
 
 def test_a_parameter_of_two_reentrant_checkpoints(kind: Kind) -> None:
-    """Each hands over its own part of the gradient."""
+    """Each use contributes its own part of the gradient."""
     net = nn.Sequential(nn.Linear(9, 9), nn.Tanh())
     optimizer = make(kind, net)
     release_gradients(net, optimizer)

@@ -131,7 +131,7 @@ for changes in CHANGES.values():
     indirect=["kind"],
 )
 def test_a_value_written_into_a_group_counts_from_the_next_step(name: str, kind: Kind, backend: str) -> None:
-    """Nothing of an earlier step is remembered: a fresh optimizer built with the value goes the same way."""
+    """No earlier step has an effect: a new optimizer with this value takes the same step."""
     change = {name: CHANGES[kind][name]}
     case = Case("written", {}, tuple(leaf for leaf in FEW if len(leaf.shape) >= 2)).of(kind)
     parameters = case.parameters()

@@ -95,7 +95,7 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.usefixtures("group")
 def test_a_wrapped_model_steps_as_the_plain_one(wrapper: str, given: str, kind: Kind) -> None:
-    """The README's pattern `^1\\.` used to match nothing there, without a word."""
+    """The README's pattern `^1\\.` once matched nothing there, silently."""
     plain, wrapped = model(), WRAPPERS[wrapper](model())
     theirs, ours = trained(plain, kind, GIVEN[given](plain)), trained(wrapped, kind, GIVEN[given](wrapped))
     assert sorted(names_of(ours)) == sorted(names_of(theirs)) == sorted(NAMES)

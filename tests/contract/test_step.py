@@ -139,7 +139,7 @@ def test_the_late_step_is_corrected_as_a_first_step(kind: Kind, backend: str) ->
 
 @pytest.mark.parametrize("periods", [3, 5], ids=["few-sets", "many-sets"])
 def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> None:
-    """Together as each alone, whatever is remembered of one set of parameters while another takes its steps."""
+    """Alternating sets of parameters step as each alone, whatever the plan cache holds."""
 
     def make() -> list[dict[str, Any]]:
         torch.manual_seed(4)

@@ -105,7 +105,7 @@ EXTRAS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_else_lies_in_the_state_changes_nothing(extra: str, kind: Kind, backend: str) -> None:
-    """Neither where all is kept in the scratch, nor beyond it, nor where a small norm is taken again."""
+    """This holds for tensors inside the scratch memory, beyond it, and for small norms that are computed twice."""
     runs = []
     for added in (False, True):
         torch.manual_seed(7)
@@ -128,7 +128,7 @@ def test_what_else_lies_in_the_state_changes_nothing(extra: str, kind: Kind, bac
     ("before", "after"), [("amsgrad", "adam"), ("amsgrad", "adagrad"), ("adam", "amsgrad"), ("adagrad", "adam")]
 )
 def test_another_second_moment_from_now_on(before: str, after: str, backend: str) -> None:
-    """The state of before is gone on with, as far as it is of use; some parameters have none yet."""
+    """The previous state is used if it fits; some parameters have none yet."""
     case = Case("switched", {}, (*ZOO, Leaf("later", (6, 4), grad="late")))
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend, second_moment=before)
@@ -157,7 +157,7 @@ def momentum(state: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", [Came], indirect=True)
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(MOMENT_DTYPES, 2)])
 def test_another_dtype_of_the_momentum_from_now_on(before: str, after: str, kind: Kind, backend: str) -> None:
-    """Whether it is written into the group or into the checkpoint, whose groups win over those at hand."""
+    """The option may be written into the group or into the checkpoint, whose groups override the present ones."""
     case = Case("recoded", {"state_dtype": before}, BLOCKS).of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)

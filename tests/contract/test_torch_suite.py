@@ -147,7 +147,7 @@ def test_step_is_noop_for_empty_grads(kind: Kind, options: dict[str, Any]) -> No
 
 @EACH
 def test_complex(kind: Kind, options: dict[str, Any]) -> None:
-    """A complex parameter steps as its real view does."""
+    """A complex parameter steps like its real view."""
     params, _ = stepped(kind, options, dtype=torch.complex64)
     reals = [Parameter(torch.view_as_real(p.detach()).clone()) for p in parameters(torch.complex64)]
     twins = parameters(torch.complex64)

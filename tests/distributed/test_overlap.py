@@ -27,7 +27,7 @@ def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
 
 
 def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:
-    """What each scenario said on each rank, all run in the same processes: nothing, or a traceback."""
+    """The traceback of each scenario on each rank, or an empty string; all run in the same processes."""
     assert_ended_well(run_ranks(world, folder, *scenarios))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
@@ -74,7 +74,7 @@ def _group() -> Iterator[None]:
 
 
 class Wire:
-    """Stands for `torch.distributed.all_reduce`: what it is given is there again when somebody waits for it."""
+    """A replacement of `torch.distributed.all_reduce` whose result appears only when it is waited for."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
@@ -98,7 +98,7 @@ class Work:
 
 
 def waits(make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """How many parameters each bucket of a third step held, and how many had been stepped when it was waited for."""
+    """The number of parameters of each bucket of the third step, and of those stepped before the wait for it."""
     ddp = overlap_worker.distributed(overlap_worker.network())
     overlap = TailOverlap(ddp, make(ddp.module))
     for step in range(3):

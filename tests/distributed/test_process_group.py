@@ -72,7 +72,7 @@ def run_ranks(script: str, world: int, *arguments: str) -> None:
 
 @pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle", "empty"])
 def test_the_norm_is_summed_over_the_group(mode: str, tmp_path: Path) -> None:
-    """Clipped and skipped as one process would that holds everything; a rank without gradients must not be missed.
+    """Clips and skips equal those of one process with all tensors, also with a rank that has no gradients.
 
     Neither must one without parameters.
     """

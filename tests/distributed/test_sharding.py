@@ -18,13 +18,13 @@ from tests.support.processes import assert_ended_well, outcomes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the runs leave: reports, and the checkpoints of two ranks, which others load."""
+    """The results of the runs: reports, and the checkpoints of two ranks, which others load."""
     return tmp_path_factory.mktemp("ranks")
 
 
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
-    """What each scenario said on each of so many ranks: nothing, or a traceback."""
+    """The traceback of each scenario on each of `world` ranks, or an empty string."""
     assert_ended_well(outcomes(Path(sharding_worker.__file__), [[rank, world, folder] for rank in range(world)]))
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
@@ -80,7 +80,7 @@ def test_rounds_are_a_step_of_came(backend: str, case: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rounds_are_a_step_for_large_tensors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that all threads share, and of whose u a step keeps a part."""
+    """Tensors that all threads share, and of whose u a step keeps only a part."""
     if not kernels.status()["cpu"].available:
         pytest.skip(kernels.status()["cpu"].detail)
     monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # to be restored: digests sets it

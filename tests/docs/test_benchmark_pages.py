@@ -48,7 +48,7 @@ README = {
 
 
 def cells(name: str, shapes: str) -> dict[str, str]:
-    """What a table says of each optimizer, by its label."""
+    """The cell of each optimizer in a table, by its label."""
     measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
     (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
     ratios = {optimizer["label"]: optimizer["ratio"] for optimizer in found}

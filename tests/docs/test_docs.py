@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def blocks(text: str) -> list[str]:
-    """The Python blocks of a page, each below as many empty lines as stand above it, so that tracebacks fit."""
+    """The Python blocks of a page, each after as many empty lines as there are lines above it, for tracebacks."""
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 

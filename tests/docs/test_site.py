@@ -19,7 +19,7 @@ import complete
 
 
 def warnings_for(names: set[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the site's build warns of where the API reference holds these names."""
+    """The warnings of the site's build if the API reference has these names."""
     said: list[str] = []
     monkeypatch.setattr(complete.logger, "warning", lambda text, *values, **_: said.append(text % values))
     env: Any = SimpleNamespace(domains=SimpleNamespace(python_domain=SimpleNamespace(objects=set(names))))

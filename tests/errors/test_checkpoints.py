@@ -113,7 +113,7 @@ PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_a_state(part: str, kind: Kind, backend: str) -> None:
-    """Going on from it would take steps of a wrong size, whether it was loaded or the rest was deleted."""
+    """Steps from such a state would have a wrong size, whether it was loaded or the rest was deleted."""
     missing, more, named = PARTS[part]
     parameters, optimizer = stepped(kind, backend)
     state = copy.deepcopy(optimizer.state_dict())

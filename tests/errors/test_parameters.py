@@ -122,7 +122,7 @@ def test_a_parameter_given_twice(kind: Kind) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,)], ids=str)
 def test_stacked_needs_slices(shape: tuple[int, ...], kind: Kind) -> None:
-    """Nothing about it becomes clearer later, so construction is where it is said."""
+    """The error is raised at construction, since no later call knows more."""
     with pytest.raises(ValueError, match="stacked"):
         kind([{"params": [Parameter(torch.ones(shape))], "stacked": True}], lr=0.1)
     parameters, optimizer = stepped(kind)
@@ -265,7 +265,7 @@ def cpu_works() -> bool:
 
 
 def test_parameters_that_were_replaced_behind_their_names(kind: Kind) -> None:
-    """As by DeepSpeed's ZeRO, which puts one flat tensor in the place of all: its norm would be no layer's."""
+    """DeepSpeed's ZeRO replaces all parameters by one flat tensor, whose norm is not that of a layer."""
     pairs = [("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))]
     optimizer = kind(pairs, lr=0.1)
     flat = Parameter(torch.ones(8))

@@ -124,7 +124,7 @@ def test_the_published_rule_is_came_pytorchs(case: Case, make: Make, dtype: torc
 
 
 def test_the_published_rule_is_not_ours_on_convolutions() -> None:
-    """The comparison above would see it."""
+    """The comparison above detects this change."""
     leaf = Leaf("conv", (4, 3, 3, 5))
     moved = []
     for factor in ("matrix", "last_two"):

@@ -86,7 +86,7 @@ def train(optimizer: torch.optim.Optimizer, params: Sequence[Parameter]) -> None
 
 
 def formula(step: peer_formulas.Step) -> Witness:
-    """The peer's formula, from `peer_formulas.py`."""
+    """A witness that runs the peer's formula of `peer_formulas.py`."""
 
     def run(grouped: bool) -> list[Tensor]:
         leaves = [
@@ -153,7 +153,7 @@ def timm_lamb(**options: Any) -> Witness:
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A preset, with what is asked of it beyond its own options, and the witness that it is held against."""
+    """A preset, further options, and the witness with which it is compared."""
 
     preset: str
     witness: str
@@ -349,7 +349,7 @@ implements again from the package's code.
 
 
 def page() -> str:
-    """What `docs/presets.md` says, measured now on every backend that works here."""
+    """The text of `docs/presets.md`, measured now on every backend that works on this machine."""
     text = HEAD
     for preset in PRESETS:
         names = ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))

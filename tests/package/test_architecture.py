@@ -129,7 +129,7 @@ def test_faces_of_other_systems_are_thin(path: Path) -> None:
 
 
 def test_only_one_place_probes_for_backends() -> None:
-    """Nobody asks a backend's module whether it works; `pick()` and `status()` tell. The command line shows facts."""
+    """Only `pick()` and `status()` ask a backend's module whether it works; the command line shows their answers."""
     for path in FILES:
         if not {ROOT / "kernels", ROOT / "cli"} & set(path.parents):
             inner = {name[2] for name in imports(path) if name[:2] == ("bighorn", "kernels") and len(name) > 2}
@@ -212,7 +212,7 @@ def test_every_public_name_is_documented(name: str, thing: object) -> None:
 
 
 def documented_defaults(doc: str) -> dict[str, str]:
-    """The arguments of a google-style docstring, each with what it says after its last "Default: "."""
+    """The arguments of a google-style docstring, each with the text after its last "Default: "."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)+)", doc, re.MULTILINE)
     if not section:
         return {}

@@ -254,7 +254,7 @@ def usual_compensation(x: Tensor, update: float, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("way", ["kahan", "master"])
 def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> None:
-    """It counts: exactly with masters, to half an ulp with a compensation, and only where it was written."""
+    """The written value holds: exactly with masters, to half an ulp with a compensation, and only where written."""
     torch.manual_seed(6)
     parameter = Parameter(torch.randn(8, 40).bfloat16())
     optimizer = kind([parameter], lr=1e-4, weight_rounding=way)

@@ -123,7 +123,7 @@ def test_a_step_that_raises_leaves_no_scale_behind(make: Callable[..., Optimizer
 
 @optimizers
 def test_stepping_in_spite_of_an_overflow(make: Callable[..., Optimizer]) -> None:
-    """The step is taken, and the policy hears of the overflow all the same."""
+    """The step is taken, and the policy still counts the overflow."""
     param = Parameter(torch.ones(3))
     scaler = LossScaler(WindowScale(8.0), skip_on_overflow=False)
     train_on(scaler, make([param]), param, True, 1.0)
@@ -135,7 +135,7 @@ def test_stepping_in_spite_of_an_overflow(make: Callable[..., Optimizer]) -> Non
 
 
 def test_several_losses_and_optimizers() -> None:
-    """Each optimizer has a verdict of its own, and the scale goes by all of them; an idle one has none."""
+    """Each optimizer skips by itself, and the scale depends on all of them; an idle one has no effect."""
     params = [Parameter(torch.ones(3)) for _ in range(3)]
     made = [Lamb([params[0]]), torch.optim.AdamW([params[1]]), torch.optim.SGD([params[2]])]
     scaler = LossScaler(WindowScale(64.0))

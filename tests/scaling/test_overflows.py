@@ -68,7 +68,7 @@ def test_many_overflowed_parameters_are_counted() -> None:
 
 
 def test_overflows_of_a_checkpoint_count() -> None:
-    """They are gone on with, but by themselves they stop nobody."""
+    """The policy continues after them, and they alone do not stop the run."""
     scaler = LossScaler(max_consecutive_overflows=3)
     assert len(scales_of(scaler, [B, B, B])) == 3
     again = LossScaler(max_consecutive_overflows=3)

@@ -251,7 +251,7 @@ FSDP = """
 
 
 def test_fully_sharded(tmp_path: Path) -> None:
-    """FSDP2: a rank that sees an overflow in its own shard alone stops all."""
+    """FSDP2: an overflow in the shard of one rank skips the step on all ranks."""
     check_on_two_ranks(FSDP, tmp_path, "AdamW", "fused", "Lamb")
 
 

@@ -1,4 +1,4 @@
-/* LAMB: the options, the blocks of a tensor, norms and the trust ratio. layerwise.c has the schedule, lamb_loops.c and
+/* LAMB: the options, the blocks of a tensor, norms and the trust ratio. layerwise.h has the schedule, lamb_loops.c and
  * lamb_blocks.c have the arithmetic on elements. */
 #include "lamb.h"
 #include "codec.h"
@@ -17,8 +17,8 @@ enum { SHARED_MIN_ELEMS = 1 << 18 };
 static int64_t start_of(const LambRow *row, int64_t size, int64_t block) {
     int64_t start = block * BLOCK_ELEMS;
     if (row->inner) {
-        int64_t per_row = blocks_in_row(row->inner),
-                least = row->inner < CODEC_BLOCK_ELEMS ? row->inner : CODEC_BLOCK_ELEMS;
+        int64_t per_row = blocks_in_row(row->inner);
+        int64_t least = row->inner < CODEC_BLOCK_ELEMS ? row->inner : CODEC_BLOCK_ELEMS;
         int64_t first = block * (BLOCK_ELEMS / least);
         start = first / per_row * row->inner + first % per_row * CODEC_BLOCK_ELEMS;
     }
@@ -147,6 +147,20 @@ static void second(const void *step, int64_t row, int64_t block, const void *loc
     l->loops->apply(&b, &l->factors, (float)(l->lr * ratio), update);
 }
 
+static const LayerwiseRule RULE = {
+    .prepare = prepare,
+    .first = first,
+    .ratio = ratio,
+    .second = second,
+};
+
+static void step_row(void *step, int64_t row, const RowShare *share) { layerwise_step_row(RULE, step, row, share); }
+
+static void step_rows(int thread, int team, void *data) {
+    LayerwiseStep *step = data;
+    for_each_row(&step->queue, thread, team, step_row, step);
+}
+
 /* One LAMB step of every row, without counting it, or one phase of it: where rows are shards, `sums` are added up over
  * all ranks between the two phases. `partial` has two entries per block of the largest number of blocks in any row; the
  * scratch may have any size. Nothing is allocated here, so nothing can fail. */
@@ -154,12 +168,6 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
                               const Gradient *gradients, void *const *grads, const int64_t *order, int64_t rows_count,
                               double grad_scale, LayerSums *partial, float *scratch, int64_t scratch_size, int phase,
                               LayerSums *sums) {
-    static const LayerwiseRule rule = {
-        .prepare = prepare,
-        .first = first,
-        .ratio = ratio,
-        .second = second,
-    };
     const LambStep lamb = {
         .loops = {lamb_loops_for(run->isa), lamb_blocks_for(run->isa)},
         .options = options,
@@ -169,7 +177,6 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
         .grad_scale = grad_scale,
     };
     LayerwiseStep step = {
-        .rule = &rule,
         .step = &lamb,
         .queue = {.order = order, .gradients = gradients, .count = rows_count, .shared_min_elems = SHARED_MIN_ELEMS},
         .phase = phase,
@@ -178,5 +185,5 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
         .scratch_size = scratch_size,
         .partial = {partial, partial + bighorn_lamb_blocks(rows, gradients, rows_count)},
     };
-    layerwise_step(run, &step);
+    run_parallel(run, elements_in(&step.queue), step_rows, &step);
 }

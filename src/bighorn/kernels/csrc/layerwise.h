@@ -1,11 +1,15 @@
 /* The schedule of a step whose size depends on norms of the whole tensor, as in LAMB or LARS: which thread processes
- * which block, where the threads wait, the two sums, and the ratio. The optimizer supplies two loops over blocks. */
+ * which block, where the threads wait, the two sums, and the ratio. The optimizer supplies two loops over blocks.
+ *
+ * The functions are templates over the optimizer's rule: as calls through pointers, the rule's functions took 10% of
+ * the time of 200 tensors of 256 elements. */
 #ifndef BIGHORN_LAYERWISE_H
 #define BIGHORN_LAYERWISE_H
 
 #include "run.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 
 /* Sums of squares of the weights and of the update. */
 typedef struct {
@@ -38,7 +42,6 @@ typedef struct {
 
 /* One call. All fields but `barrier` are inputs. */
 typedef struct {
-    const LayerwiseRule *rule;
     const void *step; /* what the rule's functions receive */
     RowQueue queue;
     int phase;             /* LayerwisePhase */
@@ -49,8 +52,73 @@ typedef struct {
     RunBarrier barrier;
 } LayerwiseStep;
 
-/* Steps all rows: the tensors that are large are shared by all threads, with one barrier between the loops; the others
- * go to one thread each, so that the second loop finds them in cache. */
-void layerwise_step(const RunConfig *run, LayerwiseStep *step);
+/* The second loop goes over so few blocks from the last to the first, some at a time, because the last ones are the
+ * likeliest to be in cache. */
+enum { CACHED_BLOCKS = 128, REVERSED_BLOCKS = 8 };
+
+/* One thread's part of a row: blocks [first, last). */
+typedef struct {
+    int64_t row, first, last;
+    int64_t stored;     /* the update is stored from this block on, and computed again before it */
+    float *scratch;     /* for what is stored */
+    LayerSums *partial; /* of a row that all threads share; else NULL */
+    int team;
+} LayerSlice;
+
+/* Where the update of a block is stored; NULL: it is not. */
+FORCE_INLINE float *layerwise_update(const LayerSlice *slice, int64_t block) {
+    return block < slice->stored ? NULL : slice->scratch + (block - slice->stored) * BLOCK_ELEMS;
+}
+
+/* Returns the sums of the whole row, which do not depend on the number of threads: block after block. */
+FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, LayerwiseStep *s,
+                                                      const LayerSlice *slice, int64_t blocks, const void *locals) {
+    LayerSums total = {0, 0}, *partial = slice->partial;
+    for (int64_t b = slice->first; b < slice->last; b++) {
+        const LayerSums sums = rule.first(s->step, slice->row, b, locals, layerwise_update(slice, b));
+        if (partial) partial[b] = sums;
+        total.weight += sums.weight, total.update += sums.update;
+    }
+    if (!partial) return total;
+    wait_for_all(&s->barrier, slice->team);
+    total = (LayerSums){0, 0};
+    for (int64_t b = 0; b < blocks; b++) total.weight += partial[b].weight, total.update += partial[b].update;
+    return total;
+}
+
+/* The second loop over the slice. */
+FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, LayerwiseStep *s, const LayerSlice *slice,
+                                                  const void *locals, double ratio) {
+    const int64_t count = slice->last - slice->first, group = count > CACHED_BLOCKS ? count : REVERSED_BLOCKS;
+    for (int64_t end = slice->last; end > slice->first; end -= group)
+        for (int64_t b = end - group > slice->first ? end - group : slice->first; b < end; b++)
+            rule.second(s->step, slice->row, b, locals, ratio, layerwise_update(slice, b));
+}
+
+/* Steps one row, or one thread's part of it. `rule` is a constant, so that its functions are inlined. */
+FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, LayerwiseStep *s, int64_t row,
+                                              const RowShare *share) {
+    _Alignas(16) char locals[LAYER_LOCALS_BYTES];
+    const LayerInfo info = rule.prepare(s->step, row, locals);
+    const int64_t room = s->phase == PHASE_BOTH ? s->scratch_size / share->team / BLOCK_ELEMS : 0;
+    const bool leads = share->part == 0;
+    LayerSlice slice = {
+        .row = row,
+        .first = share_of(info.blocks, share->part, share->parts),
+        .last = share_of(info.blocks, share->part + 1, share->parts),
+        .scratch = s->scratch + share->thread * room * BLOCK_ELEMS,
+        .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,
+        .team = share->team,
+    };
+    slice.stored = slice.last - slice.first < room ? slice.first : slice.last - room;
+    const LayerSums total =
+        s->phase == PHASE_SECOND ? s->sums[row] : layerwise_first_phase(rule, s, &slice, info.blocks, locals);
+    if (s->phase == PHASE_FIRST) {
+        if (leads) s->sums[row] = total;
+        return;
+    }
+    const double ratio = rule.ratio(s->step, row, locals, total, leads);
+    if (info.needs_ratio) layerwise_second_phase(rule, s, &slice, locals, ratio);
+}
 
 #endif

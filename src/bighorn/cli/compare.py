@@ -36,7 +36,7 @@ class CompareConfig:
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
-        shown="; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
+        shown="by task " + "; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
     )
     lrs: tuple[str, ...] = option(
         (),

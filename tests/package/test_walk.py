@@ -1,0 +1,109 @@
+"""How many files a reader goes through: from `step()` to the first arithmetic, and through a load.
+
+torch's fused AdamW takes 2 files and 6 moves between files for a step.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+import bighorn
+from bighorn import Came, Lamb
+from tests.support.cases import Kind
+
+ROOT = Path(bighorn.__file__).parent
+
+Function = tuple[str, str]
+"""A file of the package, and a function in it."""
+
+
+def calls(what: Callable[[], Any]) -> list[Function]:
+    """The package's functions that it calls, in order; comprehensions and lambdas are left out."""
+    found: list[CodeType] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and not frame.f_code.co_name.startswith("<"):
+            found.append(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    own = [code for code in found if Path(code.co_filename).is_relative_to(ROOT)]
+    return [(str(Path(code.co_filename).relative_to(ROOT)), code.co_name) for code in own]
+
+
+def counts(walk: list[Function], last: Function | None = None) -> tuple[int, int, int]:
+    """Files, moves between files, and moves back to a file, up to the first call of `last`."""
+    if last is not None:
+        walk = walk[: walk.index(last) + 1]
+    files = [file for file, _ in groupby(file for file, _ in walk)]
+    return len(set(files)), len(files) - 1, len(files) - len(set(files))
+
+
+def cached_step(kind: Kind, params: list[Parameter], **options: Any) -> list[Function]:
+    """The walk of a step whose plan is there."""
+    optimizer = kind([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01, weight_decay=0.1, **options)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    return calls(optimizer.step)
+
+
+FIRST_ARITHMETIC: dict[tuple[str, str], Function] = {
+    ("lamb", "cpu"): ("kernels/cpu/lamb.py", "_run"),
+    ("came", "cpu"): ("kernels/cpu/came.py", "_run"),
+    ("lamb", "reference"): ("kernels/reference/lamb.py", "lamb"),
+    ("came", "reference"): ("kernels/reference/came.py", "came"),
+    ("lamb", "foreach"): ("kernels/reference/lamb.py", "bias_corrections"),
+    ("came", "foreach"): ("kernels/foreach/came.py", "second_moment"),
+}
+
+
+def test_a_cached_step_is_a_short_walk(kind: Kind, backend: str) -> None:
+    last = FIRST_ARITHMETIC[kind.algorithm.name, backend]
+    files, moves, back = counts(cached_step(kind, [Parameter(torch.ones(4, 4))], backend=backend), last)
+    if backend == "cpu":
+        assert (files <= 8, moves <= 10, back <= 1) == (True, True, True), (files, moves, back)
+    else:
+        assert (files <= 10, moves <= 14) == (True, True), (files, moves)
+
+
+@pytest.mark.parametrize("algorithm", ["lamb", "came"])
+def test_a_cached_step_of_shards_is_a_short_walk(algorithm: str) -> None:
+    command = [sys.executable, "-m", "tests.package.test_walk", algorithm]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    files, moves, _ = map(int, done.stdout.split())
+    assert (files <= 10, moves <= 14) == (True, True), (files, moves)
+
+
+def step_of_shards(algorithm: str) -> None:
+    """Print the counts of a step of one of two ranks, which are only pretended."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    param = Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    kind: Kind = {"lamb": Lamb, "came": Came}[algorithm]
+    walk = cached_step(kind, [param], backend="cpu")
+    print(*counts(walk, FIRST_ARITHMETIC[algorithm, "cpu"]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    step_of_shards(sys.argv[1])

@@ -288,7 +288,7 @@ def test_kernels_that_fail_a_trial_are_not_chosen(
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "missing", lambda _: None)
     monkeypatch.setattr(device, "capturing", lambda _: False)
-    monkeypatch.setattr(trial, "lamb_step", lamb_step)
+    monkeypatch.setattr(device, "trial_step", lamb_step)
     device.trial_failure.cache_clear()
     kernels._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=f"a trial step on meta with Triton .* {failure}"):

@@ -43,11 +43,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 OPEN_KERNELS = {"bucket", "codec", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""
 
-CYCLES_TO_RESOLVE: set[frozenset[str]] = {
-    frozenset(f"bighorn.kernels.triton.{name}" for name in ("device", "lamb", "stepper", "tables", "trial")),
-}
-"""Modules that import each other in a circle and still may. This set may only shrink."""
-
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy"}
 PEERS = {"jax", "keras", "optax", "pytorch_optimizer", "timm"}
 TRAINERS = {"accelerate", "deepspeed", "lightning", "transformers"}
@@ -160,8 +155,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    new = [cycle for cycle in cycles(import_graph()) if not any(cycle <= known for known in CYCLES_TO_RESOLVE)]
-    assert new == []
+    assert cycles(import_graph()) == set()
 
 
 def test_a_cycle_is_seen() -> None:
@@ -178,7 +172,6 @@ def test_every_rule_names_what_is_there() -> None:
     rooms = set(MAY_IMPORT) | set().union(*MAY_IMPORT.values())
     named = {f"bighorn.{name}" for name in rooms - {"bighorn"}}
     named |= {f"bighorn.kernels.{name}" for name in OPEN_KERNELS}
-    named |= set().union(*CYCLES_TO_RESOLVE)
     assert named - graph.keys() == set()
 
 

@@ -3,11 +3,13 @@
 from torch import Tensor
 
 from bighorn.kernels.bucket import CameOptions, LambOptions, Shard
-from bighorn.kernels.triton import came, lamb, stepper
+from bighorn.kernels.triton import came, device, lamb, stepper, trial
 from bighorn.kernels.triton.came import Came
 from bighorn.kernels.triton.lamb import Lamb
 
 __all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
+
+device.trial_step = trial.lamb_step
 
 
 def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:

@@ -19,6 +19,9 @@ TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its variables
 THREADS = 256  # LANES of the kernels
 REGISTERS = 128  # of a thread, with which two blocks fit on a multiprocessor
 
+trial_step: Callable[[torch.device], float] | None = None
+"""`trial.lamb_step`, which is built on this module; the package sets it when it is imported."""
+
 
 def unsupported(param: Tensor) -> str | None:
     """Why no algorithm of this backend can serve such a tensor, or None."""
@@ -95,10 +98,9 @@ def trial_failure(device: torch.device) -> str | None:
     A version of Triton that cannot compile them, a C compiler that is missing or a driver that is too old show only
     then. It takes a second or two once, and 0.05 s from Triton's cache on disk.
     """
-    from bighorn.kernels.triton.trial import lamb_step
-
+    assert trial_step is not None
     try:
-        found = lamb_step(device)
+        found = trial_step(device)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"a trial step on {device} with Triton {_version()} failed ({type(error).__name__}: {lines[-1]})"

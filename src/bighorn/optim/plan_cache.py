@@ -139,7 +139,7 @@ class PlanGuards:
         self._addresses = inputs.addresses()
         self._params_alike, self._grads_alike = alike(inputs.params), alike(grads)
         self._each_alike = [alike([grad]) for grad in grads]
-        self._has_memory = [address != 0 for address in addresses(grads)]
+        self._no_memory = [address == 0 for address in addresses(grads)]
 
     def hold(self, inputs: GuardInputs) -> bool:
         """Whether all is as it was."""
@@ -152,15 +152,14 @@ class PlanGuards:
 
     def _same_grads(self, grads: list[Tensor | None]) -> bool:
         """Whether gradients are of the same kinds, and none of them has lost its memory."""
-        present = [grad for grad in grads if grad is not None]
-        has_memory = self._has_memory
-        if len(present) == len(grads):
-            same = self._grads_alike(present)
+        present, no_memory = grads, self._no_memory
+        if type(None) in set(map(type, grads)):
+            each = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
+            present, no_memory = [grad for grad, _ in each], [no_memory[i] for _, i in each]
+            same = all(self._each_alike[i]((grad,)) for grad, i in each)
         else:
-            each = [triple for triple in zip(grads, self._each_alike, has_memory, strict=True) if triple[0] is not None]
-            same = all(is_alike((grad,)) for grad, is_alike, _ in each)  # type: ignore[arg-type]
-            has_memory = [flag for _, _, flag in each]
-        return same and has_memory == [address != 0 for address in addresses(present)]
+            same = self._grads_alike(present)  # type: ignore[arg-type]
+        return same and no_memory.count(True) == addresses(present).count(0)
 
 
 def addresses(tensors: Sequence[Any]) -> list[int | None]:

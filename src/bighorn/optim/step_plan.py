@@ -80,6 +80,8 @@ class BucketPlan:
     bindings: list[ParamBinding] = field(default_factory=list)
     direct: bool = True
     """Parameters and gradients are used as they are."""
+    indices: list[int] = field(default_factory=list)
+    """The parameters, among those of the plan."""
     all_counts: list[Tensor] = field(default_factory=list)
     """The counts of steps of all parameters."""
 
@@ -87,6 +89,7 @@ class BucketPlan:
         """Add the rows of a parameter, whose random bits a number tells from others'."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.bindings.append(binding)
+        self.indices.append(binding.index)
         self.all_counts.append(binding.step)
         bucket.params += binding.slices(binding.dense)
         bucket.shards += binding.row_shards()
@@ -97,11 +100,12 @@ class BucketPlan:
         bucket.numbers += [number] * len(binding.rows)
         bucket.firsts += [i * binding.row_size for i in range(len(binding.rows))]
 
-    def bind(self, grads: list[Tensor | None]) -> None:
-        """Hand over this step's gradients, and dense copies of parameters that need them."""
-        bucket, mine = self.bucket, [grads[binding.index] for binding in self.bindings]
-        counts = [b.step for b, grad in zip(self.bindings, mine, strict=True) if grad is not None]
-        bucket.grads, bucket.counts = mine, self.all_counts if len(counts) == len(mine) else counts
+    def bind(self, grads: list[Tensor | None], *, missing: bool) -> None:
+        """Hand over this step's gradients, of which some are missing, and dense copies of parameters that need them."""
+        bucket, mine = self.bucket, list(map(grads.__getitem__, self.indices))
+        bucket.grads, bucket.counts = mine, self.all_counts
+        if missing:
+            bucket.counts = [b.step for b, grad in zip(self.bindings, mine, strict=True) if grad is not None]
         if self.direct:
             return
         bucket.grads = [row for b, grad in zip(self.bindings, mine, strict=True) for row in b.grad_rows(grad)]
@@ -150,8 +154,9 @@ class StepPlan:
     def bind(self, grads: list[Tensor | None]) -> None:
         """Hand this step's gradients to the buckets; None for a parameter that takes no part in the step."""
         self.present = [grad is not None for grad in grads]
+        missing = not all(self.present)
         for bucket_plan in self.buckets:
-            bucket_plan.bind(grads)
+            bucket_plan.bind(grads, missing=missing)
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
         """Hand over options of which only numbers have changed."""

@@ -82,7 +82,9 @@ class Came(Stepper[CameOptions]):
 
     def _run(self, grads: array[int], grad_scale: float, shards: Tensor | None, index: int) -> None:
         tables, beta2s = self.tables, list(itertools.chain.from_iterable(map(_beta2s, self.buckets)))
-        of_rows = array("d", [beta2s[i] for i in tables.indices])
+        if len(tables.indices) < len(beta2s):
+            beta2s = [beta2s[i] for i in tables.indices]
+        of_rows = array("d", beta2s)
         with self.lock:
             loaded().bighorn_came_step(
                 self.how,

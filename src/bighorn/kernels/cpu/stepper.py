@@ -125,8 +125,10 @@ class Stepper(Generic[Options]):
         raise NotImplementedError
 
     def _grads(self) -> array[int]:
-        grads = itertools.chain.from_iterable([bucket.grads for bucket in self.buckets])
-        found = array("Q", [grad.data_ptr() for grad in grads if grad is not None])
+        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
+        if type(None) in set(map(type, grads)):
+            grads = [grad for grad in grads if grad is not None]
+        found = array("Q", map(Tensor.data_ptr, grads))
         if len(found) != len(self.tables.indices):
             raise RuntimeError("two threads step one optimizer at once, and one of them has let go of the gradients")
         return found

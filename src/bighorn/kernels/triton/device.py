@@ -143,6 +143,7 @@ def _takes_many_registers(constants: dict[str, Any]) -> bool:
         or constants["S"].primitive_bitwidth == 8
         or constants["ROUNDING"] != "nearest"
         or constants["G"].primitive_bitwidth == 64
+        or "RESIDUAL" in constants  # sums of lines, 16 of float64 a thread
     )
 
 

@@ -68,7 +68,9 @@ class Came(Stepper[CameOptions]):
         if commit is not None and not commit:
             return
         grads, scale, shards = self._grads(), float(grad_scale), self.shards
-        table = words(list(shards.table)) if self.tables.shards is None else self.tables.shards
+        table = self.tables.shards  # which whole tensors do not have
+        if table is None:
+            table = words(list(shards.table))[self.tables.indices]
         for sums in shards.sums:
             sums.zero_()
         for i, (sums, dtype) in enumerate(zip(shards.sums, shards.dtypes, strict=True)):

@@ -180,6 +180,7 @@ def test_a_damaged_file_is_refused_in_one_line(name: str, damage: str, invoke: I
         file.write_bytes(content[:-1] if damage == "cut" else content)
     output = invoke("train", "--resume", "run", code=1).output
     assert output.startswith(f"Error: --resume {file} is ")
+    assert output.endswith("Resume an earlier checkpoint, or leave --resume out to start anew.\n")
     assert output.count("\n") == 1
 
 

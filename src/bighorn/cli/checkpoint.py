@@ -76,8 +76,9 @@ def load(path: Path) -> dict[str, Any]:
     checksums = checkpoint.get("files", {})  # there were none at first
     if not matches(checksums, dict[str, int]):
         raise InputError(f"--resume {file} is damaged: its files are {_short(checksums)}. {REMEDY}")
-    if place is not None:
-        sharded_checkpoint.check_files(place, checksums)
+    damage = None if place is None else sharded_checkpoint.damage(place, checksums)
+    if damage is not None:
+        raise InputError(f"--resume {damage}. {REMEDY}")
     return checkpoint | {"folder": None if place is None else str(place)}
 
 

@@ -130,22 +130,19 @@ def _remove_partial(path: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def check_files(place: Path, checksums: dict[str, int]) -> None:
-    """Compare the files of a checkpoint with what `save` has written.
+def damage(place: Path, checksums: dict[str, int]) -> str | None:
+    """Which file of a checkpoint is not as `save` has written it, and how; None if all are.
 
     Torch has checksums for tensors and never looks at them, and none for its metadata, which is a pickle and may run
     anything that a flipped bit makes of it. So this comes before torch reads any.
-
-    Raises:
-        InputError: One is missing or damaged, named by its path.
     """
     for name, checksum in checksums.items():
         try:
-            damage = None if _checksum(place / name) == checksum else "damaged: its checksum is another"
+            if _checksum(place / name) != checksum:
+                return f"{place / name} is damaged: its checksum is another"
         except OSError as error:
-            damage = f"missing or unreadable: {error.strerror}"
-        if damage is not None:
-            raise InputError(f"--resume {place / name} is {damage}.")
+            return f"{place / name} is missing or unreadable: {error.strerror}"
+    return None
 
 
 def _checksum(path: Path) -> int:

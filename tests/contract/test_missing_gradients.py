@@ -1,6 +1,7 @@
 """Steps in which other parameters have no gradient each time: the plan is kept, and nothing else is touched."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,3 +142,27 @@ def test_a_norm_over_all_gradients_leaves_out_those_that_are_missing(
     twin.step()
     for p, q in zip(params, twins, strict=False):
         torch.testing.assert_close(p, q)
+
+
+CHANGES: dict[str, Callable[[Parameter], object]] = {
+    "freed": lambda p: p.untyped_storage().resize_(0),
+    "another shape": lambda p: setattr(p, "data", torch.ones(2, 2)),
+    "another dtype": lambda p: setattr(p, "data", p.data.to(torch.float8_e4m3fn)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_without_a_gradient_keeps_no_other_from_its_step(change: str, kind: Kind, backend: str) -> None:
+    left, stepped = Parameter(torch.ones(3, 4)), Parameter(torch.ones(5, 4))
+    optimizer = kind([left, stepped], lr=0.01, backend=backend)
+    for p in (left, stepped):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    left.grad = None
+    CHANGES[change](left)
+    for count in (2, 3):
+        before = stepped.detach().clone()
+        optimizer.step()
+        assert not stepped.equal(before)
+        assert optimizer.state[stepped]["step"] == count
+    assert optimizer.state[left]["step"] == 1

@@ -325,7 +325,7 @@ class KernelOptimizer(Optimizer):
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
                 if plan is None:
-                    plan, states = self._new_plan(mine, places or self._places())
+                    mine, plan, states = self._new_plan(mine, places or self._places())
                     built.append((mine, plan, states))
                 elif plan.options_version != self._guard.version:
                     plan.set_options(self._options_of(plan.variants()), self._guard.version)
@@ -344,8 +344,21 @@ class KernelOptimizer(Optimizer):
             self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(places or ())))
         return schedule, plans
 
-    def _new_plan(self, mine: StepParams, places: Places) -> tuple[StepPlan, dict[Tensor, Any]]:
-        """A plan, and the states that belong to it."""
+    def _new_plan(self, mine: StepParams, places: Places) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
+        """A plan, the parameters that it has, and the states that belong to it.
+
+        A parameter without a gradient, which may have been freed or replaced meanwhile, keeps no other one from its
+        step: then the plan is without it.
+        """
+        try:
+            return mine, *self._build(mine, places)
+        except (RuntimeError, ValueError):
+            present = mine.with_grad()
+            if len(present.params) == len(mine.params):
+                raise
+            return present, *self._build(present, places)
+
+    def _build(self, mine: StepParams, places: Places) -> tuple[StepPlan, dict[Tensor, Any]]:
         parts = [self._part(*places[id(param)], param) for param in mine.params]
         options = self._options_of({part.variant for part in parts})
         plan, states = plan_builder.build(

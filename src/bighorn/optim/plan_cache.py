@@ -49,6 +49,11 @@ class StepParams(NamedTuple):
             grads = [g if g is None else sharding.aligned(g, p) for g, p in zip(grads, params, strict=True)]
         return cls(params, grads)
 
+    def with_grad(self) -> StepParams:
+        """Those that take part in this step."""
+        pairs = [(param, grad) for param, grad in zip(*self, strict=True) if grad is not None]
+        return StepParams([param for param, _ in pairs], [grad for _, grad in pairs])
+
     def divided(self, parts: list[list[Tensor]] | None) -> list[StepParams]:
         """The parameters of each part, or all of them; none where no gradient is there.
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 import bighorn
 from bighorn import Came, Lamb
+from bighorn.cli.ranks import end_process_group
 from tests.support.cases import Kind
 
 ROOT = Path(bighorn.__file__).parent
@@ -102,7 +103,7 @@ def step_of_shards(algorithm: str) -> None:
     kind: Kind = {"lamb": Lamb, "came": Came}[algorithm]
     walk = cached_step(kind, [param], backend="cpu")
     print(*counts(walk, FIRST_ARITHMETIC[algorithm, "cpu"]))
-    dist.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/big
 # All kernels of the CPU under both; `make test` runs a covering set. SANITIZE=... gives pytest other arguments.
 SANITIZE ?= tests/backends/test_backends.py tests/backends/test_came_cpu.py tests/precision/test_precision.py -k 'cpu and not temporaries'
 sanitize: $(STAMP) build/sanitized
-	$(BIN)/python -m tests.support.sanitized -x -q $(SANITIZE)
+	$(BIN)/python -m tests.support.sanitized -q $(SANITIZE)
 
 MINUTES ?= 10
 SEED ?= 1

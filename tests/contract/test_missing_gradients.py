@@ -166,3 +166,15 @@ def test_a_parameter_without_a_gradient_keeps_no_other_from_its_step(change: str
         assert not stepped.equal(before)
         assert optimizer.state[stepped]["step"] == count
     assert optimizer.state[left]["step"] == 1
+
+
+def test_nothing_is_copied_into_a_parameter_without_a_gradient(kind: Kind, backend: str) -> None:
+    """Kernels work on a dense copy of one with gaps, and autograd counts each write to it."""
+    gaps, other = Parameter(torch.ones(4, 8)[:, ::2]), Parameter(torch.ones(4, 4))
+    optimizer = kind([gaps, other], lr=0.01, backend=backend)
+    for p in (gaps, other):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    gaps.grad, version = None, gaps._version
+    optimizer.step()
+    assert gaps._version == version

@@ -113,10 +113,8 @@ class KernelOptimizer(Optimizer):
             groups: This rank's part of each group.
             process_group: The ranks whose gradients count in a global norm, if one is asked for.
         """
-        settings = vars(self._settings)
-        used = settings["max_grad_norm"] is not None or settings["skip_nonfinite"]
-        arguments = {**self.defaults, **self._default_schedules, **settings, "names": None}
-        arguments["process_group"] = process_group if used else None
+        arguments = {**self.defaults, **self._default_schedules, **vars(self._settings), "names": None}
+        arguments["process_group"] = process_group if self._settings.needs_all_grads else None
         part = type(self).__new__(type(self))
         mine = [self._as_given(group, own) for group, own in zip(groups, self._scheduled, strict=True)]
         KernelOptimizer.__init__(part, mine, arguments, {}, partial=True)
@@ -255,8 +253,7 @@ class KernelOptimizer(Optimizer):
         try:
             scale: Tensor | float = 1.0
             mask = None
-            whole_first = settings.max_grad_norm is not None or settings.skip_nonfinite
-            if grad_scale is not None or found_inf is not None or whole_first:
+            if grad_scale is not None or found_inf is not None or settings.needs_all_grads:
                 scale, mask = scale_and_mask(
                     settings, grad_scale, found_inf, lambda: square_sum_of(plans, wait, self.param_groups, settings)
                 )
@@ -333,7 +330,7 @@ class KernelOptimizer(Optimizer):
             for plan in plans:
                 for _, kernel in plan.kernels:
                     kernel.prepare()
-                for launch in plan.launches:
+                for launch in itertools.chain.from_iterable(plan.meshes.values()):
                     launch.kernel.prepare()
         except BaseException:
             if not begun:

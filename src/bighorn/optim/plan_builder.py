@@ -92,7 +92,6 @@ def build(
     plan = StepPlan(
         buckets=list(bucket_plans.values()),
         kernels=[],
-        launches=[],
         meshes={},
         labels=[_labels(part, len(binding.rows)) for part, (binding, _) in zip(parts, bindings, strict=True)],
         places=[[starts[id(bucket_plan)] + row for row in binding.rows] for binding, bucket_plan in bindings],
@@ -108,8 +107,7 @@ def build(
             plan.kernels.append((device, kernel))
         else:
             ranks = Ranks.of([other for other in cuts if other.mesh == cut.mesh])
-            plan.launches.append(ShardLaunch(kernel, device, cut))
-            plan.meshes.setdefault(ranks, []).append(plan.launches[-1])
+            plan.meshes.setdefault(ranks, []).append(ShardLaunch(kernel, device, cut))
     plan.bind([grad if grad is None else sharding.local(grad) for grad in grads])
     return plan, states
 

@@ -60,19 +60,21 @@ class StepParams(NamedTuple):
         Raises:
             ValueError: A parameter that has a gradient is in none of the parts.
         """
-        if parts is None:
-            return [self if any(grad is not None for grad in self.grads) else StepParams([], [])]
+        divided = [self] if parts is None else self._cut(parts)
+        return [part if any(grad is not None for grad in part.grads) else StepParams([], []) for part in divided]
+
+    def _cut(self, parts: list[list[Tensor]]) -> list[StepParams]:
         part_of = {id(param): i for i, part in enumerate(parts) for param in part}
-        with_grad = [param for param, grad in zip(*self, strict=True) if grad is not None]
-        if missing := sum(id(param) not in part_of for param in with_grad):
-            raise ValueError(f"parts leave out {missing} of {len(with_grad)} parameters that have a gradient")
-        divided = [StepParams([], []) for _ in parts]
+        having = self.with_grad().params
+        if missing := sum(id(param) not in part_of for param in having):
+            raise ValueError(f"parts leave out {missing} of {len(having)} parameters that have a gradient")
+        cut = [StepParams([], []) for _ in parts]
         for param, grad in zip(*self, strict=True):
             if id(param) in part_of:
-                part = divided[part_of[id(param)]]
+                part = cut[part_of[id(param)]]
                 part.params.append(param)
                 part.grads.append(grad)
-        return [part if any(grad is not None for grad in part.grads) else StepParams([], []) for part in divided]
+        return cut
 
 
 class PlanCache:

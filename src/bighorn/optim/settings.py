@@ -53,6 +53,11 @@ class Settings:
             **{name: check_exclusion(name, arguments.get(name)) for name in EXCLUSIONS},
         )
 
+    @property
+    def needs_all_grads(self) -> bool:
+        """Whether every gradient must be there before the first parameter is written."""
+        return self.max_grad_norm is not None or self.skip_nonfinite
+
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group without these very options, which ZeroRedundancyOptimizer writes into every one."""
         return {name: value for name, value in group.items() if name not in vars(self) or value != vars(self)[name]}

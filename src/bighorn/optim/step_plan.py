@@ -84,6 +84,8 @@ class BucketPlan:
     """The parameters, among those of the plan."""
     all_counts: list[Tensor] = field(default_factory=list)
     """The counts of steps of all parameters."""
+    bound: list[ParamBinding] = field(default_factory=list)
+    """The parameters that take part in this step."""
 
     def add(self, binding: ParamBinding, moments: dict[str, Tensor], number: int) -> None:
         """Add the rows of a parameter, whose random bits a number tells from others'."""
@@ -103,20 +105,21 @@ class BucketPlan:
     def bind(self, grads: list[Tensor | None], *, missing: bool) -> None:
         """Hand over this step's gradients, of which some are missing, and dense copies of parameters that need them."""
         bucket, mine = self.bucket, list(map(grads.__getitem__, self.indices))
-        bucket.grads, bucket.counts = mine, self.all_counts
+        bucket.grads, bucket.counts, self.bound = mine, self.all_counts, self.bindings
         if missing:
-            bucket.counts = [b.step for b, grad in zip(self.bindings, mine, strict=True) if grad is not None]
+            self.bound = [binding for binding, grad in zip(self.bindings, mine, strict=True) if grad is not None]
+            bucket.counts = [binding.step for binding in self.bound]
         if self.direct:
             return
         bucket.grads = [row for b, grad in zip(self.bindings, mine, strict=True) for row in b.grad_rows(grad)]
-        for binding in self.bindings:
+        for binding in self.bound:
             if binding.dense is not binding.view:
                 binding.dense.copy_(binding.view)
 
     def release(self) -> None:
         """Write dense copies back to the parameters that they stand for, and let go of the gradients."""
         self.bucket.grads = []
-        for binding in self.bindings if not self.direct else ():
+        for binding in self.bound if not self.direct else ():
             if binding.dense is not binding.view:
                 binding.view.copy_(binding.dense)
 
@@ -136,10 +139,8 @@ class StepPlan:
     buckets: list[BucketPlan]
     kernels: list[tuple[torch.device, Kernel]]
     """Kernels for tensors of which this rank has all."""
-    launches: list[ShardLaunch]
-    """Kernels for shards."""
     meshes: dict[Ranks, list[ShardLaunch]]
-    """The same, by the ranks that add up sums over them."""
+    """Kernels for shards, by the ranks that add up sums over them."""
     labels: list[list[str]]
     """For each parameter, the names of its rows."""
     places: list[list[int]]
@@ -226,7 +227,7 @@ def scale_and_mask(
     """
     scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
     mask = None if found_inf is None else (found_inf == 0).reshape(())
-    if settings.max_grad_norm is not None or settings.skip_nonfinite:
+    if settings.needs_all_grads:
         norm = square_sum().sqrt() * scale
         largest = LARGEST_NORM
         if settings.max_grad_norm is not None:

@@ -43,10 +43,24 @@ class Came(Stepper[CameOptions]):
         """Where the rows begin in whole tensors, and the sums that ranks add up."""
         return Shards(self.buckets)
 
-    def make_rows(self) -> list[abi.CameRow]:
-        """As `Stepper.make_rows`."""
-        each = [(bucket, i, index) for index, bucket in enumerate(self.buckets) for i in range(len(bucket.params))]
-        return [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
+    @staticmethod
+    def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> abi.CameRow:
+        """As `Stepper.make_row`."""
+        x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
+        matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
+        return abi.CameRow(
+            weights=weights(bucket, i, places),
+            **{name: state[name].data_ptr() for name in STATE if name in state},
+            step=bucket.steps[i].data_ptr(),
+            norms=bucket.norms[i].data_ptr(),
+            matrices=matrices,
+            height=height,
+            width=width,
+            inner=math.prod(x.shape[1:]),
+            state_type=STATE_TYPES[state["exp_avg"].dtype],
+            options=index,
+            factored=bucket.options.factor is not None,
+        )
 
     def make_shards(self) -> Tensor | None:
         """As `Stepper.make_shards`."""
@@ -102,25 +116,6 @@ class Came(Stepper[CameOptions]):
                 index,
                 self.workspace.data_ptr(),
             )
-
-
-def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> abi.CameRow:
-    """Row `i` of a bucket, which is the `index`-th."""
-    x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
-    matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
-    return abi.CameRow(
-        weights=weights(bucket, i, places),
-        **{name: state[name].data_ptr() for name in STATE if name in state},
-        step=bucket.steps[i].data_ptr(),
-        norms=bucket.norms[i].data_ptr(),
-        matrices=matrices,
-        height=height,
-        width=width,
-        inner=math.prod(x.shape[1:]),
-        state_type=STATE_TYPES[state["exp_avg"].dtype],
-        options=index,
-        factored=bucket.options.factor is not None,
-    )
 
 
 def _beta2s(bucket: Bucket[CameOptions]) -> list[float]:

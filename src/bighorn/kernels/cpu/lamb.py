@@ -41,10 +41,20 @@ class Lamb(Stepper[LambOptions]):
         most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
         self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
 
-    def make_rows(self) -> list[abi.LambRow]:
-        """As `Stepper.make_rows`."""
-        each = [(bucket, i, index) for index, bucket in enumerate(self.buckets) for i in range(len(bucket.params))]
-        return [make_row(*row, places) for row, places in zip(each, self.places, strict=True)]
+    @staticmethod
+    def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
+        """As `Stepper.make_row`."""
+        x, beside = bucket.params[i], kept_for(bucket.options.weight_rounding)
+        state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
+        return abi.LambRow(
+            weights=weights(bucket, i, places),
+            **{name: tensor.data_ptr() for name, tensor in state.items()},
+            step=bucket.steps[i].data_ptr(),
+            norms=bucket.norms[i].data_ptr(),
+            inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
+            state_type=STATE_TYPES[state["exp_avg"].dtype],
+            options=index,
+        )
 
     def reserve(self, threads: int) -> None:
         """Scratch, which does not depend on the number of threads."""
@@ -86,21 +96,6 @@ class Lamb(Stepper[LambOptions]):
                 phase,
                 None if sums is None else sums.data_ptr(),
             )
-
-
-def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
-    """Row `i` of a bucket, which is the `index`-th."""
-    x, beside = bucket.params[i], kept_for(bucket.options.weight_rounding)
-    state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
-    return abi.LambRow(
-        weights=weights(bucket, i, places),
-        **{name: tensor.data_ptr() for name, tensor in state.items()},
-        step=bucket.steps[i].data_ptr(),
-        norms=bucket.norms[i].data_ptr(),
-        inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
-        state_type=STATE_TYPES[state["exp_avg"].dtype],
-        options=index,
-    )
 
 
 def _options(o: LambOptions) -> abi.LambOptions:

@@ -12,7 +12,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, Options
+from bighorn.kernels.bucket import Bucket, Options, rows_with_grad
 from bighorn.kernels.cpu.library import address, loaded, run
 from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, grad_layout, gradient, place_layout
 
@@ -63,9 +63,10 @@ class Stepper(Generic[Options]):
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
         gradients = [gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True)]
         sizes = [x.numel() for x, _, _ in rows]
+        each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
         self.all_rows = self.tables = Tables(
             list(range(len(rows))),
-            words(self.make_rows()),
+            words([self.make_row(*row, places) for row, places in zip(each, self.places, strict=True)]),
             words(gradients),
             self.make_shards(),
             torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
@@ -76,8 +77,9 @@ class Stepper(Generic[Options]):
         self.threads = 0
         """For which `reserve` has been called."""
 
-    def make_rows(self) -> list[Any]:
-        """The structures of all rows."""
+    @staticmethod
+    def make_row(bucket: Bucket[Options], i: int, index: int, places: array[int] | None) -> Any:
+        """The structure of row `i` of a bucket, which is the `index`-th."""
         raise NotImplementedError
 
     def make_shards(self) -> Tensor | None:
@@ -88,8 +90,7 @@ class Stepper(Generic[Options]):
         grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
         tables = self.all_rows
         if type(None) in set(map(type, grads)):
-            present = [i for i, grad in enumerate(grads) if grad is not None]
-            tables = tables.select(present, self._addresses_of_counts())
+            tables = tables.select(rows_with_grad(grads), self._addresses_of_counts())
         how = run()
         with self.lock:
             if how.threads > self.threads:

@@ -75,6 +75,22 @@ def test_a_step_without_some_gradients_is_that_of_the_others_alone(
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
+def test_one_plan_serves_whichever_gradients_were_missing_when_it_was_built(
+    kind: Kind, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = parameters(torch.float32)
+    optimizer = kind(params, lr=0.01, backend=backend)
+    for missing in (params[0], params[1]):
+        for p in params:
+            p.grad = None if p is missing else torch.randn_like(p)
+        optimizer.step()
+    monkeypatch.setattr(plan_builder, "build", None)
+    for missing in params:
+        for p in params:
+            p.grad = None if p is missing else torch.randn_like(p)
+        optimizer.step()
+
+
 def test_a_gradient_that_appears_later_joins_the_plan(kind: Kind, backend: str) -> None:
     """Its state begins then, as in torch.optim."""
     params = parameters(torch.float32)

@@ -359,8 +359,9 @@ class KernelOptimizer(Optimizer):
         parts = [self._part(*places[id(param)], param) for param in mine.params]
         options = self._options_of({part.variant for part in parts})
         plan, states = plan_builder.build(
-            parts, mine.grads, options, self._guard.version, self._complete, self._settings.backend
+            parts, mine.expected(), options, self._guard.version, self._complete, self._settings.backend
         )
+        plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads])
         return plan, {part.param: state for part, state in zip(parts, states, strict=True)}
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:

@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 def build(
     parts: list[Part],
-    grads: list[Tensor | None],
+    grads: list[Tensor],
     options: dict[Variant, Any],
     options_version: int,
     complete: Callable[[Part, Tensor], tuple[State, list[str]]],
@@ -37,7 +37,7 @@ def build(
 
     Args:
         parts: What takes part, in the optimizer's order.
-        grads: Their gradients; None for a parameter that takes part in later steps only.
+        grads: Their gradients, or tensors like those that are expected; the plan is bound to them.
         options: The options of each variant.
         options_version: Which ones these are.
         complete: Gives the state of a part whose parameter kernels will see as the tensor that is handed over, and
@@ -54,11 +54,9 @@ def build(
     states: list[State] = []
     bindings: list[tuple[ParamBinding, BucketPlan]] = []
     wrappers: list[tuple[BucketPlan, str]] = []
-    # A gradient that is missing now is expected to be like its parameter; another kind makes another plan.
-    expected = [part.param if grad is None else grad for part, grad in zip(parts, grads, strict=True)]
-    for index, (part, like) in enumerate(zip(parts, expected, strict=True)):
-        _check_grad(part, like)
-        view, grad = local_view(part.param), sharding.local(like)
+    for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+        _check_grad(part, grad)
+        view, grad = local_view(part.param), sharding.local(grad)
         refuse_freed(view, part.label)
         refuse_freed(grad, f"the gradient of {part.label}")
         if overlaps(view):
@@ -97,7 +95,7 @@ def build(
         places=[[starts[id(bucket_plan)] + row for row in binding.rows] for binding, bucket_plan in bindings],
         options_version=options_version,
     )
-    plan.bind(list(map(sharding.local, expected)))
+    plan.bind(list(map(sharding.local, grads)))
     for bucket_plan, label in wrappers:
         _try_on_copies(bucket_plan.bucket, label)
     cuts = [cut for _, _, cut in backends if cut is not None]
@@ -108,7 +106,6 @@ def build(
         else:
             ranks = Ranks.of([other for other in cuts if other.mesh == cut.mesh])
             plan.meshes.setdefault(ranks, []).append(ShardLaunch(kernel, device, cut))
-    plan.bind([grad if grad is None else sharding.local(grad) for grad in grads])
     return plan, states
 
 

@@ -54,6 +54,13 @@ class StepParams(NamedTuple):
         pairs = [(param, grad) for param, grad in zip(*self, strict=True) if grad is not None]
         return StepParams([param for param, _ in pairs], [grad for _, grad in pairs])
 
+    def expected(self) -> list[Tensor]:
+        """Their gradients; for a missing one a tensor like its parameter, since most gradients are like that.
+
+        A gradient of another kind, when it comes, makes another plan.
+        """
+        return [param.detach() if grad is None else grad for param, grad in zip(*self, strict=True)]
+
     def divided(self, parts: list[list[Tensor]] | None) -> list[StepParams]:
         """The parameters of each part, or all of them; none where no gradient is there.
 
@@ -97,11 +104,10 @@ class PlanCache:
     def keep(
         self, plan: StepPlan, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any], parts: int
     ) -> None:
-        """Remember the plan of a step that has so many parts; for a missing gradient one like its parameter stands."""
+        """Remember the plan of a step that has so many parts."""
         if len(self._plans) >= MOST_PLANS * parts:
             self._plans.clear()
-        grads = [param if grad is None else grad for param, grad in zip(*mine, strict=True)]
-        guards = PlanGuards(GuardInputs.of(StepParams(mine.params, list(grads)), groups, state))
+        guards = PlanGuards(GuardInputs.of(StepParams(mine.params, [*mine.expected()]), groups, state))
         self._plans[tuple(map(id, mine.params))] = plan, guards
 
 

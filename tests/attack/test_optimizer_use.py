@@ -126,7 +126,7 @@ class OptimizerUse(RuleBasedStateMachine):
         for optimizer in (self.optimizer, self.twin):
             for group in optimizer.param_groups:
                 group["weight_decay"] = weight_decay
-                if not self.case.options.get("relative_step"):
+                if "lr" not in self.case.options:
                     group["lr"] = lr
 
     @precondition(lambda self: len(self.parameters) == len(LEAVES))

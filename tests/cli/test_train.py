@@ -317,7 +317,7 @@ def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
         (["--backend", "triton"], 'backend="triton" cannot serve this tensor: it lies on cpu, not on a GPU'),
         (["--optimizer-option", "amsgrad"], "'amsgrad' is not of the form NAME=VALUE"),
         (["--optimizer-option", "lr=1"], "lr is set by the command itself"),
-        (["--optimizer-option", "relative_step=True"], "sets the learning rate of each step itself"),
+        (["--optimizer", "came", "--optimizer-option", "relative_step=True"], "an option of Adafactor"),
         (["--optimizer-option", "adam=True", "--optimizer-option", "adam=False"], "adam is given twice"),
         (["--optimizer-option", "bias_corection=True"], "did you mean 'bias_correction'?"),
         (["--optimizer-option", "decay_mode=l3"], "decay_mode='l3'"),

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb
-from bighorn.schedules import Cosine, Polynomial, WarmUp
+from bighorn.schedules import Cosine, Polynomial, RelativeStep, WarmUp
 from tests.support.error_checks import refused
 
 LRS = (0.1, 0.05, 0.2, 0.08)
@@ -159,8 +159,8 @@ SCHEDULES: dict[str, Callable[[list[Parameter]], Lamb | Came]] = {
     "cosine": lambda params: Lamb(params, lr=Cosine(0.1, 6).after_warmup(2), weight_decay=[0.1 * i for i in range(9)]),
     "from-zero": lambda params: Lamb(params, lr=WarmUp(0.1, 4), weight_decay=0.1),
     "list": lambda params: Lamb(params, lr=[0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1], weight_decay=0.1),
-    "relative_step": lambda params: Came(params, relative_step=True, weight_decay=0.1),
-    "warmup_init": lambda params: Came(params, relative_step=True, warmup_init=True),
+    "relative_step": lambda params: Came(params, lr=RelativeStep(), weight_decay=0.1),
+    "warmup_init": lambda params: Came(params, lr=RelativeStep(warmup_init=True)),
 }
 
 
@@ -319,17 +319,13 @@ def test_a_count_that_is_none_in_a_checkpoint() -> None:
         optimizer.load_state_dict(state)
 
 
-def test_relative_step_and_its_refusals() -> None:
+def test_relative_step() -> None:
     params = weights()
-    optimizer = Came(params, relative_step=True, warmup_init=True)
+    optimizer = Came(params, lr=RelativeStep(warmup_init=True))
     for seed in range(3):
         step(params, optimizer, seed)
         assert optimizer.param_groups[0]["lr"] == 1e-6 * (seed + 1)
-    assert Came(params, relative_step=True).param_groups[0]["lr"] == 1e-2
-    with pytest.raises(ValueError, match=r"warmup_init.*relative_step"):
-        Came(params, lr=0.1, warmup_init=True)
-    with pytest.raises(ValueError, match=r"relative_step.*lr"):
-        Came(params, lr=0.1, relative_step=True)
+    assert Came(params, lr=RelativeStep()).param_groups[0]["lr"] == 1e-2
     with pytest.raises(ValueError, match="lr is missing"):
         Came(params)
 

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
 from bighorn import Came, Lamb
+from bighorn.schedules import RelativeStep
 from tests.support.cases import Kind
 
 pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
@@ -54,7 +55,7 @@ def inputs_of_came(device: torch.device, dtype: torch.dtype | None = None) -> li
         OptimizerInput(NO_PARAMS, {"lr": 0.01, "betas": betas}, desc="tensor betas"),
         OptimizerInput(NO_PARAMS, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}, desc="maximize"),
         OptimizerInput(NO_PARAMS, {"lr": 0.01, "bias_correction": True}, desc="bias_correction"),
-        OptimizerInput(NO_PARAMS, {"relative_step": True}, desc="relative_step"),
+        OptimizerInput(NO_PARAMS, {"lr": RelativeStep()}, desc="relative_step"),
         OptimizerInput(NO_PARAMS, {"lr": 0.01, "backend": "foreach"}, desc="foreach"),
     ]
 

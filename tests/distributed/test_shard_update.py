@@ -63,7 +63,7 @@ SCRIPT = """
     clip = dict(weight_decay=0.1, max_grad_norm=0.1)
     check(lambda net: Lamb(grouped(net), lr=schedules.Cosine(0.1, 8), **clip), zero, rates)
     check(lambda net: Lamb(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["bias"], **clip), zero)
-    check(lambda net: Came(grouped(net), relative_step=True, **clip), zero, rates)
+    check(lambda net: Came(grouped(net), lr=schedules.RelativeStep(), **clip), zero, rates)
     check(lambda net: torch.optim.AdamW(net.parameters(), lr=0.01), zero)
     for sharding in (False, True):
         check(

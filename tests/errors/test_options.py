@@ -161,10 +161,6 @@ OWN_WHOLE: dict[Kind, list[Value]] = {
     Came: [
         *WHOLE,
         ("lr", None, ValueError),
-        ("relative_step", 1, TypeError),
-        ("relative_step", True, ValueError),
-        ("warmup_init", True, ValueError),
-        ("warmup_init", "yes", TypeError),
     ],
 }
 
@@ -430,18 +426,17 @@ def test_options_that_change_the_shapes_of_statistics_after_a_step(
         optimizer.step()
 
 
-def test_why_a_beta_is_refused_and_how_relative_step_wants_its_learning_rate() -> None:
-    for options, message in (
+def test_why_a_beta_is_refused_and_relative_step_is_a_schedule() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"lr": 0.1, "betas": (0.0, 0.9, 0.9)}, r"betas\[0\]=0.*misses the update.*0\.9"),
         ({"lr": 0.1, "betas": (0.9, 0.9, 1.0)}, r"betas\[2\]=1.0.*in \[0, 1\)"),
-        ({}, "lr is missing.*relative_step"),
-        ({"lr": 0.1, "relative_step": True}, "relative_step.*lr=0.1"),
-        ({"warmup_init": True, "lr": 0.1}, "warmup_init.*relative_step=True"),
-    ):
+        ({}, "lr is missing: give a learning rate"),
+    ]
+    for options, message in cases:
         with pytest.raises(ValueError, match=message):
             Came(weights(), **options)
-    with pytest.raises(ValueError, match=r"relative_step.*lr=0\.1"):
-        Came([{"params": weights(), "lr": 0.1}], relative_step=True)
+    with pytest.raises(TypeError, match=r"'relative_step', an option of Adafactor.*lr=bighorn.schedules.RelativeStep"):
+        Came(weights(), relative_step=True)
 
 
 def test_an_option_of_the_whole_optimizer_written_into_a_group_later(kind: Kind) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bighorn.schedules import RelativeStep
+
 LAMB_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "paper-v5": {},
     "paper-v3": {"bias_correction": False},
@@ -114,8 +116,8 @@ CAME_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "scale-parameter": {"scale_parameter": True},
     "scale-eps": {"scale_parameter": True, "scale_eps": 0.7},
     "bias-correction": {"bias_correction": True},
-    "relative-step": {"relative_step": True, "lr": None},
-    "warmup-init": {"relative_step": True, "warmup_init": True, "lr": None},
+    "relative-step": {"lr": RelativeStep()},
+    "warmup-init": {"lr": RelativeStep(warmup_init=True)},
     "clip-active": {"max_grad_norm": 0.7},
     "clip-inactive": {"max_grad_norm": 1e6},
     "clip-skip": {"max_grad_norm": 1.5, "skip_nonfinite": True},

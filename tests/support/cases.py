@@ -131,8 +131,8 @@ class Case:
         return self.kind(groups, **{"lr": LRS[0], "weight_decay": 0.1, "backend": backend, **self.options, **options})
 
     def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """The learning rate of a step, unless the optimizer computes its own."""
-        if not self.options.get("relative_step"):
+        """Set the learning rate of a step, unless a schedule computes it."""
+        if "lr" not in self.options:
             set_lr(optimizer, LRS[step])
 
     def _normal(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -27,9 +27,6 @@ COMMAND_ARGUMENTS = (
 DEVICES = ("cpu", "cuda")
 """What ``--device`` can be."""
 
-OWN_LR_ARGUMENTS = ("relative_step", "warmup_init")
-"""Arguments with which an optimizer sets its own learning rate."""
-
 
 def matches(value: object, hint: Any) -> bool:
     """Whether a value read from a file has the type of a field.
@@ -173,11 +170,6 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
             raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
         if name in COMMAND_ARGUMENTS:
             raise InputError(f"--optimizer-option {text}: {name} is set by the command itself; see its --help.")
-        if name in OWN_LR_ARGUMENTS:
-            raise InputError(
-                f"--optimizer-option {text}: the command sets the learning rate of each step itself, by --lr and "
-                "--warmup; leave it out, or use the optimizer in a program of your own."
-            )
         if name in options:
             raise InputError(f"--optimizer-option {text}: {name} is given twice.")
         try:

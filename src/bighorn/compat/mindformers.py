@@ -13,6 +13,7 @@ import bighorn
 from bighorn.arguments import knows_its_keywords, number
 from bighorn.compat import _checks
 from bighorn.compat._mindspore import MindSporeOptimizer
+from bighorn.schedules import RelativeStep
 
 __all__ = ["Came"]
 
@@ -78,10 +79,14 @@ class Came(MindSporeOptimizer, bighorn.Came):
         if len(eps) != 3:
             raise ValueError(f"eps={eps!r} must be three floats: for squared gradient, parameter scale, instability")
         eps1, eps2, eps3 = (_checks.floating(f"eps[{i}]", value, 0, inside=True) for i, value in enumerate(eps))
+        params = _checks.parameters(params)
+        learning_rate = _learning_rate(learning_rate, relative_step, warmup_init)
+        if learning_rate is None and not all(isinstance(group, dict) for group in params):
+            raise ValueError("learning_rate is missing: give one, or set relative_step=True")
         betas = _checks.a_float("beta1", beta1), 0.999, _checks.a_float("beta3", beta3)
         with _checks.renamed({"lr": "learning_rate", "betas[0]": "beta1", "betas[2]": "beta3"}):
             super().__init__(
-                _checks.parameters(params),
+                params,
                 learning_rate,
                 betas,  # decay_rate stands for the second
                 (eps1, eps3),
@@ -91,10 +96,23 @@ class Came(MindSporeOptimizer, bighorn.Came):
                 decay_rate=_checks.floating("decay_rate", decay_rate, 0, 1),
                 scale_parameter=scale_parameter,
                 scale_eps=eps2,
-                relative_step=relative_step,
-                warmup_init=warmup_init,
                 state_dtype=torch.float16 if _checks.flag("compression", compression) else None,
             )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; `lr` is not one of them with relative_step.
+
+        Args:
+            param_group: `params`, and any of `lr`, `weight_decay` and `grad_centralization`.
+
+        Raises:
+            TypeError: A value of a wrong type.
+            ValueError: An unknown key, or a value out of range.
+        """
+        relative_step = isinstance(self._default_schedules.get("lr"), RelativeStep)
+        if relative_step and isinstance(param_group, dict) and "lr" in param_group:
+            raise ValueError(f"relative_step=True computes the learning rate: leave lr={param_group['lr']!r} out")
+        super().add_param_group(param_group)
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Step with these gradients. Those in `.grad` play no part, and stay.
@@ -139,3 +157,15 @@ class Came(MindSporeOptimizer, bighorn.Came):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "loss_scale": self.loss_scale}
+
+
+def _learning_rate(learning_rate: Any, relative_step: object, warmup_init: object) -> Any:
+    """The learning rate, or the schedule that `relative_step` asks for."""
+    warmup_init = _checks.flag("warmup_init", warmup_init)
+    if not _checks.flag("relative_step", relative_step):
+        if warmup_init:
+            raise ValueError("warmup_init=True warms up the learning rate of relative_step: set relative_step=True too")
+        return learning_rate
+    if learning_rate is not None:
+        raise ValueError(f"relative_step=True computes the learning rate: leave learning_rate={learning_rate!r} out")
+    return RelativeStep(warmup_init)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn.kernels import CameOptions
 from bighorn.kernels.bucket import Factor
 from bighorn.kernels.rounding import WAYS, Rounding
-from bighorn.names import Exclusion, Names, listed
+from bighorn.names import Exclusion, Names
 from bighorn.optim import checks
 from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.checks import Check, StepFunction
@@ -41,18 +41,6 @@ class CameTelemetry:
     confidence: Tensor
     lr: Tensor
     skipped: Tensor
-
-
-@dataclass(frozen=True)
-class RelativeStep:
-    """The learning rate of `relative_step`: min(1e-2, 1 / sqrt(t)) at step t = step + 1, from 1e-6 t on to warm up."""
-
-    warmup_init: bool
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of a step, 0 for the first."""
-        t = step + 1
-        return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))
 
 
 class CameAlgorithm(Algorithm[CameOptions]):
@@ -139,7 +127,7 @@ class Came(KernelOptimizer):
             gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
         lr: Learning rate, at least 0: a number; a tensor of one element, read anew at each step; an iterable, whose
             entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
-            `bighorn.schedules`. Needed unless every group has one, or relative_step. Default: None.
+            `bighorn.schedules`. Needed unless every group has one. Default: None.
         betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1): the
             instability is measured against the momentum, which at 0 is u itself, so that steps would be divided by
             nothing but eps. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
@@ -152,8 +140,6 @@ class Came(KernelOptimizer):
         decay_rate: Instead of betas[1], 1 - t ** -decay_rate at step t; 0.8 is mindformers'. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
-        relative_step: lr is min(1e-2, 1 / sqrt(t)) at step t, for all groups. *Whole optimizer.* Default: False.
-        warmup_init: With relative_step, lr is min(1e-6 t, 1 / sqrt(t)). *Whole optimizer.* Default: False.
         bias_correction: Correct the averages of the instability for their start at 0. The published rule does not, and
             takes a first step of about 11 times lr. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
@@ -185,9 +171,8 @@ class Came(KernelOptimizer):
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
-        ValueError: A value out of range, lr together with relative_step or neither of them, exclusions that match no
-            name, no parameters, a parameter given twice, flattened or not floating-point, or a backend that cannot
-            serve a parameter.
+        ValueError: A value out of range, no lr, exclusions that match no name, no parameters, a parameter given twice,
+            flattened or not floating-point, or a backend that cannot serve a parameter.
 
     Example:
         >>> import torch
@@ -216,8 +201,6 @@ class Came(KernelOptimizer):
         decay_rate: float | None = None,
         scale_parameter: bool = False,
         scale_eps: float = 1e-3,
-        relative_step: bool = False,
-        warmup_init: bool = False,
         bias_correction: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
@@ -232,26 +215,8 @@ class Came(KernelOptimizer):
         backend: str = "auto",
         **unknown: Any,
     ) -> None:
-        params = listed(params)
-        lr = _lr(lr, checks.flag("relative_step", relative_step), checks.flag("warmup_init", warmup_init), params)
         arguments = {name: value for name, value in locals().items() if name != "lr" or value is not None}
         super().__init__(params, arguments, unknown)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; a learning rate is none of them with relative_step.
-
-        Args:
-            param_group: `params`, and any option of the constructor that a group can have.
-
-        Raises:
-            TypeError: An unknown key, or a value of a wrong type.
-            ValueError: A value out of range, or a parameter that cannot be optimized here.
-        """
-        if self._settings.relative_step and isinstance(param_group, dict) and "lr" in param_group:
-            raise ValueError(
-                f"relative_step=True computes the learning rate itself: leave lr={param_group['lr']!r} out"
-            )
-        super().add_param_group(param_group)
 
     def telemetry(self) -> CameTelemetry:
         """What the last step did to updates, as tensors on the parameters' device.
@@ -259,14 +224,3 @@ class Came(KernelOptimizer):
         Empty before the first step, and after parameters were added or a state was loaded.
         """
         return CameTelemetry(*self._figures())
-
-
-def _lr(lr: Any, relative_step: bool, warmup_init: bool, params: list[Any]) -> Any:
-    if warmup_init and not relative_step:
-        raise ValueError("warmup_init=True warms up the learning rate of relative_step: set relative_step=True too")
-    if relative_step and lr is not None:
-        raise ValueError(f"relative_step=True computes the learning rate itself: leave lr={lr!r} out")
-    in_groups = all(isinstance(group, dict) and group.keys() & {"lr", "order_params"} for group in params)
-    if lr is None and not relative_step and not in_groups:
-        raise ValueError("lr is missing: give a learning rate, or set relative_step=True")
-    return RelativeStep(warmup_init) if relative_step else lr

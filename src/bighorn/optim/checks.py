@@ -231,13 +231,16 @@ def parameter(name: object, param: object, *, stacked: bool) -> None:
         raise ValueError(f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers")
 
 
-TORCH_ONLY = {
-    "foreach": 'use backend="foreach"',
-    "fused": 'every backend is fused; choose one with backend="auto", "cpu", "triton" or "foreach"',
-    "capturable": "nothing has to be asked for; backend=... chooses the kernels",
-    "differentiable": "steps are not differentiable on any backend=...; use torch.optim for that",
-    "amsgrad": 'use second_moment="amsgrad"',
+NOT_OURS = {
+    "foreach": ("torch.optim", 'use backend="foreach"'),
+    "fused": ("torch.optim", 'every backend is fused; choose one with backend="auto", "cpu", "triton" or "foreach"'),
+    "capturable": ("torch.optim", "no option is needed; backend=... chooses the kernels"),
+    "differentiable": ("torch.optim", "steps are not differentiable on any backend=...; use torch.optim for that"),
+    "amsgrad": ("torch.optim", 'use second_moment="amsgrad"'),
+    "relative_step": ("Adafactor", "use lr=bighorn.schedules.RelativeStep()"),
+    "warmup_init": ("Adafactor", "use lr=bighorn.schedules.RelativeStep(warmup_init=True)"),
 }
+"""Options of other optimizers: whose, and what to use here."""
 
 
 def _brief(value: object) -> str:
@@ -252,8 +255,9 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
     for name in names:
         if name in known:
             continue
-        if isinstance(name, str) and name in TORCH_ONLY:
-            raise TypeError(f"{where} got {name!r}, an option of torch.optim but not of ours: {TORCH_ONLY[name]}")
+        if isinstance(name, str) and name in NOT_OURS:
+            whose, remedy = NOT_OURS[name]
+            raise TypeError(f"{where} got {name!r}, an option of {whose} but not of ours: {remedy}")
         raise unknown_name(where, name, known)
 
 
@@ -275,7 +279,7 @@ def refuse_misspelt(names: Iterable[object], options: Iterable[str], where: str)
     `initial_weight_decay` and `lr_scale` are such notes: an option's whole name is a part of theirs.
     """
     options = list(options)
-    refuse_unknown([name for name in names if name in TORCH_ONLY or _misspells(name, options)], options, where)
+    refuse_unknown([name for name in names if name in NOT_OURS or _misspells(name, options)], options, where)
 
 
 def _misspells(name: object, options: list[str]) -> bool:

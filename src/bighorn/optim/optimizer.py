@@ -429,9 +429,8 @@ class KernelOptimizer(Optimizer):
         """
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        if not options.get("relative_step"):
-            for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
-                options.setdefault(name, 0.0)
+        for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
+            options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
         return explain.bytes_of_state(optimizer._parts(), optimizer.param_groups, cls.algorithm)
 

@@ -106,7 +106,9 @@ def joining(
         group["params"], group["param_names"] = tensors, _checked_names(names, len(tensors), prefix or "")
         names = group["param_names"]
     if "lr" not in defaults | group:
-        raise ValueError("lr is missing: give the group a learning rate, since the constructor was given none")
+        raise ValueError(
+            "lr is missing: give a learning rate, such as 2e-4, or a schedule, to the constructor or to every group"
+        )
     lr = group.get("lr", defaults.get("lr"))
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
         group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value

@@ -31,8 +31,6 @@ class Settings:
     exclude_from_layer_adaptation: Exclusion | None
     process_group: Any
     names: Names | None
-    relative_step: bool = False
-    warmup_init: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -48,8 +46,6 @@ class Settings:
             skip_nonfinite=skip_nonfinite,
             process_group=checks.process_group(arguments["process_group"], used=used),
             names=names,
-            relative_step=arguments.get("relative_step", False),
-            warmup_init=arguments.get("warmup_init", False),
             **{name: check_exclusion(name, arguments.get(name)) for name in EXCLUSIONS},
         )
 

@@ -15,7 +15,7 @@ Example:
 
 from __future__ import annotations
 
-from bighorn.schedules.decay import Cosine, Exponential, Inverse, NaturalExp, Polynomial
+from bighorn.schedules.decay import Cosine, Exponential, Inverse, NaturalExp, Polynomial, RelativeStep
 from bighorn.schedules.large_batch import large_batch, scaled_lr
 from bighorn.schedules.schedule import Chain, Schedule, WarmUp
 from bighorn.schedules.values import PiecewiseConstant, Values
@@ -28,6 +28,7 @@ __all__ = [
     "NaturalExp",
     "PiecewiseConstant",
     "Polynomial",
+    "RelativeStep",
     "Schedule",
     "Values",
     "WarmUp",

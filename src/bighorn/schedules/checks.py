@@ -67,6 +67,7 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
     "staircase": flag,
     "update_decay_steps": flag,
     "from_zero": flag,
+    "warmup_init": flag,
     "boundaries": _check_boundaries,
     "values": _check_values,
     "first": _check_callable,

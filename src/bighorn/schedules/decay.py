@@ -146,3 +146,25 @@ class Polynomial(Schedule):
         decay_steps = self.decay_steps * rounds
         left = (decay_steps - min(step, decay_steps)) / decay_steps
         return (self.lr - self.end_lr) * math.pow(left, self.power) + self.end_lr
+
+
+@knows_its_keywords
+@dataclass(frozen=True)
+class RelativeStep(Schedule):
+    """min(1e-2, 1 / sqrt(t)) at step t = s + 1: the learning rate of Adafactor's relative steps.
+
+    Source: Shazeer and Stern, arXiv:1804.04235v1, section 8; with `warmup_init` as in MindFormers and fairseq.
+
+    Args:
+        warmup_init: Whether the first bound is 1e-6 t, a warm-up over the first 10000 steps. Default: False.
+
+    Example:
+        >>> RelativeStep().as_list(2), RelativeStep(warmup_init=True).as_list(2), RelativeStep()(39999)
+        ([0.01, 0.01], [1e-06, 2e-06], 0.005)
+    """
+
+    warmup_init: bool = False
+
+    def _at(self, step: int) -> float:
+        t = step + 1
+        return min(1e-6 * t if self.warmup_init else 1e-2, 1 / math.sqrt(t))

@@ -1,4 +1,7 @@
-"""What an argument may be: checks that return it in its canonical form, or name it, its value and what is allowed."""
+"""Checks of arguments: each returns the value in its canonical form, or raises an error that names the argument.
+
+A `Check` is called with the name of an argument and its value. The error gives the value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,23 @@ import difflib
 import inspect
 import math
 import operator
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
 from numbers import Real
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Kind = TypeVar("Kind")
+Check = Callable[[str, object], Any]
+StepFunction = Callable[[int], Any]
+"""A schedule, or any other function of the step (0 for the first)."""
+
+# ---- names ----------------------------------------------------------------------------------------------
 
 ELSEWHERE = {
     "learning_rate": "lr",
@@ -23,6 +36,20 @@ ELSEWHERE = {
     "beta_2": "betas",
 }
 """What arguments are called elsewhere, too unlike ours for `difflib`."""
+
+NOT_OURS = {
+    "foreach": ("torch.optim", 'use backend="foreach"'),
+    "fused": ("torch.optim", 'every backend is fused; choose one with backend="auto", "cpu", "triton" or "foreach"'),
+    "capturable": ("torch.optim", "no option is needed; backend=... chooses the kernels"),
+    "differentiable": ("torch.optim", "steps are not differentiable on any backend=...; use torch.optim for that"),
+    "amsgrad": ("torch.optim", 'use second_moment="amsgrad"'),
+    "relative_step": ("Adafactor", "use lr=bighorn.schedules.RelativeStep()"),
+    "warmup_init": ("Adafactor", "use lr=bighorn.schedules.RelativeStep(warmup_init=True)"),
+}
+"""Options of other optimizers: whose, and what to use here."""
+
+NEAR = 0.8
+"""From which likeness on (`difflib`'s) a key is taken for an option's misspelt name."""
 
 
 def hint(name: object, known: Iterable[object]) -> str:
@@ -37,6 +64,44 @@ def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "op
     """The error about a name that is not known, with what was probably meant."""
     known = list(known)
     return TypeError(f"{where} got an unknown {noun} {name!r}{hint(name, known)}. Known: {', '.join(known)}")
+
+
+def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:
+    """Raise for the first name that is not known, with what was probably meant."""
+    known = list(known)
+    for name in names:
+        if name in known:
+            continue
+        if isinstance(name, str) and name in NOT_OURS:
+            whose, remedy = NOT_OURS[name]
+            raise TypeError(f"{where} got {name!r}, an option of {whose} but not of ours: {remedy}")
+        raise unknown_name(where, name, known)
+
+
+def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:
+    """Raise for an option that only groups have, with where it goes."""
+    for name in set(names).intersection(group_only):
+        raise TypeError(
+            f'{where} got {name!r}, an option of a group: give [{{"params": ..., {name!r}: ...}}] as params'
+        )
+
+
+def refuse_misspelt(names: Iterable[object], options: Iterable[str], where: str) -> None:
+    """As `refuse_unknown`, but what is not like an option's name is somebody else's note: trainers write their own.
+
+    `initial_weight_decay` and `lr_scale` are such notes: an option's whole name is a part of theirs.
+    """
+    options = list(options)
+    refuse_unknown([name for name in names if name in NOT_OURS or _misspells(name, options)], options, where)
+
+
+def _misspells(name: object, options: list[str]) -> bool:
+    if not isinstance(name, str) or name in options:
+        return False
+    if ELSEWHERE.get(name) in options:
+        return True
+    near = difflib.get_close_matches(name, options, n=1, cutoff=NEAR)
+    return bool(near) and not any(name.startswith(f"{word}_") or name.endswith(f"_{word}") for word in options)
 
 
 def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
@@ -62,6 +127,9 @@ def about(what: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
+
+
+# ---- numbers --------------------------------------------------------------------------------------------
 
 
 def real_number(name: str, value: object) -> float:
@@ -139,3 +207,194 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r} ({type(value).__name__})")
     return value
+
+
+def between(low: float, high: float = math.inf, *, exclusive: bool = False) -> Check:
+    """A real number from `low` to `high`, without `high` itself where `exclusive`."""
+    return lambda name, value: number(name, value, low, high, below=exclusive)
+
+
+def positive(name: str, value: object) -> float:
+    """A finite number above 0."""
+    return number(name, value, above=True)
+
+
+def count(name: str, value: object) -> int:
+    """An integer that is not negative, below 2**63."""
+    exact = integer(name, value)
+    if exact >= 2**63:
+        raise ValueError(f"{name}={value!r} is out of range: it must be at least 0 and below 2**63")
+    return exact
+
+
+def max_norm(name: str, value: object) -> float | None:
+    """None, or a positive number."""
+    return None if value is None else number(name, value, above=True, span="above 0, or None for no clip")
+
+
+# ---- choices and several numbers --------------------------------------------------------------------------
+
+
+def optional(check: Check) -> Check:
+    """None, or what `check` takes."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def choice(*allowed: str | bool) -> Check:
+    """One of a few words (or True and False)."""
+
+    def check(name: str, value: object) -> str | bool:
+        if isinstance(value, (str, bool)) and any(value is word or value == word for word in allowed):
+            return value
+        raise ValueError(f"{name}={value!r} is not known: use {', '.join(map(repr, allowed))}{hint(value, allowed)}")
+
+    return check
+
+
+def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
+    """None, or the name of a dtype that state can be kept in (a torch dtype is taken too)."""
+
+    def check(name: str, value: object) -> str | None:
+        is_dtype = not isinstance(value, str) and str(value).startswith("torch.")
+        text = str(value).removeprefix("torch.") if is_dtype else value
+        if text is None or (isinstance(text, str) and text in dtypes):
+            return text
+        names = ", ".join('"int8"' if dtype == "int8" else f"torch.{dtype}" for dtype in dtypes)
+        raise ValueError(f"{name}={value!r} is not supported: use None, {names}")
+
+    return check
+
+
+def _are(value: object, count: int) -> TypeGuard[Sequence[Any]]:
+    """Whether these are so many things in order: a tuple, a list, or a list of a configuration file's reader."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == count
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor. This module does not import torch, so that schedules work without it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _read(value: object) -> object:
+    """The number in a real tensor of one element, as torch's OneCycleLR and CyclicLR write into betas; or the value."""
+    return value.item() if _is_tensor(value) and value.numel() == 1 and not value.is_complex() else value
+
+
+def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
+    """So many numbers in [0, 1)."""
+    each = between(0, 1, exclusive=True)
+    names = ", ".join(f"beta{i + 1}" for i in range(count))
+
+    def check(name: str, value: object) -> tuple[object, ...]:
+        if not _are(value, count):
+            raise TypeError(f"{name} must be {count} numbers ({names}), not {value!r}")
+        return tuple(each(f"{name}[{i}]", _read(beta)) for i, beta in enumerate(value))
+
+    return check
+
+
+def came_betas(name: str, value: object) -> tuple[object, ...]:
+    """Three numbers in [0, 1), the first above 0."""
+    if _are(value, 3):
+        value = [_read(beta) for beta in value]
+    if _are(value, 3) and not any(_is_tensor(beta) for beta in value):
+        if value[2] == 1:
+            raise ValueError(
+                f"{name}[2]={value[2]!r} is out of range: the averages of the instability, by which CAME divides, "
+                "would stay at 0; use a value in [0, 1), such as 0.9999"
+            )
+        if value[0] == 0:
+            raise ValueError(
+                f"{name}[0]={value[0]!r} is out of range: CAME divides by how far the momentum misses the update, and "
+                "without momentum it never does; use a value in (0, 1), such as 0.9"
+            )
+        number(f"{name}[0]", value[0], 0, 1, above=True, below=True)
+    return betas(3)(name, value)
+
+
+def came_eps(name: str, value: object) -> tuple[object, ...]:
+    """Two positive numbers."""
+    if not _are(value, 2):
+        raise TypeError(f"{name} must be two numbers, for the squared gradient and for the instability, not {value!r}")
+    return tuple(positive(f"{name}[{i}]", eps) for i, eps in enumerate(value))
+
+
+def bounds(name: str, value: object) -> tuple[float, float] | None:
+    """None, or a lower and an upper bound, which may be infinite."""
+    if value is None:
+        return None
+    if not _are(value, 2):
+        raise TypeError(f"{name} must be None or (low, high), not {value!r}")
+    if any(isinstance(bound, bool) or not isinstance(bound, Real) for bound in value):
+        raise TypeError(f"{name} must be two numbers, not {value!r}; where nothing bounds, use 0 and math.inf")
+    low, high = map(float, value)
+    if not 0 <= low <= high or low == math.inf or high == 0:
+        raise ValueError(f"{name}={value!r} must be (low, high) with 0 <= low <= high and high above 0")
+    return low, high
+
+
+# ---- values by step -----------------------------------------------------------------------------------------
+
+
+def schedulable(check: Check, values: Callable[[Iterable[float]], StepFunction]) -> Check:
+    """What `check` takes, or a schedule: a function of the step, or an iterable, of which `values` makes a schedule."""
+
+    def checked(name: str, value: object) -> object:
+        if _is_tensor(value):
+            iterable = value.dim() == 1 and value.numel() != 1
+        elif callable(value) and not isinstance(value, type):
+            return value
+        else:
+            iterable = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Set))
+        if not iterable:
+            return check(name, value)
+        try:
+            return values(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+
+    return checked
+
+
+def learning_rate(name: str, value: object) -> float | Tensor:
+    """A number that is not negative, or a real tensor of one element, whose value is read at each step."""
+    if not _is_tensor(value):
+        return _number_of_step(name, value)
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
+    if value.device.type == "cpu":  # elsewhere the host would have to wait for the value
+        number(name, value.detach().item())
+    return value.detach() if value.requires_grad else value
+
+
+def weight_decay(name: str, value: object) -> float:
+    """A number that is not negative; a tensor of one element is read once."""
+    return _number_of_step(name, _read(value))
+
+
+def _number_of_step(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name} must be a number, a tensor, an iterable of numbers (one for each step) or a schedule (called with "
+            f"the step), not {value!r} ({type(value).__name__})"
+        )
+    return number(name, value)
+
+
+# ---- others -----------------------------------------------------------------------------------------------
+
+
+def closure(value: object) -> None:
+    """Raise for what is no function, such as a loss."""
+    if not callable(value):
+        raise TypeError(
+            f"closure must be a function that computes the loss anew, not {brief(value)}: call loss.backward(), and "
+            "step() without it"
+        )
+
+
+def brief(value: object) -> str:
+    """What something is, without the contents of tensors and of what holds them."""
+    kind = type(value).__name__
+    return f"{value!r} ({kind})" if isinstance(value, (str, bytes, int, float, complex, type(None))) else f"a {kind}"

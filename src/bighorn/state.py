@@ -152,7 +152,7 @@ def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> 
     return out
 
 
-BESIDE = tuple(name for way in rounding.WAYS for name in rounding.kept_for(way))
+BESIDE = tuple(name for way in rounding.ROUNDING_MODES for name in rounding.kept_for(way))
 """What may be kept beside a parameter. Zeros are a start, whenever that is."""
 
 

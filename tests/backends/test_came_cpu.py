@@ -19,10 +19,11 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket, CameOptions, codec, cpu, reference
-from bighorn.kernels.bucket import Factor, Shard
-from bighorn.kernels.cpu import came as face
+from bighorn.kernels.bucket import Shard
+from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.abi import CameRow, Gradient
 from bighorn.kernels.cpu.library import loaded
+from bighorn.kernels.options import Factor
 from bighorn.kernels.reference import came as specification
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
 from tests.support.came_kernel_cases import CENTRED, DEFAULTS, OPTIONS, Grad, Leaf, bucket_of
@@ -243,8 +244,9 @@ def test_the_comparison_sees_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> No
     leaf = Leaf("plain", (70, 90))
     bucket = bucket_of([leaf.values(torch.float32)], DEFAULTS)
     bucket.grads = [leaf.gradient(torch.float32)]
-    made = face._options
-    monkeypatch.setattr(face, "_options", lambda o: made(replace(o, clip_threshold=0.99999)))
+    structure, fields = abi.C_OPTIONS[CameOptions]
+    wrong = [(name, (lambda _: 0.99999) if name == "clip_threshold" else convert) for name, convert in fields]
+    monkeypatch.setitem(abi.C_OPTIONS, CameOptions, (structure, wrong))
     with pytest.raises(AssertionError, match="plain, step 1"):
         assert_one_step((leaf,), bucket, monkeypatch)
 

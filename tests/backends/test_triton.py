@@ -86,7 +86,7 @@ def test_nothing_is_written_without_commit(adapt: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("way", rounding.WAYS)
+@pytest.mark.parametrize("way", rounding.ROUNDING_MODES)
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("adapt", [True, False])
 def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.kernels import Bucket
-from bighorn.kernels.bucket import Factor, Shard
-from bighorn.kernels.rounding import WAYS, Rounding
+from bighorn.kernels.bucket import Shard
+from bighorn.kernels.options import Factor
+from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
 from bighorn.kernels.triton import came, came_shards, lamb, tables
 from tests.backends import test_triton, test_triton_came
 from tests.support.triton_interpreter import interpreted
@@ -168,7 +169,7 @@ def test_nothing_of_shards_is_written_without_commit() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("cuts", [{0: [3]}, {0: [2], 1: [11]}], ids=["rows", "both"])
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:

@@ -21,7 +21,7 @@ from bighorn.cli.optimizers import CONTESTANTS, state_bytes
 from bighorn.cli.run import Run
 from bighorn.cli.shapes import SHAPES, llama
 from bighorn.cli.tasks import TASKS
-from bighorn.kernels.rounding import LOW, WAYS
+from bighorn.kernels.rounding import LOW, ROUNDING_MODES
 from tests.support.command_line import Invoke, assert_self_contained
 
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
@@ -72,7 +72,7 @@ def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb"))])
 def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: torch.dtype) -> None:
     params = parameters(ODD, dtype)
@@ -83,7 +83,7 @@ def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: t
 def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
     """The option affects only bighorn's optimizers: AdamW's bytes do not change."""
     totals = []
-    for way in WAYS:
+    for way in ROUNDING_MODES:
         invoke("memory", "--shapes", "tiny", "--precision", "bf16", "--weight-rounding", way, "--json", "m.json")
         totals.append(json.loads(Path("m.json").read_text())["total"])
     elements = 200 * 64

@@ -182,8 +182,7 @@ static void step_lamb(int variant, int in_blocks) {
     const int types[2][2] = {{FLOAT32, BFLOAT16}, {INT8, FLOAT16}};
     const LambOptions options = {
         .lr = 0.1,
-        .beta1 = 0.9,
-        .beta2 = 0.999,
+        .betas = {0.9, 0.999},
         .eps = 1e-6,
         .weight_decay = 0.1,
         .weight_norm_bounds = {0, INFINITY},
@@ -269,10 +268,8 @@ static void step_came(int split_down, int split_across, bool sharded) {
     static const int STATE_TYPES[] = {FLOAT32, BFLOAT16, INT8, FLOAT16};
     const CameOptions options = {
         .lr = 0.1,
-        .beta1 = 0.9,
-        .beta3 = 0.9999,
-        .eps1 = 1e-30,
-        .eps2 = 1e-16,
+        .betas = {0.9, 0.999, 0.9999},
+        .eps = {1e-30, 1e-16},
         .clip_threshold = 1,
         .weight_decay = 0.1,
         .scale_eps = 1e-3,

@@ -37,8 +37,8 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
     shutil.copytree(Path(bighorn.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     kernels = package / "kernels"
 
-    [old] = re.findall(r"^Options = TypeVar.*\n", (kernels / "bucket.py").read_text(), re.M)
-    edit(kernels / "bucket.py", (old, options))
+    [old] = re.findall(r"^Options = TypeVar.*\n", (kernels / "options.py").read_text(), re.M)
+    edit(kernels / "options.py", (old, options))
     for backend, text in (("reference", reference), ("foreach", foreach)):
         (kernels / backend / "lion.py").write_text(text)
         line = f"from bighorn.kernels.{backend}.lamb import Lamb\n"
@@ -55,7 +55,7 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
     old_rows = [re.search(rf"^{re.escape(row.split(':')[0])}: Backend.*\n", table, re.M) for row in rows.splitlines()]
     edit(
         kernels / "__init__.py",
-        ("import Bucket, CameOptions, LambOptions", "import Bucket, CameOptions, LambOptions, LionOptions"),
+        ("options import CameOptions, LambOptions", "options import CameOptions, LambOptions, LionOptions"),
         ('    "LambOptions",\n', '    "LambOptions",\n    "LionOptions",\n'),
         ("LambOptions | CameOptions", "LambOptions | CameOptions | LionOptions"),
         (came, came + field),

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Lamb
-from bighorn.kernels.rounding import WAYS, Rounding
+from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
 from tests.backends import test_backends, test_triton, test_triton_came
 from tests.support.case_tensors import Layout, arranged
 from tests.support.cases import CASES, Case, Kind, set_gradients
@@ -49,7 +49,7 @@ def test_layouts(kind: Kind) -> None:
     test_backends.test_the_layout_in_memory_changes_nothing_but_rounding(kind, "triton")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
 def test_few_bits_are_those_of_the_reference(state_dtype: torch.dtype, way: Rounding) -> None:
     """Codes and random bits, although the device fuses multiplications with additions."""

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arguments": set(),
     "late": set(),
     "optim": {"arguments", "optim", "kernels", "sharding", "state", "names", "schedules"},
-    "kernels": {"kernels"},
+    "kernels": {"arguments", "kernels"},
     "sharding": {"kernels"},
     "state": {"kernels", "sharding"},
     "groups": {"names"},
@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"arguments", "bighorn", "compat", "schedules"},
     "cli": {"bighorn", "kernels", "schedules", "cli"},
 }
-OPEN_KERNELS = {"bucket", "codec", "reference", "rounding", "storage"}
+OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""
 
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy"}

@@ -148,7 +148,7 @@ def test_a_second_moment_that_shrinks(state_dtype: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("way", rounding.WAYS)
+@pytest.mark.parametrize("way", rounding.ROUNDING_MODES)
 def test_every_16_bit_float_is_stored_as_it_is(way: Rounding, dtype: torch.dtype) -> None:
     values = floats(dtype)
     for bits in (0, rounding.WORD):
@@ -220,7 +220,7 @@ def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
     exact = start.double() + steps * update
     moved = abs(steps * update)
     results: dict[str, Tensor] = {}
-    for way in rounding.WAYS:
+    for way in rounding.ROUNDING_MODES:
         x, kept = start.clone(), {name: torch.zeros(count, dtype=of) for name, of in rounding.kept_for(way).items()}
         for step in range(steps):
             bits = bits_for((count,), t=step + 1) if way == "stochastic" else None

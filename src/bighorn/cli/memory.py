@@ -20,7 +20,7 @@ from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, check_name, names, read_options, suggestion
-from bighorn.kernels.rounding import WAYS
+from bighorn.kernels.rounding import ROUNDING_MODES
 
 SOURCES = ("task", "shapes", "model")
 SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
@@ -42,7 +42,7 @@ class MemoryConfig:
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown="all but came-fp16")
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     weight_rounding: str = option(
-        "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=WAYS
+        "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=ROUNDING_MODES
     )
     optimizer_option: tuple[str, ...] = option(
         (),

@@ -11,7 +11,7 @@ from torch import nn
 
 from bighorn import Came, Lamb, shard_update
 from bighorn.cli.errors import InputError
-from bighorn.kernels.rounding import WAYS
+from bighorn.kernels.rounding import ROUNDING_MODES
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """The names of ``--state-dtype``, and the names that the optimizers take."""
@@ -116,7 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lamb-int8": {"optimizer": "lamb", "state_dtype": "int8"},
     **{
         f"lamb-{way}": {"optimizer": "lamb", "precision": "bf16", "optimizer_option": (f"weight_rounding={way}",)}
-        for way in WAYS
+        for way in ROUNDING_MODES
     },
 }
 """More names for ``bighorn compare --optimizers``: an optimizer with other options of a run than its defaults.

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bighorn.kernels import cpu, foreach, reference, triton
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Shard
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
+from bighorn.kernels.options import CameOptions, LambOptions
 from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
 

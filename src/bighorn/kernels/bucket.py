@@ -5,69 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.rounding import Rounding
-
-Bounds = tuple[float, float]
-BiasCorrection = Literal[True, False, "lr"]
-DecayMode = Literal["ratio", "decoupled", "l2"]
-SecondMoment = Literal["adam", "amsgrad", "adagrad"]
-Factor = Literal["matrix", "last_two"]
-
-
-@dataclass(frozen=True)
-class LambOptions:
-    """The options of one bucket, resolved: no names, no group keys, nothing left to decide but the trust ratio."""
-
-    algorithm: ClassVar[str] = "lamb"
-    """The field of `kernels.Backend`."""
-
-    lr: float | Tensor
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    bias_correction: BiasCorrection
-    grad_averaging: bool
-    decay_mode: DecayMode
-    adapt: bool
-    weight_norm_bounds: Bounds | None
-    trust_ratio_bounds: Bounds | None
-    second_moment: SecondMoment
-    cautious: bool
-    maximize: bool
-    centre: bool
-    weight_rounding: Rounding = "nearest"
-    rounding_seed: int = 0
-    blocks: bool = False
-    """Both moments are kept in blocks, `kernels/codec.py`."""
-
-
-@dataclass(frozen=True)
-class CameOptions:
-    """The options of one bucket, resolved, as `LambOptions`; all of its rows are factored by one rule, or none is."""
-
-    algorithm: ClassVar[str] = "came"
-
-    lr: float | Tensor
-    betas: tuple[float, float, float]
-    eps: tuple[float, float]
-    clip_threshold: float
-    weight_decay: float
-    decay_rate: float | None
-    bias_correction: bool
-    scale_parameter: bool
-    scale_eps: float
-    maximize: bool
-    centre: bool
-    factor: Factor | None
-    """How a row becomes matrices: "matrix", one of dim 0 by everything else; "last_two", one for each index of the
-    leading dims; None, its second moment is kept unfactored."""
-    weight_rounding: Rounding = "nearest"
-    rounding_seed: int = 0
+from bighorn.kernels.options import Factor, Options
 
 
 def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
@@ -75,9 +18,6 @@ def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, in
     if factor == "last_two":
         return math.prod(shape[:-2]), shape[-2], shape[-1]
     return 1, shape[0] if shape else 1, math.prod(shape[1:])
-
-
-Options = TypeVar("Options", LambOptions, CameOptions)
 
 
 @dataclass(frozen=True)

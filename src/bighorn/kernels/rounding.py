@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from bighorn.kernels.arithmetic import compute_dtype
 
 Rounding = Literal["nearest", "stochastic", "kahan", "master"]
-WAYS: tuple[Rounding, ...] = ("nearest", "stochastic", "kahan", "master")
+ROUNDING_MODES: tuple[Rounding, ...] = get_args(Rounding)
 
 LOW = (torch.bfloat16, torch.float16)
 """The dtypes of parameters that can be stored in another way than the nearest."""

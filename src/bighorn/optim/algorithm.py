@@ -8,12 +8,22 @@ from typing import Any, ClassVar, Generic, NamedTuple
 
 from torch import Tensor
 
-from bighorn.kernels.bucket import Options
-from bighorn.optim.checks import Check
+from bighorn.arguments import Check, choice, flag, learning_rate, schedulable, weight_decay
+from bighorn.kernels.options import Options, table
+from bighorn.schedules import Values
 from bighorn.state import Spec, weight_spec, whole_view, why_unfit
 
 Group = dict[str, Any]
 """A parameter group, with every option that it can have."""
+
+
+SHARED: Mapping[str, Check] = {
+    "lr": schedulable(learning_rate, Values.of),
+    "weight_decay": schedulable(weight_decay, Values.of),
+    "stacked": flag,
+    "grad_centralization": choice(True, False, "conv"),
+}
+"""Options that the groups of every optimizer have, and kernels do not get as they are."""
 
 
 class Variant(NamedTuple):
@@ -34,14 +44,24 @@ class Algorithm(ABC, Generic[Options]):
     name: ClassVar[str]
     """As kernels, checkpoints of others and messages call it."""
 
-    options: ClassVar[Mapping[str, Check]]
-    """Every option that a group can have, and what it may be."""
+    kernel_options_type: ClassVar[type]
+    """The options of kernels: each field with a check is an option of a group, and kernels get it as it is there."""
 
-    group_only: ClassVar[Mapping[str, Any]]
-    """Those of them that are no argument of the constructor, and what they are where a group does not say."""
+    group_options: ClassVar[Mapping[str, Check]]
+    """The checks of the other options of a group; `SHARED` is among them."""
+
+    group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
+    """The options of a group that are not arguments of the constructor, with their defaults."""
+
+    options: ClassVar[Mapping[str, Check]]
+    """The checks of all options of a group."""
 
     passed_on: ClassVar[tuple[str, ...]]
-    """Those of them that kernels are told as they stand in the group."""
+    """The options that kernels get as they are in the group."""
+
+    def __init_subclass__(cls) -> None:
+        checks = {name: option.check for name, option in table(cls.kernel_options_type).items() if option.check}
+        cls.options, cls.passed_on = {**cls.group_options, **checks}, tuple(checks)
 
     @abstractmethod
     def kernel_options(self, group: Group, variant: Variant) -> Options:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from bighorn.arguments import Check, StepFunction, choice, count, dtype_among
 from bighorn.kernels import CameOptions
-from bighorn.kernels.bucket import Factor
-from bighorn.kernels.rounding import WAYS, Rounding
+from bighorn.kernels.options import Factor
+from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names
-from bighorn.optim import checks
-from bighorn.optim.algorithm import Algorithm, Group, Variant
-from bighorn.optim.checks import Check, StepFunction
+from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Kept, Spec, all_dims, moments_dtype, moments_spec
 
@@ -47,38 +46,13 @@ class CameAlgorithm(Algorithm[CameOptions]):
     """What `Came` tells its kernels, and what it keeps."""
 
     name = "came"
-    options: ClassVar[Mapping[str, Check]] = {
-        "lr": checks.learning_rate,
-        "betas": checks.came_betas,
-        "eps": checks.came_eps,
-        "weight_decay": checks.weight_decay,
-        "clip_threshold": checks.positive,
-        "factor": checks.choice("matrix", "last_two"),
-        "decay_rate": checks.optional(checks.number(0)),
-        "scale_parameter": checks.flag,
-        "scale_eps": checks.positive,
-        "bias_correction": checks.flag,
-        "maximize": checks.flag,
-        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
-        "min_8bit_size": checks.count,
-        "weight_rounding": checks.choice(*WAYS),
-        "rounding_seed": checks.count,
-        "stacked": checks.flag,
-        "grad_centralization": checks.choice(True, False, "conv"),
+    kernel_options_type = CameOptions
+    group_options: ClassVar[Mapping[str, Check]] = {
+        **SHARED,
+        "factor": choice(*get_args(Factor)),
+        "state_dtype": dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": count,
     }
-    group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
-    passed_on: ClassVar[tuple[str, ...]] = (
-        "betas",
-        "eps",
-        "clip_threshold",
-        "decay_rate",
-        "scale_parameter",
-        "scale_eps",
-        "bias_correction",
-        "maximize",
-        "weight_rounding",
-        "rounding_seed",
-    )
 
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
         """A matrix for `factor="last_two"` whatever its size; else only one whose factors are smaller than it."""

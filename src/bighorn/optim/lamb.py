@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from bighorn.arguments import Check, StepFunction, count, dtype_among, flag
 from bighorn.kernels import LambOptions
-from bighorn.kernels.bucket import BiasCorrection, Bounds, DecayMode, SecondMoment
-from bighorn.kernels.rounding import WAYS, Rounding
+from bighorn.kernels.options import BiasCorrection, Bounds, DecayMode, SecondMoment
+from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
-from bighorn.optim import checks, presets
-from bighorn.optim.algorithm import Algorithm, Group, Variant
-from bighorn.optim.checks import Check, StepFunction
+from bighorn.optim import presets
+from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Spec, moments_dtype, moments_spec
 
@@ -49,45 +49,16 @@ class LambAlgorithm(Algorithm[LambOptions]):
     """What `Lamb` tells its kernels, and what it keeps."""
 
     name = "lamb"
-    options: ClassVar[Mapping[str, Check]] = {
-        "lr": checks.learning_rate,
-        "betas": checks.betas(2),
-        "eps": checks.number(0),
-        "weight_decay": checks.weight_decay,
-        "adam": checks.flag,
-        "bias_correction": checks.choice(True, False, "lr"),
-        "grad_averaging": checks.flag,
-        "decay_mode": checks.choice("ratio", "decoupled", "l2"),
-        "always_adapt": checks.flag,
-        "weight_norm_bounds": checks.bounds,
-        "trust_ratio_bounds": checks.bounds,
-        "second_moment": checks.choice("adam", "amsgrad", "adagrad"),
-        "cautious": checks.flag,
-        "maximize": checks.flag,
-        "state_dtype": checks.dtype_among(MOMENT_DTYPES),
-        "min_8bit_size": checks.count,
-        "weight_rounding": checks.choice(*WAYS),
-        "rounding_seed": checks.count,
-        "adapt": checks.flag,
-        "stacked": checks.flag,
-        "grad_centralization": checks.choice(True, False, "conv"),
+    kernel_options_type = LambOptions
+    group_options: ClassVar[Mapping[str, Check]] = {
+        **SHARED,
+        "adam": flag,
+        "always_adapt": flag,
+        "adapt": flag,
+        "state_dtype": dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": count,
     }
-
-    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, "stacked": False, "grad_centralization": False}
-    passed_on: ClassVar[tuple[str, ...]] = (
-        "betas",
-        "eps",
-        "bias_correction",
-        "grad_averaging",
-        "decay_mode",
-        "weight_norm_bounds",
-        "trust_ratio_bounds",
-        "second_moment",
-        "cautious",
-        "maximize",
-        "weight_rounding",
-        "rounding_seed",
-    )
+    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
 
     def why_unfit(self, group: Group, param: Tensor) -> str | None:
         """As for every algorithm; and a running maximum in blocks."""

@@ -18,8 +18,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from bighorn import arguments as checks
 from bighorn import sharding
-from bighorn.optim import checks, explain, foreign, order, param_groups, plan_builder
+from bighorn.optim import explain, foreign, order, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.ahead import Ahead, check_ahead
 from bighorn.optim.algorithm import Algorithm, Variant

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bighorn.arguments import integer
+from bighorn import sharding
+from bighorn.arguments import brief, integer, refuse_unknown
 from bighorn.names import common_prefix, named, names_of, unwrapped
-from bighorn.optim import checks, foreign
+from bighorn.optim import foreign
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.parts import label_of
 from bighorn.optim.settings import Settings
 from bighorn.optim.step_options import COUNT, NO_OPTIONS
+from bighorn.state import overlaps
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -80,7 +83,7 @@ def joining(
     settings.refuse_zero(given)
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
-    checks.refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")
+    refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")
     group.update(algorithm.checked(group))
     group["params"] = named(group["params"], settings.names)
     pairs = [isinstance(param, tuple) for param in group["params"]]
@@ -94,7 +97,7 @@ def joining(
         if isinstance(param, tuple) and len(param) != 2:
             raise TypeError(f"params must be tensors or pairs of a name and a tensor, not tuples of {len(param)}")
         name, tensor = param if isinstance(param, tuple) else (None, param)
-        checks.parameter(name, tensor, stacked=stacked)
+        check_parameter(name, tensor, stacked=stacked)
         settings.refuse_to_add_up_twice(tensor)
         tensors.append(tensor)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
@@ -117,6 +120,31 @@ def joining(
     for position, tensor in enumerate(tensors):
         algorithm.refuse_unfit(complete, tensor, label_of(len(others), position, names))
     return complete, tensors
+
+
+def check_parameter(name: object, param: object, *, stacked: bool) -> None:
+    """A tensor that can be optimized here.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: Its layout or kind cannot be optimized.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"params must be tensors or pairs of a name and a tensor, but a name is {brief(name)}")
+    what = f"parameter {name!r}" if name is not None else "a parameter"
+    if not isinstance(param, Tensor):
+        raise TypeError(f"params must be tensors, but {what} is {brief(param)}")
+    if not (param.is_leaf or param.retains_grad):
+        raise ValueError(f"{what} is no leaf: it was computed from others, which get the gradients; pass those")
+    if param.layout != torch.strided:
+        raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
+    reason = sharding.why_refused(param)
+    if reason:
+        raise ValueError(f"{what} cannot be optimized here: {reason}")
+    if overlaps(param) or param.is_neg() or param.is_conj():
+        raise ValueError(f"{what} is a view whose elements share memory or are negated on reading: clone() it first")
+    if stacked and param.dim() < 2:
+        raise ValueError(f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers")
 
 
 def _checked_names(names: object, count: int, prefix: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.optim import checks
+from bighorn.arguments import choice
 
 Options = Mapping[str, Any]
 
@@ -136,6 +136,6 @@ def options(name: str, params: Iterable[Any], given: Options) -> dict[str, Any]:
         ValueError: There is no such preset.
     """
     known = {word: preset for preset in PRESETS for word in (preset.name, *preset.aliases)}
-    checks.choice(*known)("preset", name)
+    choice(*known)("preset", name)
     preset = known[name]
     return {**preset.options, **given, **(preset.complete(params, given) if preset.complete else {})}

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from bighorn import sharding
+from bighorn.arguments import choice, flag, max_norm
 from bighorn.kernels import BACKENDS
+from bighorn.kernels.options import Option, table
 from bighorn.names import Exclusion, Names, check_exclusion, check_matches, common_prefix, names_of, unwrapped
-from bighorn.optim import checks
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
+
+
+def check_process_group(name: str, value: object) -> object:
+    """None, or a process group."""
+    available = dist.is_available()
+    if value is None or (available and isinstance(value, dist.ProcessGroup)):
+        return value
+    raise TypeError(f"{name} must be a torch.distributed.ProcessGroup, not {value!r}")
+
+
+def check_names(_: str, value: object) -> object:
+    """None, or a module or a mapping of names to parameters."""
+    if value is not None:
+        names_of(value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -24,30 +40,24 @@ class Settings:
     Those that only one optimizer has are None or False in the others.
     """
 
-    backend: str
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    exclude_from_weight_decay: Exclusion | None
-    exclude_from_layer_adaptation: Exclusion | None
-    process_group: Any
-    names: Names | None
+    backend: Annotated[str, Option(choice("auto", *BACKENDS))]
+    max_grad_norm: Annotated[float | None, Option(max_norm)]
+    skip_nonfinite: Annotated[bool, Option(flag)]
+    exclude_from_weight_decay: Annotated[Exclusion | None, Option(check_exclusion)]
+    exclude_from_layer_adaptation: Annotated[Exclusion | None, Option(check_exclusion)]
+    process_group: Annotated[Any, Option(check_process_group)]
+    names: Annotated[Names | None, Option(check_names)]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
-        """From a constructor's arguments, checked; those that it does not have stay None."""
-        names, max_grad_norm = arguments["names"], checks.max_norm("max_grad_norm", arguments["max_grad_norm"])
-        skip_nonfinite = checks.flag("skip_nonfinite", arguments["skip_nonfinite"])
-        if names is not None:
-            names_of(names)
-        used = max_grad_norm is not None or skip_nonfinite
-        return cls(
-            backend=str(checks.choice("auto", *BACKENDS)("backend", arguments["backend"])),
-            max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite,
-            process_group=checks.process_group(arguments["process_group"], used=used),
-            names=names,
-            **{name: check_exclusion(name, arguments.get(name)) for name in EXCLUSIONS},
-        )
+        """From a constructor's arguments, checked; those that it does not have are None."""
+        checks = {name: option.check for name, option in table(cls).items() if option.check}
+        settings = cls(**{name: check(name, arguments.get(name)) for name, check in checks.items()})
+        if settings.process_group is not None and not settings.needs_all_grads:
+            raise ValueError(
+                "process_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it"
+            )
+        return settings
 
     @property
     def needs_all_grads(self) -> bool:

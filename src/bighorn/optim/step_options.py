@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.arguments import about, number
-from bighorn.optim import checks, foreign
+from bighorn.arguments import StepFunction, about, number, refuse_misspelt
+from bighorn.optim import foreign
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.checks import StepFunction
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 SCHEDULED = ("lr", "weight_decay")
@@ -149,10 +148,10 @@ class OptionGuard:
                 settings.refuse_own(group, f"param_groups[{index}]")
             if (keys := tuple(group)) != self._keys.get(index):
                 names = [*algorithm.options, *vars(settings)]
-                checks.refuse_misspelt([key for key in keys if key not in NO_OPTIONS], names, f"param_groups[{index}]")
+                refuse_misspelt([key for key in keys if key not in NO_OPTIONS], names, f"param_groups[{index}]")
                 self._keys[index] = keys
             values = tuple([group.get(name, REMOVED) for name in algorithm.options])
-            if isinstance(values[0], Tensor) or not _same(values, self._seen.get(index)):
+            if isinstance(group.get("lr"), Tensor) or not _same(values, self._seen.get(index)):
                 values = tuple([(defaults | group)[name] for name in algorithm.options])
                 with about(f"param_groups[{index}]"):
                     fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values

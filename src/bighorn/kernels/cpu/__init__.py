@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from bighorn.kernels.bucket import CameOptions, LambOptions
 from bighorn.kernels.cpu import came, lamb
 from bighorn.kernels.cpu.came import Came
 from bighorn.kernels.cpu.lamb import Lamb
 from bighorn.kernels.cpu.tensors import unsupported_shard as why_not_shard
+from bighorn.kernels.options import CameOptions, LambOptions
 
 __all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
 

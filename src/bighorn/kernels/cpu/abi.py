@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bighorn.kernels import options
+from bighorn.kernels.bucket import Bucket
 
 POINTER, DOUBLE = ctypes.c_void_p, ctypes.c_double
 INT32, INT64, UINT32, UINT64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 
 ROUNDS = 3
 """The largest number of reductions in one CAME step: where both dims of a matrix are sharded."""
+
+
+def c_fields(kind: type) -> list[tuple[str, Any]]:
+    """The fields of the structure that the library gets of such options."""
+    return [(name, option.c.type) for name, option in options.table(kind).items() if option.c]
 
 
 class RunConfig(ctypes.Structure):
@@ -46,22 +56,7 @@ class Weights(ctypes.Structure):
 class LambOptions(ctypes.Structure):
     """The options of one bucket."""
 
-    _fields_ = [
-        ("lr", DOUBLE),
-        ("beta1", DOUBLE),
-        ("beta2", DOUBLE),
-        ("eps", DOUBLE),
-        ("weight_decay", DOUBLE),
-        ("weight_norm_bounds", DOUBLE * 2),
-        ("trust_ratio_bounds", DOUBLE * 2),
-        ("rounding_seed", UINT64),
-        ("adapt", INT32),
-        ("bias_correction", INT32),
-        ("grad_averaging", INT32),
-        ("decay_mode", INT32),
-        ("second_moment", INT32),
-        ("maximize", INT32),
-    ]
+    _fields_ = c_fields(options.LambOptions)
 
 
 class LambRow(ctypes.Structure):
@@ -85,20 +80,7 @@ class LambRow(ctypes.Structure):
 class CameOptions(ctypes.Structure):
     """The options of one bucket."""
 
-    _fields_ = [
-        ("lr", DOUBLE),
-        ("beta1", DOUBLE),
-        ("beta3", DOUBLE),
-        ("eps1", DOUBLE),
-        ("eps2", DOUBLE),
-        ("clip_threshold", DOUBLE),
-        ("weight_decay", DOUBLE),
-        ("scale_eps", DOUBLE),
-        ("rounding_seed", UINT64),
-        ("bias_correction", INT32),
-        ("scale_parameter", INT32),
-        ("maximize", INT32),
-    ]
+    _fields_ = c_fields(options.CameOptions)
 
 
 class CameRow(ctypes.Structure):
@@ -141,6 +123,21 @@ class CameShard(ctypes.Structure):
         ("leads_down", INT32),
         ("leads_across", INT32),
     ]
+
+
+C_OPTIONS: dict[type, tuple[Any, list[tuple[str, Callable[[Any], Any]]]]] = {
+    kind: (structure, [(name, option.c.convert) for name, option in options.table(kind).items() if option.c])
+    for kind, structure in ((options.LambOptions, LambOptions), (options.CameOptions, CameOptions))
+}
+"""The structure of each class of options, and the conversion of each of its fields."""
+
+
+def c_options(buckets: Sequence[Bucket[Any]]) -> ctypes.Array[Any]:
+    """The options of each bucket as the library reads them."""
+    structure, fields = C_OPTIONS[type(buckets[0].options)]
+    each = [structure(*[convert(getattr(b.options, name)) for name, convert in fields]) for b in buckets]
+    array: ctypes.Array[Any] = (structure * len(buckets))(*each)
+    return array
 
 
 class _FieldLayout(ctypes.Structure):

@@ -11,12 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, matrix_shape
+from bighorn.kernels.bucket import Bucket, matrix_shape
 from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.came_shards import Shards
 from bighorn.kernels.cpu.library import address, loaded
 from bighorn.kernels.cpu.stepper import Stepper, words
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
+from bighorn.kernels.options import CameOptions
 
 STATE = (
     "exp_avg",
@@ -104,7 +105,7 @@ class Came(Stepper[CameOptions]):
         with self.lock:
             loaded().bighorn_came_step(
                 self.how,
-                (abi.CameOptions * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+                abi.c_options(self.buckets),
                 tables.rows.data_ptr(),
                 None if shards is None else shards.data_ptr(),
                 tables.gradients.data_ptr(),
@@ -123,20 +124,3 @@ def _beta2s(bucket: Bucket[CameOptions]) -> list[float]:
     if o.decay_rate is None:
         return [o.betas[1]] * len(bucket.steps)
     return [1 - (step.item() + 1) ** -o.decay_rate for step in bucket.steps]
-
-
-def _options(o: CameOptions) -> abi.CameOptions:
-    return abi.CameOptions(
-        lr=float(o.lr),
-        beta1=o.betas[0],
-        beta3=o.betas[2],
-        eps1=o.eps[0],
-        eps2=o.eps[1],
-        clip_threshold=o.clip_threshold,
-        weight_decay=o.weight_decay,
-        scale_eps=o.scale_eps,
-        rounding_seed=o.rounding_seed,
-        bias_correction=o.bias_correction,
-        scale_parameter=o.scale_parameter,
-        maximize=o.maximize,
-    )

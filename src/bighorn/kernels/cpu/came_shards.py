@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, Shard, matrix_shape
+from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
 from bighorn.kernels.cpu.abi import CameShard
+from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import places
 

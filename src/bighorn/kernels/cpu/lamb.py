@@ -9,16 +9,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.library import address, loaded, scratch
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
+from bighorn.kernels.options import LambOptions
 from bighorn.kernels.rounding import kept_for
 
-SECOND_MOMENTS = {"adam": 0, "amsgrad": 1, "adagrad": 2}
-BIAS_CORRECTIONS = {False: 0, True: 1, "lr": 2}
-DECAY_MODES = {"ratio": 0, "decoupled": 1, "l2": 2}
 BOTH, FIRST, SECOND = 0, 1, 2
 """Phases of a step, as in csrc/abi.h."""
 
@@ -83,7 +81,7 @@ class Lamb(Stepper[LambOptions]):
         with self.lock:
             loaded().bighorn_lamb_step(
                 self.how,
-                (abi.LambOptions * len(self.buckets))(*[_options(bucket.options) for bucket in self.buckets]),
+                abi.c_options(self.buckets),
                 self.tables.rows.data_ptr(),
                 self.tables.gradients.data_ptr(),
                 address(grads),
@@ -96,23 +94,3 @@ class Lamb(Stepper[LambOptions]):
                 phase,
                 None if sums is None else sums.data_ptr(),
             )
-
-
-def _options(o: LambOptions) -> abi.LambOptions:
-    unbounded = (0.0, math.inf)
-    return abi.LambOptions(
-        lr=float(o.lr),
-        beta1=o.betas[0],
-        beta2=o.betas[1],
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        weight_norm_bounds=o.weight_norm_bounds or unbounded,
-        trust_ratio_bounds=o.trust_ratio_bounds or unbounded,
-        rounding_seed=o.rounding_seed,
-        adapt=o.adapt,
-        bias_correction=BIAS_CORRECTIONS[o.bias_correction],
-        grad_averaging=o.grad_averaging,
-        decay_mode=DECAY_MODES[o.decay_mode],
-        second_moment=SECOND_MOMENTS[o.second_moment],
-        maximize=o.maximize,
-    )

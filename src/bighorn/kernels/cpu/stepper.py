@@ -12,9 +12,10 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, Options, rows_with_grad
+from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.cpu.library import address, loaded, run
 from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, grad_layout, gradient, place_layout
+from bighorn.kernels.options import Options
 
 
 @dataclass

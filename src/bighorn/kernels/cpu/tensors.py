@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.abi import Gradient, Weights
+from bighorn.kernels.options import CameOptions, LambOptions, Options
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for
 

@@ -19,7 +19,8 @@ enum LayerwisePhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
 
 typedef void ParallelFunction(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 typedef int ThreadFunction(void);
-typedef double Bounds[2];
+typedef double Pair[2];
+typedef double Triple[3];
 typedef double *RoundSums[3];
 
 /* What cpu/library.py knows of the process: the OpenMP runtime that is loaded, and the instruction set. */
@@ -52,22 +53,22 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, type)           \
     FIELD(S, int32_t, rounding)
 
-/* The options that the tensors of one bucket share. Bounds are [0, infinity] where nothing is bounded. */
-#define LAMB_OPTIONS_FIELDS(FIELD, S)    \
-    FIELD(S, double, lr)                 \
-    FIELD(S, double, beta1)              \
-    FIELD(S, double, beta2)              \
-    FIELD(S, double, eps)                \
-    FIELD(S, double, weight_decay)       \
-    FIELD(S, Bounds, weight_norm_bounds) \
-    FIELD(S, Bounds, trust_ratio_bounds) \
-    FIELD(S, uint64_t, rounding_seed)    \
-    FIELD(S, int32_t, adapt)             \
-    FIELD(S, int32_t, bias_correction)   \
-    FIELD(S, int32_t, grad_averaging)    \
-    FIELD(S, int32_t, decay_mode)        \
-    FIELD(S, int32_t, second_moment)     \
-    FIELD(S, int32_t, maximize)
+/* The options that the tensors of one bucket share, from the table in kernels/options.py. Bounds are [0, infinity]
+ * where nothing is bounded. The second beta of CAME can depend on the tensor (`beta2s` of bighorn_came_step). */
+#define LAMB_OPTIONS_FIELDS(FIELD, S)  \
+    FIELD(S, double, lr)               \
+    FIELD(S, Pair, betas)              \
+    FIELD(S, double, eps)              \
+    FIELD(S, double, weight_decay)     \
+    FIELD(S, int32_t, bias_correction) \
+    FIELD(S, int32_t, grad_averaging)  \
+    FIELD(S, int32_t, decay_mode)      \
+    FIELD(S, int32_t, adapt)           \
+    FIELD(S, Pair, weight_norm_bounds) \
+    FIELD(S, Pair, trust_ratio_bounds) \
+    FIELD(S, int32_t, second_moment)   \
+    FIELD(S, int32_t, maximize)        \
+    FIELD(S, uint64_t, rounding_seed)
 
 /* One tensor (or one slice of a stacked one), dense in memory, with its state in the same order.
  * inner: for moments in blocks, the elements per index of dim 0, which blocks do not cross; else 0.
@@ -89,17 +90,15 @@ typedef double *RoundSums[3];
 
 #define CAME_OPTIONS_FIELDS(FIELD, S)  \
     FIELD(S, double, lr)               \
-    FIELD(S, double, beta1)            \
-    FIELD(S, double, beta3)            \
-    FIELD(S, double, eps1)             \
-    FIELD(S, double, eps2)             \
+    FIELD(S, Triple, betas)            \
+    FIELD(S, Pair, eps)                \
     FIELD(S, double, clip_threshold)   \
     FIELD(S, double, weight_decay)     \
-    FIELD(S, double, scale_eps)        \
-    FIELD(S, uint64_t, rounding_seed)  \
     FIELD(S, int32_t, bias_correction) \
     FIELD(S, int32_t, scale_parameter) \
-    FIELD(S, int32_t, maximize)
+    FIELD(S, double, scale_eps)        \
+    FIELD(S, int32_t, maximize)        \
+    FIELD(S, uint64_t, rounding_seed)
 
 /* As a LambRow: `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an int8 average.

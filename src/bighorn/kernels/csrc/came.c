@@ -155,13 +155,13 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
         .grad = s->grads[index],
         .grid = grid,
         .grad_scale = (float)(o->maximize ? -s->grad_scale : s->grad_scale),
-        .beta1 = (float)o->beta1,
-        .beta1_rest = (float)(1 - o->beta1),
+        .beta1 = (float)o->betas[0],
+        .beta1_rest = (float)(1 - o->betas[0]),
         .beta2 = s->beta2s[index],
-        .eps1 = o->eps1,
+        .eps1 = o->eps[0],
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
-        .square = average_of(row, shard, row->exp_avg_sq_row, row->exp_avg_sq_col, s->beta2s[index], o->eps1, means),
-        .residual = average_of(row, shard, row->exp_avg_res_row, row->exp_avg_res_col, o->beta3, o->eps2, means),
+        .square = average_of(row, shard, row->exp_avg_sq_row, row->exp_avg_sq_col, s->beta2s[index], o->eps[0], means),
+        .residual = average_of(row, shard, row->exp_avg_res_row, row->exp_avg_res_col, o->betas[2], o->eps[1], means),
         .known = {{.values = across ? NULL : row->exp_avg_sq_row}, {.values = down ? NULL : row->exp_avg_sq_col}, NULL},
         .ratio = {{.values = across ? ratios : NULL, .scale = 1}, {.values = down ? ratios : NULL, .scale = 1}, NULL},
         .scratch = scratch,
@@ -267,7 +267,7 @@ static double learning_rate(const CameWork *w, double param_sum) {
 /* Of the residual's averages, for their start at 0. */
 static double correction(const CameWork *w) {
     const CameOptions *o = w->options;
-    return o->bias_correction ? sqrt(1 - power(o->beta3, (int64_t)*w->job.row->step + 1)) : 1;
+    return o->bias_correction ? sqrt(1 - power(o->betas[2], (int64_t)*w->job.row->step + 1)) : 1;
 }
 
 /* m and the residual's averages; where the second moment is not factored, m and x. */

@@ -57,19 +57,19 @@ static double trust_ratio(const LambOptions *o, double weight_norm, double updat
  * being divided by it. Returns the learning rate that multiplies u. */
 static double factors_of(const LambOptions *o, const LambRow *row, double grad_scale, LambFactors *f) {
     int64_t t = (int64_t)*row->step + 1;
-    double correction1 = o->bias_correction == BIAS_CORRECTION_NONE ? 1 : 1 - power(o->beta1, t);
+    double correction1 = o->bias_correction == BIAS_CORRECTION_NONE ? 1 : 1 - power(o->betas[0], t);
     double correction2 = o->bias_correction == BIAS_CORRECTION_NONE || o->second_moment == SECOND_MOMENT_ADAGRAD
                              ? 1
-                             : 1 - power(o->beta2, t);
+                             : 1 - power(o->betas[1], t);
     double correction = sqrt(correction2) / correction1, root = sqrt(correction2), lr = o->lr;
     if (o->bias_correction == BIAS_CORRECTION_LEARNING_RATE) lr *= correction, correction = root = 1;
     *f = (LambFactors){
         .grad_scale = (float)(o->maximize ? -grad_scale : grad_scale),
         .l2 = o->decay_mode == DECAY_L2 ? (float)o->weight_decay : 0,
-        .beta1 = (float)o->beta1,
-        .beta3 = o->grad_averaging ? (float)(1 - o->beta1) : 1,
-        .beta2 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : (float)o->beta2,
-        .beta4 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : (float)(1 - o->beta2),
+        .beta1 = (float)o->betas[0],
+        .beta3 = o->grad_averaging ? (float)(1 - o->betas[0]) : 1,
+        .beta2 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : (float)o->betas[1],
+        .beta4 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : (float)(1 - o->betas[1]),
         .correction = (float)correction,
         .eps = (float)(o->eps * root),
         .weight_decay = o->decay_mode == DECAY_RATIO ? (float)o->weight_decay : 0,

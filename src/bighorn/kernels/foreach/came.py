@@ -15,9 +15,10 @@ from torch import Tensor
 
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, rsqrt_of_ratio, square_sums, wide, write
-from bighorn.kernels.bucket import Bucket, CameOptions, rows_with_grad
+from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach import pieces
+from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import kept_for, places, random_bits, stream, unrounded
 from bighorn.kernels.rounding import rounded as rounded_weight

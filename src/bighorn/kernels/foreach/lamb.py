@@ -16,9 +16,10 @@ from torch import Tensor
 
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, wide, write
-from bighorn.kernels.bucket import Bucket, LambOptions, rows_with_grad
+from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, rounded, stored
 from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
+from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import dither, kept_for, random_bits, stream, unrounded

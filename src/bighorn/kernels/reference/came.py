@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import rsqrt_of_ratio, square_sum
-from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import Dither, rounded, stored
+from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
 
 

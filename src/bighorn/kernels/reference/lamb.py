@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import square_sum
-from bighorn.kernels.bucket import Bounds, Bucket, LambOptions, Shard
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import Dither, rounded, stored
+from bighorn.kernels.options import Bounds, LambOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper, mean_of_rows
 
 

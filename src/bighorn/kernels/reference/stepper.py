@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, wide, write
-from bighorn.kernels.bucket import Bucket, Options, Shard
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import NEAREST, Dither
+from bighorn.kernels.options import Options
 from bighorn.kernels.rounding import Rounding, dither, places, random_bits, rounded, stream, unrounded
 
 T = TypeVar("T")

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from bighorn.kernels.bucket import CameOptions, LambOptions, Shard
+from bighorn.kernels.bucket import Shard
+from bighorn.kernels.options import CameOptions, LambOptions
 from bighorn.kernels.triton import came, device, lamb, stepper, trial
 from bighorn.kernels.triton.came import Came
 from bighorn.kernels.triton.lamb import Lamb

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions, Shard, matrix_shape
+from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
+from bighorn.kernels.options import CameOptions
 from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.came_shards import CameShardLaunchGroup, split_of

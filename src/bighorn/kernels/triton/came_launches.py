@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, CameOptions
+from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.options import CameOptions
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.tables import Uploads
 from bighorn.kernels.triton.tiles import TileGrid, tile_grid

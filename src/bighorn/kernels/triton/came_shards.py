@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import rounding
-from bighorn.kernels.bucket import Bucket, CameOptions, Factor, Shard, matrix_shape
+from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
+from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex
 from bighorn.kernels.triton.tables import ABSENT, Uploads

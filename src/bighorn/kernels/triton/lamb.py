@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import codec
-from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.options import LambOptions
 from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.stepper import Stepper

@@ -9,7 +9,8 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, Options, Shard
+from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import kept_for, stream
 from bighorn.kernels.triton.device import Launch, compiled

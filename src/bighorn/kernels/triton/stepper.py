@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import count_step
-from bighorn.kernels.bucket import Bucket, CameOptions, LambOptions, Options, Shard
+from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.options import CameOptions, LambOptions, Options
 from bighorn.kernels.triton.device import guard, unsupported
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from bighorn.kernels import codec
-from bighorn.kernels.bucket import Factor, matrix_shape
+from bighorn.kernels.bucket import matrix_shape
+from bighorn.kernels.options import Factor
 
 AREA = 1 << 16  # elements of a tile
 WIDE = 256  # columns of a tile

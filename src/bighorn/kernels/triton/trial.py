@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 
-from bighorn.kernels.bucket import Bucket, LambOptions
+from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.options import LambOptions
 from bighorn.kernels.triton.lamb import Lamb
 
-OPTIONS = LambOptions(
-    lr=0.1,
-    betas=(0.9, 0.999),
-    eps=0.0,
-    weight_decay=0.0,
-    bias_correction=True,
-    grad_averaging=True,
-    decay_mode="ratio",
-    adapt=True,
-    weight_norm_bounds=None,
-    trust_ratio_bounds=None,
-    second_moment="adam",
-    cautious=False,
-    maximize=False,
-    centre=False,
-)
+ON: dict[str, Any] = {
+    "lr": 0.1,
+    "betas": (0.9, 0.999),
+    "bias_correction": True,
+    "grad_averaging": True,
+    "decay_mode": "ratio",
+    "adapt": True,
+    "weight_norm_bounds": None,
+    "trust_ratio_bounds": None,
+    "second_moment": "adam",
+    "weight_rounding": "nearest",
+}
+OPTIONS = LambOptions(**{**{field.name: False for field in fields(LambOptions)}, **ON})
+"""Every other option is off or 0."""
 
 
 def lamb_step(device: torch.device) -> float:

@@ -1,0 +1,132 @@
+"""One table per algorithm: the options that kernels get, each with its type, its check and its type in C.
+
+A field with a check is an option of a parameter group, which kernels get as it is in the group; the algorithm computes
+the others (`optim/lamb.py`, `optim/came.py`). A field with a type in C is a field of the structure in `csrc/abi.h`, in
+the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+
+from torch import Tensor
+
+from bighorn.arguments import (
+    Check,
+    betas,
+    between,
+    bounds,
+    came_betas,
+    came_eps,
+    choice,
+    count,
+    flag,
+    optional,
+    positive,
+)
+from bighorn.kernels.rounding import Rounding
+
+Bounds = tuple[float, float]
+BiasCorrection = Literal[False, True, "lr"]
+DecayMode = Literal["ratio", "decoupled", "l2"]
+SecondMoment = Literal["adam", "amsgrad", "adagrad"]
+Factor = Literal["matrix", "last_two"]
+
+
+class CType(NamedTuple):
+    """The type of an option in C, and the conversion of a value to it."""
+
+    type: Any
+    convert: Callable[[Any], Any]
+
+
+class Option(NamedTuple):
+    """The check of an option of a group, and its type in C; None for what it does not have."""
+
+    check: Check | None = None
+    c: CType | None = None
+
+
+DOUBLE, INT32, UINT64 = CType(ctypes.c_double, float), CType(ctypes.c_int32, int), CType(ctypes.c_uint64, int)
+BOUNDS = CType(ctypes.c_double * 2, lambda value: value or (0.0, math.inf))
+
+
+def doubles(size: int) -> CType:
+    """An array of numbers."""
+    return CType(ctypes.c_double * size, tuple)
+
+
+def one_of(kind: Any) -> Option:
+    """One of the values of a `Literal`; in C its index among them, as in the enumeration in `csrc/abi.h`."""
+    values = get_args(kind)
+    return Option(choice(*values), CType(ctypes.c_int32, values.index))
+
+
+@dataclass(frozen=True)
+class LambOptions:
+    """The options of one bucket: without names and group keys."""
+
+    algorithm: ClassVar[str] = "lamb"
+    """The field of `kernels.Backend`."""
+
+    lr: Annotated[float | Tensor, Option(c=DOUBLE)]
+    betas: Annotated[tuple[float, float], Option(betas(2), doubles(2))]
+    eps: Annotated[float, Option(between(0), DOUBLE)]
+    weight_decay: Annotated[float, Option(c=DOUBLE)]
+    bias_correction: Annotated[BiasCorrection, one_of(BiasCorrection)]
+    grad_averaging: Annotated[bool, Option(flag, INT32)]
+    decay_mode: Annotated[DecayMode, one_of(DecayMode)]
+    adapt: Annotated[bool, Option(c=INT32)]
+    weight_norm_bounds: Annotated[Bounds | None, Option(bounds, BOUNDS)]
+    trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, BOUNDS)]
+    second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
+    cautious: Annotated[bool, Option(flag)]
+    maximize: Annotated[bool, Option(flag, INT32)]
+    centre: bool
+    weight_rounding: Annotated[Rounding, Option(choice(*get_args(Rounding)))] = "nearest"
+    rounding_seed: Annotated[int, Option(count, UINT64)] = 0
+    blocks: bool = False
+    """Whether both moments are kept in blocks, `kernels/codec.py`."""
+
+
+@dataclass(frozen=True)
+class CameOptions:
+    """The options of one bucket, as `LambOptions`; all of its rows are factored by one rule, or none is."""
+
+    algorithm: ClassVar[str] = "came"
+
+    lr: Annotated[float | Tensor, Option(c=DOUBLE)]
+    betas: Annotated[tuple[float, float, float], Option(came_betas, doubles(3))]
+    eps: Annotated[tuple[float, float], Option(came_eps, doubles(2))]
+    clip_threshold: Annotated[float, Option(positive, DOUBLE)]
+    weight_decay: Annotated[float, Option(c=DOUBLE)]
+    decay_rate: Annotated[float | None, Option(optional(between(0)))]
+    bias_correction: Annotated[bool, Option(flag, INT32)]
+    scale_parameter: Annotated[bool, Option(flag, INT32)]
+    scale_eps: Annotated[float, Option(positive, DOUBLE)]
+    maximize: Annotated[bool, Option(flag, INT32)]
+    centre: bool
+    factor: Factor | None
+    """How a row becomes matrices: "matrix", one of dim 0 by everything else; "last_two", one for each index of the
+    leading dims; None, its second moment is kept unfactored."""
+    weight_rounding: Annotated[Rounding, Option(choice(*get_args(Rounding)))] = "nearest"
+    rounding_seed: Annotated[int, Option(count, UINT64)] = 0
+
+
+Options = TypeVar("Options", LambOptions, CameOptions)
+
+
+def table(options: type) -> dict[str, Option]:
+    """The annotated fields of a class, such as `LambOptions`, by name.
+
+    Example:
+        >>> [name for name, option in table(LambOptions).items() if option.check is None]
+        ['lr', 'weight_decay', 'adapt']
+    """
+    hints = get_type_hints(options, include_extras=True)
+    pairs = [(name, each) for name, hint in hints.items() for each in getattr(hint, "__metadata__", ())]
+    return {name: each for name, each in pairs if isinstance(each, Option)}

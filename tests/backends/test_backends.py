@@ -1,4 +1,4 @@
-"""Every backend is compared with the float64 reference on all cases of the table, one step at a time from equal state."""
+"""Every backend is compared with the float64 reference on the table of cases, one step at a time from equal state."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ State = Mapping[str, Tensor]
 def assert_same_state(
     ours: State, exact: State, before: State, bounds: Bounds, what: str, roundings: float = 1.0
 ) -> bool:
-    """Compare states; return whether a rounding tie of a low-precision moment made the two, and the parameters, differ."""
+    """Compare states; return whether a rounding tie of a low-precision moment made them and the parameters differ."""
     assert ours.keys() == exact.keys(), what
     assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
     apart = False

@@ -315,7 +315,7 @@ def test_temporaries_are_small(matrices: int) -> None:
 
 
 def digest(threads: int) -> list[int]:
-    """Return checksums of all bits after steps with each `factor` and with an int8 average whose blocks cross matrices."""
+    """Return checksums of all bits after steps with each `factor`, and with int8 blocks that cross matrices."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     summaries = []
     leaves = (*(leaf for leaf in LARGE if leaf.name.startswith("shared-") and leaf.layout == "plain"), *SMALL[::3])

@@ -213,7 +213,7 @@ def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
 @interpreted
 @pytest.mark.parametrize("adapt", [True, False])
 def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first and the last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
+    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
     size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     big, small = (
         bucket(launch_group.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"

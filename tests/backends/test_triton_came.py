@@ -133,7 +133,7 @@ def test_the_same_bits_from_run_to_run() -> None:
 
 @interpreted
 def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first and the last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
+    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
     size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
     # The threshold is out of reach, since the size of u is divided by that of the tensor.

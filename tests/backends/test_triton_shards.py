@@ -172,7 +172,7 @@ def test_nothing_of_shards_is_written_without_commit() -> None:
 @pytest.mark.parametrize("cuts", [{0: [3]}, {0: [2], 1: [11]}], ids=["rows", "both"])
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:
-    """Random bits depend on an element's position in the whole tensor; the order of sums differs, so a few weights do."""
+    """Random bits depend on an element's position in the whole tensor; a few weights differ by the order of sums."""
     shape, kernel = (7, 300), getattr(kernels.BACKENDS["triton"], algorithm)
     whole: Bucket[Any] = (
         test_triton.bucket(shape, dtype=BF16, weight_rounding=way)

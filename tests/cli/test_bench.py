@@ -136,7 +136,7 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
         assert {tensor.dtype for tensor in (*optimizer.param_groups[0]["params"], *tensors)} == {torch.bfloat16}
         averages = torch.cat([state["exp_avg"].flatten().float() for state in optimizer.state.values()])
-        # Similar gradients in each step make the average, and so its norm, approach theirs from below.
+        # Similar gradients in each step make the average, and so its norm, approach that of the gradients from below.
         assert 0 < averages.norm() <= 1.01e-4
 
 

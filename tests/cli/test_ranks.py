@@ -43,7 +43,7 @@ class End:
 
 @pytest.fixture
 def end(monkeypatch: pytest.MonkeyPatch) -> End:
-    """The end of a process group of one process, whose environment says that it is one of two."""
+    """The end of a process group of one process, whose environment describes one of two."""
     seen, destroy, join = End(), dist.destroy_process_group, dist.init_process_group
 
     def destroyed() -> None:

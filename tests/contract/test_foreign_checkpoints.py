@@ -264,7 +264,7 @@ def test_every_kind_of_checkpoint_is_on_the_page() -> None:
         assert row.name in PAGE.read_text()
 
 
-# ---- what is converted, and what is not -------------------------------------------------------------------------
+# ---- converted values and exceptions ----------------------------------------------------------------------------
 
 
 def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:

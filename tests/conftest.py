@@ -18,7 +18,7 @@ if interpreted():
 
 
 def pytest_report_header() -> str:
-    """The versions in the header of a run."""
+    """Return the versions for the header of a test run."""
     names = [name for name in ("torch", "triton") if importlib.util.find_spec(name)]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
@@ -30,14 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
-    """Every test starts with the same seed, and with one thread: several workers share the cores."""
+    """Start every test with the same seed and with one thread, since several workers share the cores."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerators() -> Iterator[None]:
-    """Accelerators of one process share their settings, those that transformers makes too."""
+    """Reset the state that all Accelerators of a process share, including those that transformers creates."""
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
@@ -45,14 +45,14 @@ def _fresh_accelerators() -> Iterator[None]:
 
 @pytest.fixture(params=cases.KINDS, ids=lambda kind: kind.algorithm.name)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    """Each optimizer in turn: for tests of what they share."""
+    """Each optimizer in turn, for tests of shared behaviour."""
     optimizer: Kind = request.param
     return optimizer
 
 
 @pytest.fixture(params=cases.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend in turn; one that does not work on this machine is skipped with its reason."""
+    """Each backend in turn; a backend that does not work on this machine is skipped with its reason."""
     name: str = request.param
     status = kernels.status().get(name)
     if status is None or not status.available:

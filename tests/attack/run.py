@@ -1,6 +1,6 @@
-"""`make attack`: run the attacks with one seed after another, and those on the C library also under sanitizers.
+"""`make attack` runs the attacks with one seed after another, and those on the C library also under sanitizers.
 
-A round runs the tests that `make test` runs once with seed 0. The first failure ends the attack and prints its seed.
+Each round runs the tests that `make test` runs once with seed 0. The first failure ends the attack and prints its seed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tests.support.sanitized import command, environment
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ON_THE_LIBRARY = ("test_random_cases.py", "test_optimizer_use.py", "test_damaged_state.py")
-"""The attacks that are run under sanitizers too."""
+"""The attacks that also run under sanitizers."""
 
 
 def plain(seed: int) -> tuple[list[str], Mapping[str, str]]:
-    """A command and its environment."""
+    """Return the command of a round without sanitizers and its environment."""
     return [sys.executable, "-m", "pytest", "-m", "not slow", str(HERE)], {"ATTACK_SEED": str(seed)}
 
 
 def sanitized(seed: int) -> tuple[list[str], Mapping[str, str]]:
-    """The same under sanitizers."""
+    """Return the command of a round under sanitizers and its environment."""
     attacks = [str(HERE / name) for name in ON_THE_LIBRARY]
     return command("-k", "not foreach", *attacks), {**environment(), "ATTACK_SEED": str(seed)}
 

@@ -1,4 +1,4 @@
-"""Random command lines end with status 0, 1 or 2 and a message. All their paths are in one folder."""
+"""Random command lines exit with status 0, 1 or 2 and print a message. All their paths are in one folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK: Mapping[str, Sequence[str]] = {
     "memory": (),
     "doctor": (),
 }
-"""A short run; what an attack adds comes later on the line, and wins."""
+"""Arguments of a short run. An attack appends its own arguments, which override these."""
 
 NUMBERS = ("0", "1", "-1", "1.5", "nan", "inf", "-inf", "1e999", "", " ", "x", "0x10", "٣", "1_0", "--lr")
 PLACES = (
@@ -48,7 +48,7 @@ PLACES = (
 )
 WORDS = ("", "x", ",", "lamb,lamb", "lamb=", "=", "\udcff", "ü" * 300, "-1", "%", "None")
 VALUES: Mapping[str, Sequence[str]] = {
-    # Valid values that run for long are left out.
+    # Valid values that lead to long runs are omitted.
     "--batch-size": ("64", "100", "0", "-1", "9999999999999999999999", "x"),
     "--batch-sizes": ("256", "256,512", "0", "x", "256,256", "1e3", ""),
     "--data": ("file", "folder", "missing", "link", "loop", ""),
@@ -85,7 +85,7 @@ PARAMETERS = {
 
 
 def values_of(parameter: click.Parameter) -> Sequence[str]:
-    """Good values and bad ones, by the option's name, or else its type."""
+    """Return valid and invalid values of an option, chosen by its name or else by its type."""
     name = parameter.opts[0]
     if name in VALUES:
         return VALUES[name]

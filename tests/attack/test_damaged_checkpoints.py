@@ -1,4 +1,4 @@
-"""Damaged checkpoints of `bighorn train`, files and folders, resume or end in one message."""
+"""A damaged checkpoint of `bighorn train`, file or folder, resumes or is refused with one message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Damage = Callable[[bytes], bytes]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `run.pt`, and with `shards`, a folder in which a run was saved."""
+    """A folder with two checkpoints of the same run: the file `run.pt` and the folder `shards`."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "shards").mkdir()
     for place in (folder / "run.pt", folder / "shards"):
@@ -44,7 +44,7 @@ def train(*words: object) -> tuple[int, str]:
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    """All that a run has that continues a checkpoint."""
+    """Return the state of a run that has resumed from this checkpoint."""
     saved = checkpoint.load(path)
     run = Run(checkpoint.config_of(saved, {}), TASKS["digits"].load(None), Ranks())
     checkpoint.restore(run, saved)
@@ -52,7 +52,7 @@ def loaded(path: Path) -> dict[str, Any]:
 
 
 def assert_as_it_was_or_refused(path: Path, damaged: Path, intact: Path) -> None:
-    """A checkpoint of which one file was damaged holds what it held, or is refused with the name of this file."""
+    """Check that a checkpoint with one damaged file loads the same values, or is refused with the name of this file."""
     words = None
     try:
         found = loaded(path)
@@ -65,7 +65,7 @@ def assert_as_it_was_or_refused(path: Path, damaged: Path, intact: Path) -> None
 
 
 def assert_resumes_or_says_why(path: Path) -> None:
-    """Of its files none changes where it is refused."""
+    """Check that a run resumes from this checkpoint, or refuses it with one message and changes none of its files."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     before = [file.read_bytes() for file in files]
     code, output = train("--resume", path, "--save", path.parent / "out.pt")
@@ -105,6 +105,6 @@ def test_an_edited_file(saved: Path, data: st.DataObject) -> None:
     path.parent.mkdir(exist_ok=True)
     try:
         torch.save(data.draw(edits(whole)), path)
-    except (NotImplementedError, RuntimeError):  # what torch cannot save cannot be in a file
+    except (NotImplementedError, RuntimeError):  # a file cannot contain values that torch.save refuses
         return
     assert_resumes_or_says_why(path)

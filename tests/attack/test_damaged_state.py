@@ -41,7 +41,7 @@ def stepped(kind: type[Lamb | Came], options: dict[str, Any]) -> tuple[list[Para
 
 
 def refused(parameters: list[Parameter], optimizer: Optimizer, call: Callable[[], object]) -> bool:
-    """Whether the call was refused, which changes nothing."""
+    """Return whether the call was refused, and check that a refused call changed nothing."""
     before = snapshot(parameters, optimizer)
     try:
         with warnings.catch_warnings():

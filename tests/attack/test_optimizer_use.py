@@ -1,4 +1,4 @@
-"""Random sequences of a program's calls to an optimizer; each step is compared with the float64 reference."""
+"""Random sequences of calls to an optimizer; each step is compared with the float64 reference."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PRECISIONS: tuple[tuple[torch.dtype, dict[str, Any]], ...] = (
     (torch.bfloat16, {"weight_rounding": "master"}),
 )
 ROWS = {
-    "Lamb": {name: options for name, options in LAMB_OPTIONS.items() if name != "by-callable"},  # no pickle takes it
+    "Lamb": {name: options for name, options in LAMB_OPTIONS.items() if name != "by-callable"},  # cannot be pickled
     "Came": {name: options for name, options in CAME_OPTIONS.items() if name != "no-decay-by-callable"},
 }
 
 
 @tries(1000)
 class OptimizerUse(RuleBasedStateMachine):
-    """Parameters and their optimizer, and what the reference holds beside them."""
+    """An optimizer of some parameters, and the reference backend's optimizer of their float64 copies."""
 
     @initialize(
         kind=st.sampled_from(KINDS),
@@ -97,7 +97,7 @@ class OptimizerUse(RuleBasedStateMachine):
             set_gradients(self.parameters, gradients)
             self.optimizer.step()
             set_gradients(self.twins, [None if g is None else g.double() for g in gradients])
-            self.twin.step()  # which makes state, as the other does
+            self.twin.step()  # creates state, as the step of the other optimizer does
             assert all(a.equal(b) for a, b in zip(self.parameters, before, strict=True)), "a bad step has written"
 
     @rule(which=st.integers(0, 3))
@@ -110,14 +110,14 @@ class OptimizerUse(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3))
     def move(self, which: int) -> None:
-        """To other memory, in another layout."""
+        """Move a parameter to new memory in another layout."""
         p = self.parameters[which % len(self.parameters)]
         p.grad = None
         p.data = p.data.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
 
     @rule(which=st.integers(0, 3), factor=st.sampled_from([0.0, 0.5, 2.0]))
     def write(self, which: int, factor: float) -> None:
-        """As a program does that reinitialises a layer."""
+        """Write into a parameter, as a program does that reinitialises a layer."""
         with torch.no_grad():
             self.parameters[which % len(self.parameters)].mul_(factor)
 
@@ -148,7 +148,7 @@ class OptimizerUse(RuleBasedStateMachine):
 
     @rule()
     def load(self) -> None:
-        """In an optimizer as a program makes it that starts anew."""
+        """Load the state dict into a new optimizer, as a restarted program does."""
         before = self.everything()
         optimizer = self.fresh()
         optimizer.load_state_dict(saved_and_loaded(self.optimizer.state_dict()))

@@ -1,4 +1,4 @@
-"""Every backend is compared with the float64 reference, one step at a time from identical state, on the whole table."""
+"""Every backend is compared with the float64 reference on the table of cases, one step at a time from equal state."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
 LOW = (torch.bfloat16, torch.float16)
 STEPS = 3
 
-# Relative to (the step, the parameter, a moment). The first two float32 figures are the specification's.
+# Relative to (the step, the parameter, a moment). The specification gives the first two float32 figures.
 TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (1e-14, 5e-16, 1e-15)}
 
 LOOSE: dict[Kind, float] = {Lamb: 1.0, Came: 4.0}
-"""CAME's step is a product of five rounded factors, so where it cancels x, or x was 0, more of their rounding shows."""
+"""CAME's step is a product of five rounded factors, so more of their rounding shows if it cancels x or if x was 0."""
 
 ROUNDING_OF_A_MOMENT = 5e-7
-"""Relative to the moment before and after, what codes are a choice between."""
+"""The rounding error of a moment, relative to its values before and after a step; codes within this error are right."""
 
 TIE = 2**-6
-"""How far a momentum that rounding to few bits left apart takes what is computed from it: a code is at most 1/127 of
+"""The relative error of results of a momentum that rounding to low precision left different: a code is at most 1/127 of
 the largest in its block, an ulp of bfloat16 at most 2**-7 of the value, and the residual's square doubles either."""
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A flat float view in row-major order; a complex number is two floats."""
+    """Return a flat float view in row-major order; a complex number is two floats."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
 
 
 def ordinal(tensor: Tensor) -> Tensor:
-    """The position of a 16-bit float among all floats of its dtype, so that differences count ulps."""
+    """Return the position of each 16-bit float among all floats of its dtype, so that differences count ulps."""
     bits = tensor.view(torch.int16).int()
     return torch.where(bits < 0, -32768 - bits, bits)
 
 
 def size(*tensors: Tensor) -> float:
-    """The 2-norms of all operands. Errors are relative to these, since the sum of two numbers may be near zero."""
+    """Return the sum of the operands' 2-norms. Errors are relative to it, since a sum of two numbers may be near 0."""
     return sum(float(tensor.double().norm()) for tensor in tensors)
 
 
 def assert_rounded(ours: Tensor, exact: Tensor, before: Tensor, what: str, loose: float = 1.0) -> bool:
-    """`ours` is `exact` rounded once to a 16-bit dtype, except for rare ties; returns whether there was one."""
+    """Check that `ours` is `exact` rounded once to 16 bits, except for rare ties; return whether there was one."""
     away = (ordinal(ours) - ordinal(exact.to(ours.dtype))).abs()
     apart = bool(away.any())
-    # Where a sum is almost zero, float32's rounding of what was added is many ulps of the result.
+    # Near a sum of zero, float32's rounding of the terms is many ulps of the result.
     away[(ours.double() - exact).abs() <= loose * 2e-7 * (exact.abs() + before.abs())] = 0
     odd = int((away > 0).sum())
-    # Many elements share one mantissa, of which there are 128 in bfloat16, so a tie comes in company.
+    # Many elements share one of the 128 mantissas of bfloat16, so ties occur together.
     assert odd <= max(1, 0.05 * away.numel()), f"{what}: {odd} of {away.numel()} rounded wrongly"
     assert odd == 0 or away.max() <= 1, f"{what}: {away.max()} ulps"
     return apart
 
 
 Bounds = dict[int, tuple[Tensor, Tensor]]
-"""The lowest and the highest codes that a moment may have, by the address of the codes that it has."""
+"""The lowest and the highest codes that a moment may have, keyed by the address of its codes."""
 
 
 @contextmanager
 def rounding_watched() -> Iterator[Bounds]:
-    """The codes that the reference's moments could have within float32's rounding of their sums."""
+    """Collect the codes that the reference's moments could have within float32's rounding of their sums."""
     bounds: Bounds = {}
 
     def rounded(name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST) -> dict[str, Tensor]:
@@ -91,9 +91,9 @@ def rounding_watched() -> Iterator[Bounds]:
             ends = []
             for way in (-1, 1):
                 end = (values + way * slack).clamp(least, top)
-                # The largest of a block stays, since the others' codes are shares of it.
+                # The largest value of a block stays, since the codes of the others are fractions of it.
                 end = torch.where(values.float().abs() < top, end, values)
-                # The specification rounds to 2^-16ths of a code first.
+                # The specification first rounds to 2^-16ths of a code.
                 shift = (torch.as_tensor(dither).expand(values.shape) + way).clamp(0, 2**16 - 1)
                 ends.append(codec.encode(end, form, shift)[0])
             bounds[like[name].data_ptr()] = torch.minimum(*ends), torch.maximum(*ends)
@@ -104,7 +104,7 @@ def rounding_watched() -> Iterator[Bounds]:
 
 
 def bounds_of(codes: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Of a tensor of codes, flat; the slices of a stacked one were rounded one by one."""
+    """Return the flat bounds of a tensor of codes; the slices of a stacked parameter were rounded one by one."""
     low, high = bounds[codes.data_ptr()]
     if low.numel() == codes.numel():
         return low.flatten(), high.flatten()
@@ -113,14 +113,14 @@ def bounds_of(codes: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
 
 
 def assert_same_codes(ours: Tensor, exact: Tensor, bounds: Bounds, what: str) -> bool:
-    """Codes are equal, except for values within float32's rounding of another code; returns whether there are any."""
+    """Check that codes are equal, up to values within float32's rounding of another code; return whether any differ."""
     true = real(exact)
     if true.numel():
         low, high = bounds_of(exact, bounds)
         wrong = int(((ours < low) | (ours > high)).sum())
         assert wrong == 0, f"{what}: {wrong} of {ours.numel()} codes are wrong"
         away = (ours.int() - true.int()).abs()
-        # A block of one value that is almost 0: its sign is nobody's.
+        # The sign of a value that is almost 0 and alone in its block is arbitrary.
         away[(true.abs() == codec.TOP) & ((ours == 0) | (ours.int() == -true.int()))] = 0
         assert away.max() <= 1, f"{what}: {away.max()} codes"
     return not ours.equal(true)
@@ -138,11 +138,11 @@ State = Mapping[str, Tensor]
 def assert_same_state(
     ours: State, exact: State, before: State, bounds: Bounds, what: str, roundings: float = 1.0
 ) -> bool:
-    """Returns whether a rounding tie of a low-precision moment made the two differ, and with them the parameter."""
+    """Compare states; return whether a rounding tie of a low-precision moment made them and the parameters differ."""
     assert ours.keys() == exact.keys(), what
     assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
     apart = False
-    for key in sorted(ours.keys() - {"step"}):  # the momentum before the residual that is taken with it
+    for key in sorted(ours.keys() - {"step"}):  # the momentum before the residual that is computed from it
         mine, true, old = real(ours[key]), real(exact[key]), real(before.get(key, torch.zeros_like(exact[key])))
         if mine.dtype in LOW:
             apart |= assert_rounded(mine, true, old, f"{what} {key}")
@@ -167,12 +167,12 @@ def assert_same_parameter(
     else:
         step_bound, bound, _ = TOLERANCE[mine.dtype]
         assert_norm(mine, true, loose * bound * bulk, f"{what} against the parameter")
-        # Storing x rounds it by half an ulp, which is more than the bound where the step is tiny beside x.
+        # Storing x rounds it by half an ulp, which exceeds the bound if the step is tiny relative to x.
         assert_norm(mine, true, step_bound * moved + stored, f"{what} against the step")
 
 
 def unrounded(parameter: Tensor, state: State) -> Tensor:
-    """The value that a parameter represents together with its aux state; the parameter itself without aux state."""
+    """Return the value that a parameter represents together with its aux state; without it, the parameter itself."""
     kept = {name: value for name, value in state.items() if name in BESIDE}
     return rounding.unrounded(parameter.detach(), kept) if kept else parameter.detach()
 
@@ -180,7 +180,7 @@ def unrounded(parameter: Tensor, state: State) -> Tensor:
 def assert_weights(
     case: Case, ours: Tensor, state: State, exact: Tensor, before: Tensor, *, apart: bool, what: str, roundings: float
 ) -> None:
-    """The parameter in the form that its rounding mode needs."""
+    """Check a parameter as its rounding mode requires."""
     whole, loose = unrounded(ours, state), roundings * LOOSE[case.kind]
     if case.options.get("weight_rounding") == "stochastic" and not apart:
         mine, true, old = real(whole), real(exact), real(before)
@@ -196,7 +196,7 @@ def assert_weights(
 def copy_into(
     twin: Optimizer, twins: Sequence[Parameter], optimizer: Optimizer, parameters: Sequence[Parameter]
 ) -> None:
-    """Copy the present numbers of the optimizer under test to its float64 twin."""
+    """Copy the parameters and the state of the optimizer under test to its float64 twin."""
     for exact, parameter in zip(twins, parameters, strict=True):
         state = optimizer.state.get(parameter, {})
         exact.data.copy_(unrounded(parameter, state))
@@ -228,7 +228,7 @@ def check_steps(backend: str, case: Case, roundings: float = 1.0) -> None:
 
 
 def twins_of(case: Case, parameters: Sequence[Parameter]) -> tuple[list[Parameter], Optimizer]:
-    """The same parameters in float64, and the reference backend's optimizer of them."""
+    """Return float64 copies of the parameters, and the reference backend's optimizer of them."""
     twins = [Parameter(torch.empty(p.shape, dtype=double(p.dtype)).copy_(p.detach())) for p in parameters]
     return twins, case.in_double().optimizer(twins, "reference")
 
@@ -243,9 +243,9 @@ def check_step(
     what: str,
     roundings: float = 1.0,
 ) -> None:
-    """One step, from the numbers that the optimizer under test holds now, equals the float64 twin's.
+    """Check that one step from the present state of the optimizer under test equals the float64 twin's.
 
-    `roundings` is how often an element may be rounded where the table allows it once.
+    `roundings` is how often an element may be rounded; the table of cases allows one rounding.
     """
     copy_into(twin, twins, optimizer, parameters)
     before = [exact.detach().clone() for exact in twins]
@@ -281,7 +281,7 @@ def check_step(
 
 
 def test_the_comparison_sees_a_wrong_step() -> None:
-    """The bounds above are not vacuous: a step 1e-5 too long, and a moment 1e-5 too large, are caught."""
+    """The bounds above detect a step that is 1e-5 too long and a moment that is 1e-5 too large."""
     torch.manual_seed(1)
     old = torch.randn(1000, dtype=torch.float64)
     new = old - 0.1 * torch.randn(1000, dtype=torch.float64)
@@ -318,7 +318,7 @@ def test_trust_ratio_table() -> None:
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["whole", "stacked"])
 def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None:
-    """Tensors of 16 equal elements, made so that their norms and those of their updates are the table's."""
+    """The tensors have 16 equal elements, chosen so that their norms and those of their updates are the table's."""
     for weight_bounds, ratio_bounds in itertools.product(BOUNDS, BOUNDS):
         # The update of a NaN weight is not 0: u = r + weight_decay * x.
         pairs = [(w, u) for w, u in itertools.product(NORMS, NORMS) if not (math.isnan(w) and u == 0)]
@@ -351,7 +351,7 @@ EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
     "small-weights": (1e-24, 1.0, {}),
     "large-gradients-clipped": (1.0, 1e20, {"max_grad_norm": 1.0}),
     "large-gradients": (1.0, 1e19, {}),
-    "large-gradients-finite": (1.0, 1e12, {"skip_nonfinite": True}),  # above a norm of 2^53 they are skipped
+    "large-gradients-finite": (1.0, 1e12, {"skip_nonfinite": True}),  # gradients above a norm of 2^53 are skipped
     "small-gradients-clipped": (1.0, 1e-23, {"max_grad_norm": 1e-24, "weight_decay": 0.0}),
 }
 
@@ -359,7 +359,7 @@ EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", [100, 300_000])
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, backend: str) -> None:
-    """These numbers are in float32's range, but their squares, or the sum of these, are not."""
+    """These values are in float32's range, but their squares, or the sum of these, are not."""
     weight, gradient, options = EXTREMES[extreme]
     x, g = weight * torch.randn(size), gradient * (torch.rand(size) - 0.3)
     results = []
@@ -380,7 +380,7 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, 
 @pytest.mark.parametrize("width", [1, 7], ids=["an-element", "a-row"])
 @pytest.mark.parametrize("shape", [(8, 7), (64, 96)], ids=str)
 def test_rows_of_zeros_beside_large_gradients(shape: tuple[int, int], width: int, size: float, backend: str) -> None:
-    """A row of zeros is 1e-42 of the mean of all rows, and was divided by 0; zeros then were NaN, and all weights."""
+    """A row of zeros has 1e-42 of the rows' mean; a division by 0 once made the zeros, and then all weights, NaN."""
     torch.manual_seed(6)
     x, g = torch.randn(shape), torch.zeros(shape)
     g[1, :width] = size * (0.5 + torch.rand(width))
@@ -452,7 +452,7 @@ def test_skip_nonfinite_changes_nothing_and_counts(backend: str, case: Case, bad
         for key, value in optimizer.state.get(parameter, {}).items():
             assert value.equal(state.get(key, torch.zeros_like(value))), key
 
-    # The step that follows is the one that would have been taken had the bad one never happened.
+    # The next step equals that of an optimizer that has never seen the bad gradient.
     set_gradients(parameters, case.gradients(2))
     optimizer.step()
     assert optimizer.telemetry().skipped == 1
@@ -506,7 +506,7 @@ def test_auto_hands_to_foreach_what_cpu_does_not_do(id_: str) -> None:
         assert "foreach" in text
         if backend == "auto":
             assert any(word in text for word in WORDS), text
-            everything = "cpu " not in text  # where only large tensors are in few bits, the library has the small ones
+            everything = "cpu " not in text  # cpu serves small tensors if only large ones are in low precision
         results.append(parameters)
     if everything:
         assert_bitwise(*results)
@@ -530,14 +530,14 @@ GRAD_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS, "lazy")
 
 
 def test_the_layout_in_memory_changes_nothing_but_rounding(kind: Kind, backend: str) -> None:
-    """The same numbers in any layout of parameter and gradient take the same step, to float32 rounding of the sums."""
+    """The same numbers in any layout of parameter and gradient take the same step, up to the sums' float32 rounding."""
     torch.manual_seed(3)
     x, g = torch.randn(6, 4, 5, 3), torch.randn(6, 4, 5, 3)
     results = []
     for layout, grad_layout in itertools.product(LAYOUTS, GRAD_LAYOUTS):
         parameter = Parameter(arranged(x, layout))
         stride = parameter.stride()
-        # A first step of Came is 11 times as long, and so is its rounding.
+        # The first step of Came is 11 times as long, and so is its rounding error.
         optimizer = kind([parameter], lr=0.1 if kind is Lamb else 0.01, weight_decay=0.1, backend=backend)
         for scale in (1.0, 0.5):
             set_gradients([parameter], [arranged(g * scale, grad_layout)])

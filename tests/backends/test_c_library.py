@@ -1,4 +1,4 @@
-"""How the C library is built: what its files include, what it exports, and how it agrees with its ctypes structures."""
+"""The build of the C library: the includes of its files, its exports, and the agreement with its ctypes structures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_the_library = pytest.mark.skipif(not STATUS.available, reason=f"backend cp
 
 
 def includes(folder: Path) -> dict[str, set[str]]:
-    """The units of a folder, each with the units that it includes; a unit is a .c file, its header, or both."""
+    """Return the units of a folder, each with the units that it includes; a unit is a .c file, its header, or both."""
     graph: dict[str, set[str]] = {}
     for path in folder.glob("*.[ch]"):
         included = {Path(name).stem for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)}
@@ -34,7 +34,7 @@ def includes(folder: Path) -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The units of one cycle, or none."""
+    """Return the units of one include cycle, or an empty list."""
     done: set[str] = set()
 
     def visit(unit: str, path: list[str]) -> list[str]:
@@ -89,7 +89,7 @@ def test_structures_of_the_library_are_those_of_ctypes() -> None:
 
 
 def changed(structure: type[ctypes.Structure], change: str) -> type[ctypes.Structure]:
-    """The structure with another declaration."""
+    """Return the structure with one change to its fields."""
     fields = list(structure._fields_)
     if change == "type":
         fields[-1] = (fields[-1][0], ctypes.c_int64)
@@ -130,7 +130,7 @@ SANITIZERS = {
 
 
 def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
-    """A command that runs the program of these sources, compiled for one instruction set; skips without a sanitizer."""
+    """Return the command of a program of these sources, compiled for one instruction set; skip without a sanitizer."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no C compiler: {COMPILER}")
     program = str(folder / "program")
@@ -146,7 +146,7 @@ def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
     ]
     probe = folder / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
-    # Older sanitizers end at once where addresses are random in too many bits, which setarch turns off.
+    # Older sanitizers exit at once if addresses are randomized in too many bits; setarch turns this off.
     fixed = ["setarch", platform.machine(), "-R", program]
     starts = [[program], *([fixed] if shutil.which("setarch") else [])]
     if subprocess.run([*command, str(probe)], capture_output=True, check=False).returncode:
@@ -162,7 +162,7 @@ def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
 @pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_steps_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
-    """All loops of one instruction set; `make sanitize` runs the tests of the kernels on the others."""
+    """The driver runs all loops of one instruction set; `make sanitize` runs the tests of the kernels on the others."""
     run = compiled(tmp_path, sanitizer, [DRIVERS / "steps.c", *CSRC.glob("*.c")])
     process = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
@@ -172,7 +172,7 @@ def test_steps_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
 @pytest.mark.parametrize("weaker", [None, "load", "store"])
 def test_the_barrier_orders_memory(weaker: str | None, tmp_path: Path) -> None:
-    """And ThreadSanitizer sees a barrier that does not."""
+    """ThreadSanitizer detects both barriers whose memory order is weakened, so it would detect this one."""
     source = tmp_path / "run.c"
     text = (CSRC / "run.c").read_text()
     if weaker == "load":

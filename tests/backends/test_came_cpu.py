@@ -1,7 +1,7 @@
 """CAME in the C library is compared with the float64 reference, one step at a time from identical state.
 
-The shapes cover each way in which the library divides tensors: many small matrices together, short rows together, wide
-rows in strips, tall columns in blocks, and tensors beyond a million elements on all threads.
+The shapes cover each way in which the library divides tensors: tiles of many small matrices, of many short rows, of a
+part of wide rows, of a part of tall columns, and tensors beyond a million elements on all threads.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def size(*tensors: Tensor) -> float:
 
 
 def stored(state: dict[str, Tensor]) -> Tensor:
-    """An average as it is stored."""
+    """Return the dequantized average."""
     m = state["exp_avg"]
     return codec.decode(m, state["exp_avg_scale"]).double() if m.dtype == torch.int8 else m.double()
 
 
 def assert_stored(ours: dict[str, Tensor], exact: Tensor, old: Tensor, what: str) -> None:
-    """A low-precision average is the exact one, rounded to one of its neighbours."""
-    slack = 1e-6 * (exact.abs() + old.abs())  # its terms may cancel
+    """Check that a low-precision average is the exact one, rounded to one of its neighbours."""
+    slack = 1e-6 * (exact.abs() + old.abs())  # the terms of the average may cancel
     if ours["exp_avg"].dtype == torch.int8:
         _, scales = codec.encode(exact)
         torch.testing.assert_close(ours["exp_avg_scale"], scales, rtol=1e-5, atol=float(slack.max()), msg=what)
@@ -112,15 +112,17 @@ def assert_stored(ours: dict[str, Tensor], exact: Tensor, old: Tensor, what: str
 
 
 def prepared(bucket: Bucket[CameOptions]) -> cpu.Came:
-    """A kernel that can step."""
+    """Return a prepared kernel."""
     kernel = cpu.Came([bucket])
     kernel.prepare()
     return kernel
 
 
 def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's step and the reference's in float64, which goes on with the library's average where that has few
-    bits: which of two neighbours a tie was rounded to is checked, and then followed."""
+    """Check one step of the library against the float64 reference.
+
+    A low-precision average must be a neighbour of the exact one, and the reference then continues with it.
+    """
     rows = range(len(leaves))
     state = [{name: column[i] for name, column in bucket.state.items()} for i in rows]
     average = bucket.state["exp_avg"][0].dtype
@@ -161,17 +163,17 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
             assert bool((error <= bound).all()), what
         for name in bucket.state:
             if name in ("exp_avg", "exp_avg_scale") and average != torch.float32:
-                continue  # see `rounded`
+                continue  # `rounded` has checked them
             found, true = state[i][name], twin.state[name][i]
             assert found.dtype == torch.float32
-            limit = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # whose terms may cancel
+            limit = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # the terms of the average may cancel
             assert size(found.double() - true) <= limit, f"{what}: {name}"
         assert bucket.norms[i].tolist() == pytest.approx(twin.norms[i].tolist(), rel=1e-5), what
     assert torch.equal(torch.stack(bucket.steps), torch.stack(twin.steps))
 
 
 def laid_out(tensors: list[Tensor], options: CameOptions, average: torch.dtype | None) -> Bucket[CameOptions]:
-    """As `bucket_of`, with columns in the memory order of the parameter's inner dims, as the optimizer hands them."""
+    """Return a bucket whose columns have the memory order of the parameter's inner dims, as in an optimizer."""
     bucket = bucket_of(tensors, options, average)
     for name in ("exp_avg_sq_col", "exp_avg_res_col") if options.factor == "matrix" else ():
         bucket.state[name] = [
@@ -200,7 +202,7 @@ def steps(
 def test_a_step_equals_the_float64_reference(factor: Factor | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(DEFAULTS, factor=factor, **{**OPTIONS, **CENTRED}[name])
     leaves = LEAVES[factor]
-    if options.centre:  # what is constant along a row centres to rounding noise
+    if options.centre:  # centring leaves only rounding noise of a constant
         leaves = tuple(leaf for leaf in leaves if leaf.grad == "normal" and math.prod(leaf.shape[1:]) > 1)
     steps(leaves, options, monkeypatch, count=5 if name in ("published", "everything") else 3)
 
@@ -251,7 +253,7 @@ def test_the_comparison_sees_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> No
         assert_one_step((leaf,), bucket, monkeypatch)
 
 
-# ---- what else is promised --------------------------------------------------------------------------------------
+# ---- other guarantees -------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_written_without_commit() -> None:
@@ -293,7 +295,7 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
 
 
 def workspace(shape: tuple[int, int, int], threads: int) -> int:
-    """Bytes that a float32 tensor of some matrices needs, which is not made for that."""
+    """Return the bytes of workspace that a float32 tensor of these matrices needs, without creating the tensor."""
     matrices, height, width = shape
     rows = (CameRow * 1)(CameRow(matrices=matrices, height=height, width=width))
     gradients = (Gradient * 1)(Gradient(size=matrices * height * width))
@@ -305,7 +307,7 @@ EDGE_SIZES = (1, 2, 3, 9, 31, 32, 63, 64, 65, 127, 129, 192, 200, 257, 1000, 102
 
 @pytest.mark.parametrize("matrices", [1, 3, 50, 100_000])
 def test_temporaries_are_small(matrices: int) -> None:
-    """Besides what each of the eight threads computes in, which does not depend on the tensor."""
+    """The limit includes the buffers of each of the eight threads, whose size does not depend on the tensor."""
     for height, width in itertools.product(EDGE_SIZES, EDGE_SIZES):
         allowed = 8 * (161 << 10) + max(1 << 20, 0.02 * 4 * matrices * height * width)
         assert workspace((matrices, height, width), threads=8) <= allowed, (matrices, height, width)
@@ -315,7 +317,7 @@ def test_temporaries_are_small(matrices: int) -> None:
 
 
 def digest(threads: int) -> list[int]:
-    """Every bit after a step or two: both rules, neither, and an int8 average whose blocks cross matrices."""
+    """Return checksums of all bits after steps with each `factor`, and with int8 blocks that cross matrices."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     summaries = []
     leaves = (*(leaf for leaf in LARGE if leaf.name.startswith("shared-") and leaf.layout == "plain"), *SMALL[::3])
@@ -347,7 +349,7 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
 
 
 def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:
-    """Parameters and metrics after two steps of shards, for a number of splits of rows and of columns."""
+    """Return parameters and metrics after two steps of shards, with rows and columns split into `parts`."""
     torch.manual_seed(0)
     x = leaf.values(torch.float32)
     split = frozenset(dim for dim in (0, 1) if parts[dim] > 1)
@@ -392,7 +394,7 @@ def test_shards_are_the_whole_on_any_number_of_threads(
 
 
 def test_eps_survives_where_denormals_are_flushed() -> None:
-    """1e-30 is a normal float32, and so is a thousandth of it; workers flush as the caller does."""
+    """1e-30 is a normal float32 number, and so is a thousandth of it; workers flush denormals as the caller does."""
     code = """
         import torch
         from tests.backends.test_came_cpu import DEFAULTS, bucket_of, prepared

@@ -1,4 +1,4 @@
-"""CAME's kernels in plain torch: foreach is compared with the reference, and both with low-precision state."""
+"""CAME's kernels in plain torch: foreach is compared with the reference, and both are tested in low precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, 
 
 @pytest.fixture(params=["whole", "cut"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even inside a row."""
+    """Whether tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even within rows."""
     if request.param == "cut":
         monkeypatch.setattr(in_pieces, "CHUNK", 8)
         monkeypatch.setattr(in_pieces, "SMALL", 0)
@@ -33,7 +33,7 @@ def copy_into(twin: Bucket[CameOptions], bucket: Bucket[CameOptions]) -> None:
 
 
 def assert_stored_alike(ours: Tensor, theirs: Tensor, scale: float, slack: float, what: str) -> None:
-    """Equal up to rounding and slack; a low-precision value may be on the other side of a tie."""
+    """Check equality up to rounding and slack; a low-precision value may be on the other side of a tie."""
     assert ours.dtype == theirs.dtype, what
     if ours.dtype == torch.int8:
         apart = (ours.int() - theirs.int()).abs()
@@ -58,7 +58,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype | None]] = {
 }
 
 SLACK = {None: 0.0, torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.int8: 0.05}
-"""How far one value of the average on the other side of a tie takes what depends on it."""
+"""How far results change if one value of the average is on the other side of a tie."""
 
 
 def runs() -> list[Any]:
@@ -135,7 +135,7 @@ def test_gradients_are_only_read_and_their_squares_summed(make: Make) -> None:
     assert all(torch.equal(g, old) for g, old in zip(bucket.grads, before, strict=True))
 
 
-# ---- few bits ------------------------------------------------------------------------------------------------------
+# ---- low precision -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [reference.Came, foreach.Came], ids=["reference", "foreach"])
@@ -145,7 +145,7 @@ def test_gradients_are_only_read_and_their_squares_summed(make: Make) -> None:
 def test_tiny_gradients_neither_stall_nor_spoil(
     make: Make, dtype: torch.dtype, average: torch.dtype | None, factor: Factor | None
 ) -> None:
-    """In the parameter's own dtype, eps of 1e-30 would be 0, and 1 - 0.999 of a change would round to nothing."""
+    """In the parameter's own dtype, an eps of 1e-30 would be 0, and 1 - 0.999 of a change would round to nothing."""
     options = replace(DEFAULTS, factor=factor, lr=1e-3)
     bucket = bucket_of([torch.randn(8, 12).to(dtype), torch.randn(8, 12).to(dtype)], options, average)
     start = bucket.params[0].clone()
@@ -163,7 +163,7 @@ def test_tiny_gradients_neither_stall_nor_spoil(
 
 
 def test_the_residual_is_that_of_the_average_as_stored() -> None:
-    """So a backend may read m back; the state of one step tells which m its residual was taken with."""
+    """A backend may therefore read m back; the state after one step shows which m the residual was computed from."""
     bucket = bucket_of([torch.randn(6, 5)], replace(DEFAULTS, clip_threshold=1e9), torch.int8)
     g = torch.randn(6, 5)
     bucket.grads = [g]

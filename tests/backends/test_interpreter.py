@@ -1,6 +1,6 @@
 """Triton's kernels in Triton's interpreter: these are the longest tests.
 
-The choice between interpreter and compiler is fixed when Triton is imported, so the interpreter has its own process.
+Triton fixes the choice between interpreter and compiler at import, so the interpreter runs in a separate process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest.importorskip("triton")
     "which", ["not slow", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_in_the_interpreter(which: str, algorithm: str) -> None:
-    """The table of cases against the float64 reference, and what is interpreted in these files."""
+    """Run the table of cases against the float64 reference, and the interpreted tests of these files."""
     names = "test_backends", "test_triton", "test_triton_came", "test_triton_shards", "test_triton_absent"
     files = [str(Path(__file__).with_name(f"{name}.py")) for name in names]
     chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]

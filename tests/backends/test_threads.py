@@ -1,4 +1,4 @@
-"""The cpu backend and its threads. Most tests run in processes of their own with a time limit, since failures hang."""
+"""Threads of the cpu backend. Most tests run in separate processes with a time limit, since a failure may be a hang."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith((
 
 
 def run(code: str, **environment: str) -> str:
-    """Run code in a new process and return its standard output; the test fails if it fails or takes too long."""
+    """Run code in a new process and return its standard output; the test fails if the code fails or takes too long."""
     (process,) = outcomes(code, [[]], {**CLEAN, **environment})
     assert process.code == 0, process.errors[-3000:]
     return process.output
 
 
 def run_afresh(code: str, **environment: str) -> str:
-    """As `run`, in a new Python, for variables that torch reads when it is loaded."""
+    """Run code as `run` does, in a new Python, for variables that torch reads when it is loaded."""
     process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**CLEAN, "PYTHONPATH": str(ROOT), **environment},
@@ -60,7 +60,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
-    """The runtime may start fewer threads than requested, which is known only inside the parallel region."""
+    """The runtime may start fewer threads than requested, which only code inside the parallel region can detect."""
     code = f"""
         import os
         from tests.support import training_digests
@@ -89,7 +89,7 @@ def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -
 def test_little_work_stays_with_the_caller(
     optimizer: type[Lamb | Came], sizes: tuple[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller would wait for the others longer than for their work, for milliseconds on a busy machine."""
+    """Waiting for other threads takes longer than this work, milliseconds on a busy machine."""
     teams = []
 
     def parallel(body: Callable[[int], None], data: int, threads: int, _: int) -> None:
@@ -119,7 +119,7 @@ def test_little_work_stays_with_the_caller(
 def test_a_bad_environment_variable_is_named(
     name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing moves: neither the parameters that the library serves nor the float64 parameters, which it does not."""
+    """Neither the parameters that the library serves nor the float64 parameters, which it does not serve, change."""
     parameters = [Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
     optimizer = Lamb(parameters, lr=0.1)
     for parameter in parameters:
@@ -184,7 +184,7 @@ def test_four_python_threads_at_once() -> None:
 
 
 def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
-    """Not that its steps would mean much; but CAME's workspace was made for another number of threads than used it."""
+    """The results are undefined, but CAME's workspace was once made for another number of threads than used it."""
     code = """
         import os, threading, torch
         from bighorn import Came, Lamb
@@ -217,7 +217,7 @@ def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
 
 @pytest.mark.parametrize("size", [1 << 16, 1 << 17])
 def test_threads_with_small_stacks(size: int) -> None:
-    """CAME alone used 140 KB of a thread's stack."""
+    """CAME alone once used 140 KB of a thread's stack."""
     code = f"""
         import itertools, threading, torch
         from bighorn import Came, Lamb
@@ -271,7 +271,7 @@ def test_denormals_are_flushed_in_workers_as_in_the_caller() -> None:
 
 
 def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
-    """Buffers that the library fills with float32 must be float32 whatever torch makes by default."""
+    """Buffers that the library fills with float32 must be float32 under any default dtype of torch."""
     code = """
         import torch
         from tests.support import training_digests
@@ -288,7 +288,7 @@ def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
 @pytest.mark.parametrize("way", ["torch.set_default_device('meta')", "torch.device('meta').__enter__()"])
 def test_another_default_device_changes_nothing(way: str, backend: str) -> None:
-    """`meta` stands in for "cuda", with the parameters on the CPU; tensors made without a device would land there."""
+    """`meta` replaces "cuda", with the parameters on the CPU; a tensor created without a device would be on it."""
     code = f"""
         import copy, torch
         from tests.support import training_digests
@@ -391,6 +391,6 @@ MEMORY = """
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc/self/clear_refs")
 def test_temporaries_stay_small_whatever_the_model() -> None:
-    """8 tensors of 2 million elements: a copy of the model would be 64 MB."""
-    # What is freed goes back at once; by default the C library keeps some, which would hide it.
+    """The model has 8 tensors of 2 million elements, so a copy of it would be 64 MB."""
+    # With these settings, malloc returns freed memory at once; by default it keeps some, which would hide temporaries.
     run_afresh(MEMORY, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0")

@@ -38,7 +38,7 @@ def bucket(
     state_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Bucket[LambOptions]:
-    """Rows with a gradient each, and a state as after some steps, in blocks if it is float16 or int8."""
+    """Return rows with a gradient each and a state as after some steps, in blocks if it is float16 or int8."""
     torch.manual_seed(0)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     state = {name: [torch.rand(shape).to(state_dtype) for shape in shapes] for name in ("exp_avg", "exp_avg_sq")}
@@ -71,7 +71,7 @@ def stepped(of: Bucket[LambOptions], *arguments: Any, kernel: Any = lamb.Lamb) -
 
 @interpreted
 def test_numbers_may_be_tensors() -> None:
-    """A learning rate, a scale and a decision on the device are read by the kernels, never by the host."""
+    """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
     plain = stepped(bucket(5, 3000, lr=0.25), 0.5)
     given = stepped(bucket(5, 3000, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
     assert all(a.equal(b) for a, b in zip(plain, given, strict=True))
@@ -90,7 +90,7 @@ def test_nothing_is_written_without_commit(adapt: bool) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("adapt", [True, False])
 def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:
-    """Of rows that are a block, some, less, and in one-and-a-bit; random bits are the same ones."""
+    """The rows are whole blocks, more than a block or less than one; both backends draw the same random bits."""
     shapes = (3, 512), (5, 260), (6, 20), (2, 3, 101)
     ours, exact = (
         bucket(*shapes, dtype=torch.bfloat16, state_dtype=state_dtype, weight_rounding=way, adapt=adapt) for _ in "12"
@@ -107,7 +107,7 @@ def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch
 
 
 def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
-    """The state, and what parameters stand for with what is kept beside them."""
+    """Return the state, and the values that parameters represent together with their aux state."""
     kept = {name: of.state[name] for name in rounding.kept_for(of.options.weight_rounding)}
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
     weights = [rounding.unrounded(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
@@ -116,7 +116,7 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
 
 @interpreted
 def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
-    """Float32 does not hold every integer there; the weights are those of the reference, which draws the same bits."""
+    """float32 does not represent every integer there; the weights equal the reference's, which draws the same bits."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}
     ours, exact = (bucket(3000, **options) for _ in "12")
     for each in (ours, exact):
@@ -135,7 +135,7 @@ def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
 @interpreted
 @pytest.mark.parametrize("lost", [-5, 5])
 def test_weights_that_a_program_has_set_to_0_are_0(lost: int) -> None:
-    """Under kahan they keep a compensation; below the bits of 0 are those of NaN, and a few above are no norm of 0."""
+    """Under kahan a weight of 0 keeps a compensation: bits below those of 0 are a NaN, and those above have a norm."""
     ours, exact = (bucket(3000, dtype=torch.bfloat16, weight_rounding="kahan") for _ in "12")
     for each in (ours, exact):
         each.params[0].zero_()
@@ -195,7 +195,7 @@ def test_the_tables_of_a_graph_hold_the_same_numbers_without_memory_of_the_host(
 
 @interpreted
 def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
-    """With always_adapt=False a schedule that reaches 0 does; the plan stays, and so does the kernel."""
+    """With always_adapt=False, a schedule that reaches 0 switches adaptation off; the plan and the kernel stay."""
     results = []
     for backend in ("triton", "reference"):
         torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
 @interpreted
 @pytest.mark.parametrize("adapt", [True, False])
 def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
+    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
     size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     big, small = (
         bucket(launch_group.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"
@@ -225,7 +225,7 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
     kernel = lamb.Lamb([big])
     (part,) = kernel.groups
     assert isinstance(part, LambLaunchGroup)
-    part.sums.zero_()  # of the chunks whose programs do not run
+    part.sums.zero_()  # for the chunks whose programs do not run
     only_the_first_and_the_last(len(part.program_to_row), monkeypatch)
     kernel.step()
     monkeypatch.undo()
@@ -239,10 +239,10 @@ def arrays(of: Bucket[LambOptions]) -> list[Tensor]:
     return [*of.params, *itertools.chain.from_iterable(of.state.values())]
 
 
-# ---- where it does not work ---------------------------------------------------------------------------------------
+# ---- unsupported --------------------------------------------------------------------------------------------------
 
 CPU = torch.zeros(3)
-GPU = torch.zeros(3, device="meta")  # stands for a tensor on a device that this machine does not have
+GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this machine does not have
 
 
 @compiled
@@ -342,7 +342,7 @@ assert "bighorn.kernels.triton.lamb_kernels" not in sys.modules
 @compiled
 @pytest.mark.parametrize("argument", ["with", "without"])
 def test_bighorn_neither_needs_triton_nor_reads_its_kernels_before_they_are_used(argument: str) -> None:
-    """Torch itself imports Triton where it is installed."""
+    """The program checks only for the kernels' module, since torch itself imports Triton if it is installed."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=LIMIT, check=False
     )

@@ -1,4 +1,4 @@
-"""Rows without a gradient in Triton: a step leaves them as they are, and makes nothing anew for the others."""
+"""Rows without a gradient in Triton: a step leaves them unchanged, and rebuilds nothing for the other rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def came(*shapes: tuple[int, ...], **options: Any) -> Make:
 
 
 def stacked(make: Make) -> Make:
-    """The first two rows are slices of one parameter, with one step count."""
+    """Return a `Make` whose first two rows are slices of one parameter, with one step count."""
 
     def made() -> Bucket[Any]:
         of = make()
@@ -50,7 +50,7 @@ def stacked(make: Make) -> Make:
 
 
 def transposed(make: Make) -> Make:
-    """Gradients in another order of memory than their parameters."""
+    """Return a `Make` with gradients in another order of memory than their parameters."""
 
     def made() -> Bucket[Any]:
         of = make()
@@ -60,7 +60,7 @@ def transposed(make: Make) -> Make:
 
 
 def misaligned(make: Make) -> Make:
-    """Gradients that begin at no multiple of 16 bytes."""
+    """Return a `Make` with gradients whose addresses are not multiples of 16 bytes."""
 
     def made() -> Bucket[Any]:
         of = make()
@@ -101,7 +101,7 @@ def gradients(of: Bucket[Any]) -> list[Tensor]:
 
 
 def fresh(of: Bucket[Any], seed: int) -> None:
-    """Other gradients, in the memory order of those there are."""
+    """Set new random gradients in the memory order of the present ones."""
     torch.manual_seed(seed)
     of.grads = [torch.empty_like(g).copy_(torch.randn(g.shape)) for g in gradients(of)]
 
@@ -111,7 +111,7 @@ def leave_out(of: Bucket[Any], missing: set[int]) -> None:
 
 
 def present(of: Bucket[Any]) -> Bucket[Any]:
-    """A bucket of the rows with a gradient alone; it has their tensors, but norms of its own."""
+    """Return a bucket of only the rows with a gradient; it shares their tensors, but has its own norms."""
     rows = [i for i, g in enumerate(of.grads) if g is not None]
 
     def chosen(column: list[Any]) -> list[Any]:
@@ -133,7 +133,7 @@ def present(of: Bucket[Any]) -> Bucket[Any]:
 
 
 def bits(of: Bucket[Any]) -> list[list[Tensor]]:
-    """All that a step writes, row by row."""
+    """Return copies of everything that a step writes, row by row."""
     columns = [of.params, *of.state.values(), of.steps, [*of.norms]]
     return [[tensor.clone() for tensor in row] for row in zip(*columns, strict=True)]
 
@@ -143,7 +143,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def missing_sets(of: Bucket[Any]) -> Iterator[set[int]]:
-    """Other rows at each step; slices of one parameter go together."""
+    """Yield the rows that are missing at each step; slices of one parameter are missing together."""
     together = len(of.counts) < len(of.steps)
     yield {2}
     yield {0, 1} if together else {0, *range(3, len(of.params))}
@@ -152,7 +152,7 @@ def missing_sets(of: Bucket[Any]) -> Iterator[set[int]]:
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:
-    """The others become, to the bit, what they do where there are no such rows, and what they do in the reference."""
+    """The other rows equal, to the bit, those of a bucket without the missing rows; they also match the reference."""
     algorithm, make = KINDS[kind]
     ours, alone, exact = make(), make(), make()
     kernel = getattr(kernels.BACKENDS["triton"], algorithm)([ours])
@@ -182,7 +182,7 @@ def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:
 
 
 def near(ours: Tensor, exact: Tensor) -> bool:
-    """Within a rounding of what is kept in few bits; what is kept beside a parameter is a rounding itself."""
+    """Return whether values are within a rounding of low-precision state; a compensation is itself a rounding error."""
     if not ours.numel() or ours.dtype == torch.int16:
         return True
     limit = 0.01 * exact.double().abs().max() + 1e-6 if ours.is_floating_point() else 1
@@ -242,14 +242,14 @@ def test_other_rows_without_a_gradient_take_no_table_but_that_of_addresses(
         leave_out(of, missing)
         kernel.prepare()
         kernel.step()
-    assert made == [len(grads)] * 4  # not where the set is that of the step before
+    assert made == [len(grads)] * 4  # none if the set is that of the step before
     assert not compilations
 
 
 @interpreted
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_tables_are_made_anew_while_gradients_are_missing(algorithm: str) -> None:
-    """Where the seed of random bits changes; the dtype of a gradient that is missing is that of the ones before."""
+    """A new seed of random bits rebuilds the tables; a missing gradient keeps the dtype of the previous one."""
     make = transposed(KINDS[f"{algorithm}-stochastic"][1])
     ours, alone = make(), make()
     kernel = getattr(kernels.BACKENDS["triton"], algorithm)([ours])
@@ -274,7 +274,7 @@ def test_tables_are_made_anew_while_gradients_are_missing(algorithm: str) -> Non
 
 @interpreted
 def test_a_step_count_without_rows_advances_while_it_is_among_the_counts() -> None:
-    """That of a stacked parameter without slices, which has no row that could be without a gradient."""
+    """The count belongs to a stacked parameter without slices, which has no row that could miss a gradient."""
     of = KINDS["lamb"][1]()
     count = torch.tensor(3.0)
     of.counts = [*of.counts, count]
@@ -293,7 +293,7 @@ def test_a_step_count_without_rows_advances_while_it_is_among_the_counts() -> No
 
 
 def rounds(running: list[Iterator[Tensor]]) -> Iterator[Tensor]:
-    """One step of all ranks; the totals that they add up."""
+    """Step all ranks once and yield the total of each reduction round."""
     while parts := [part for each in running if (part := next(each, None)) is not None]:
         total = torch.stack(parts).sum(0)
         yield total.clone()
@@ -321,7 +321,7 @@ SHARDS: dict[str, tuple[str, Make, list[dict[int, Any]]]] = {
 @interpreted
 @pytest.mark.parametrize("kind", SHARDS)
 def test_shards_without_a_gradient_stay_as_they_are(kind: str) -> None:
-    """Their sums are 0; the others' are those where there are no such rows."""
+    """Their sums are 0; those of the other rows equal the sums of buckets without the missing rows."""
     algorithm, make, cuts = SHARDS[kind]
     triton = getattr(kernels.BACKENDS["triton"], algorithm)
     whole = make()
@@ -341,7 +341,7 @@ def test_shards_without_a_gradient_stay_as_they_are(kind: str) -> None:
             each.prepare()
         totals = [*rounds([each.rounds(0.5) for each in running])]
         theirs = [*rounds([each.rounds(0.5) for each in others])]
-        if len(totals) == len(theirs):  # parts of all kinds are there
+        if len(totals) == len(theirs):  # both need the same rounds
             for total, their in zip(totals, theirs, strict=True):
                 assert total[total != 0].sort().values.equal(their[their != 0].sort().values)
         assert all(total.isfinite().all() for total in totals)

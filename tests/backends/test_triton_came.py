@@ -35,7 +35,7 @@ def bucket(
     average: torch.dtype = F32,
     **options: Any,
 ) -> Bucket[CameOptions]:
-    """Rows with a gradient each, and a state as after some steps."""
+    """Return rows with a gradient each and a state as after some steps."""
     torch.manual_seed(0)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -83,7 +83,7 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "int8-last-two": (((3, 30, 50), (2, 3, 17, 20)), {"factor": "last_two", "average": INT8}),
     "int8-unfactored": (((2, 1100), (300, 1)), {"factor": None, "average": INT8}),
     "bfloat16": (((40, 264), (5, 7)), {"dtype": BF16, "average": BF16}),
-    "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows of many partial sums
+    "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows with many partial sums
     "narrow": (((2100, 20), (2100, 32)), {}),  # tiles of few columns
     "narrow-int8": (((2100, 31), (40, 5)), {"average": INT8}),
 }
@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_may_be_tensors(kind: str) -> None:
-    """A learning rate, a scale and a decision on the device are read by the kernels, never by the host."""
+    """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
     shapes, options = KINDS[kind]
     plain = stepped(bucket(*shapes, **options, lr=0.25), 0.5)
     given = stepped(bucket(*shapes, **options, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
@@ -112,7 +112,7 @@ def test_nothing_is_written_without_commit(kind: str) -> None:
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_equals_the_reference(kind: str) -> None:
-    """Of more rows and columns than a tile has, with an average and residuals that are no zeros."""
+    """The shapes have more rows and columns than a tile, and the average and the residuals are not zero."""
     shapes, options = KINDS[kind]
     ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
     stepped(ours)
@@ -133,10 +133,10 @@ def test_the_same_bits_from_run_to_run() -> None:
 
 @interpreted
 def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and the last chunk of 2^31 + 5 elements; the others are not touched, and so take no memory."""
+    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
     size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
-    # A threshold beyond reach, since the size of u is divided by that of the tensor.
+    # The threshold is out of reach, since the size of u is divided by that of the tensor.
     big, small = (bucket((launch_group.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
     columns: list[list[Any]] = [big.params, big.grads, *big.state.values()]
     for held in columns:
@@ -145,7 +145,7 @@ def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -
     kernel = came.Came([big])
     (part,) = kernel.groups
     assert isinstance(part, came_launches.CameLaunchGroup)
-    part.sums.zero_()  # of the chunks whose programs do not run
+    part.sums.zero_()  # for the chunks whose programs do not run
     only_the_first_and_the_last(len(part.program_to_row), monkeypatch)
     kernel.step()
     monkeypatch.undo()
@@ -160,7 +160,7 @@ def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["bert_large", "vit_small", "resnet50", "llama_1b", "one"])
 @pytest.mark.parametrize(("dtype", "limit"), [(F32, 0.02), (BF16, 0.02)], ids=str)
 def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> None:
-    """The memory that a step works in, beside the parameters'."""
+    """Partial sums take a bounded fraction of the memory of the parameters."""
     shapes = [torch.Size(shape) for shape in SHAPES[name]()]
     cuts = [tiles.tile_grid(shape, "matrix") for shape in shapes]
     factored = [cut for cut in cuts if 2 * (cut.height + cut.width) < cut.height * cut.width]
@@ -168,9 +168,9 @@ def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> No
     assert scratch <= limit * dtype.itemsize * sum(shape.numel() for shape in shapes)
 
 
-# ---- where it does not work ---------------------------------------------------------------------------------------
+# ---- unsupported --------------------------------------------------------------------------------------------------
 
-GPU = torch.zeros(70, 70, 3, 3, device="meta")  # stands for a tensor on a device that this machine does not have
+GPU = torch.zeros(70, 70, 3, 3, device="meta")  # represents a tensor on a device that this machine lacks
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: every variant compiles for several GPUs, and launches go to a fake GPU.
+"""Triton's kernels without a GPU: every variant compiles for several GPUs, and launches run on a fake GPU.
 
 `test_triton_versions.py` runs this file under other versions of Triton. The tests that are not slow compile a few
 variants that together have every value of every constant.
@@ -34,7 +34,7 @@ from tests.support.triton_compat import VERSION, missing
 from tests.support.triton_interpreter import compiled
 
 NO_SPILLS = (3, 6)
-"""The ptxas of older versions is an older one, which may keep a few bytes in memory."""
+"""Older versions of Triton have an older ptxas, which may spill a few bytes to memory."""
 
 VARIANTS = [] if device.interpreted() else kernel_variants.variants()
 COVERING = kernel_variants.covering(VARIANTS)
@@ -65,7 +65,7 @@ def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, t
     assert all(a >= b for a, b in zip(found, wide, strict=True)), (found, wide)
     if variant.name in LAMB and backend == "cuda":
         assert found == wide
-    # Others have no basic block that both loads and stores.
+    # Other kernels have no basic block that both loads and stores.
     if variant.name == "lamb_moments" and wide[1] and not constants["M_FORM"] and backend == "hip":
         stores = wide[1] // 2
         assert found_in_amdgcn(kernel) == (wide[0] - stores, stores)
@@ -73,11 +73,11 @@ def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, t
 
 LAMB = ("square_sums", "lamb_factors", "lamb_moments", "shard_totals", "lamb_norms", "lamb_apply")
 KEPT = {"kahan": 16, "master": 32}
-"""Bits that are kept beside each element of a parameter."""
+"""Bits of aux state per element of a parameter."""
 
 
 def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
-    """How many loads and stores of 128 bits a thread has on the main path, and on that for misaligned gradients."""
+    """Return a thread's numbers of 128-bit loads and stores, on the main path and that for misaligned gradients."""
     if name not in ("lamb_moments", "lamb_apply"):
         return (1, 0) if name == "square_sums" else (0, 0)
     each = constants["BLOCK"] // device.THREADS
@@ -90,7 +90,7 @@ def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 
 
 def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
-    """As `lamb_wide`, at least."""
+    """Return the least numbers of 128-bit loads and stores of a thread."""
     each = constants["BLOCK"] // device.THREADS if "BLOCK" in constants else 8
     bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in "XGS")]
     x, g, s, v, kept = (each * width // 128 for width in (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0)))
@@ -106,7 +106,7 @@ def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     }.get(name, (0, 0))
 
 
-# ---- compiled and launched, on a device that is only pretended ------------------------------------------------------
+# ---- compiled, and launched on a fake GPU ---------------------------------------------------------------------------
 
 
 @compiled
@@ -116,7 +116,7 @@ def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
     groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "adapt": False}]
     optimizer = Lamb(groups, weight_decay=0.1, backend="triton")
     optimizer.step()
-    # 4 chunks, and one for each of the others; the second pass leaves out the tensor that does not adapt.
+    # The first tensor has 4 chunks, each other one has 1; the second pass omits the tensor that does not adapt.
     assert driver.launched == [("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4), ("lamb_apply", 6)]
 
     driver.launched.clear()
@@ -149,7 +149,7 @@ def test_a_came_step_takes_eight_launches_and_four(driver: Driver) -> None:
 @compiled
 @pytest.mark.parametrize(
     ("kind", "launches", "compilations"),
-    # Each once, but the averages of squares and of residuals, and kernels that all tensors share, in two variants.
+    # Each kernel compiles once, but those for averages of squares and of residuals, and those for all tensors, twice.
     [(Lamb, 5, 5), (Came, 2 + 8 + 4, 12)],
     ids=["lamb", "came"],
 )

@@ -1,4 +1,4 @@
-"""Shards in Triton without a GPU and without processes: the tests simulate ranks and add up their sums."""
+"""Triton's kernels on shards, without a GPU and without processes: the tests simulate ranks and add up their sums."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytest.importorskip("triton")
 
 Shape = tuple[int, ...]
 Cuts = dict[int, Sequence[int]]
-"""For each dim that is cut up, where."""
+"""The positions at which each sharded dim is cut."""
 
 BF16, INT8 = torch.bfloat16, torch.int8
 
 
 def boxes(shape: Shape, cuts: Cuts) -> list[Shard]:
-    """The shards of a tensor: one for each part along each sharded dim."""
+    """Return the shards of a tensor: one for each combination of parts along the sharded dims."""
     ends = [[0, *cuts.get(dim, ()), size] for dim, size in enumerate(shape)]
     split = frozenset(cuts)
     along = [list(itertools.pairwise(each)) for each in ends]
@@ -40,7 +40,7 @@ def boxes(shape: Shape, cuts: Cuts) -> list[Shard]:
 
 
 def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tensor:
-    """The part of a parameter or of its state in a shard."""
+    """Return the part of a parameter or of its state that belongs to a shard."""
     dims = list(range(len(shard.shape)))
     axis = dims[-2] if factor == "last_two" else 0
     if name.endswith("_row"):
@@ -54,7 +54,7 @@ def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tenso
 
 
 def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
-    """The bucket of each rank; all tensors have the same number of shards."""
+    """Return the bucket of each rank; all tensors have the same number of shards."""
     factor = getattr(whole.options, "factor", None)
     shards = [boxes(tuple(x.shape), each) for x, each in zip(whole.params, cuts, strict=True)]
     buckets = []
@@ -75,7 +75,7 @@ def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
 
 
 def together(buckets: list[Bucket[Any]], kernel: Any, *arguments: Any) -> list[tuple[int, torch.dtype]]:
-    """One step of all ranks; returns the number and dtype of the sums of each round."""
+    """Step all ranks once; return the number and the dtype of the sums of each reduction round."""
     running, exchanged = [], []
     for bucket in buckets:
         each = kernel([bucket])
@@ -91,7 +91,7 @@ def together(buckets: list[Bucket[Any]], kernel: Any, *arguments: Any) -> list[t
 
 
 def gathered(name: str, like: Tensor, parts: list[Tensor], shards: list[Shard], factor: str | None) -> Tensor:
-    """The whole tensor from the shards of all ranks; replicated shards must be equal."""
+    """Return the whole tensor from the shards of all ranks; replicated shards must be equal."""
     out, known = torch.zeros(like.numel(), dtype=like.dtype), torch.zeros(like.numel(), dtype=torch.bool)
     places = torch.arange(like.numel()).view(like.shape)
     for part, shard in zip(parts, shards, strict=True):
@@ -103,7 +103,7 @@ def gathered(name: str, like: Tensor, parts: list[Tensor], shards: list[Shard], 
 
 
 def all_ranks(whole: Bucket[Any], ranks: list[Bucket[Any]]) -> dict[str, list[Tensor]]:
-    """Whole parameters and state, from the shards."""
+    """Return whole parameters and state, gathered from the shards."""
     factor = getattr(whole.options, "factor", None)
     return {
         name: [
@@ -144,7 +144,7 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     ],
 )
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:
-    """A step adds up as many sums, in as many rounds, as the reference."""
+    """A step adds up as many sums, in as many reduction rounds, as the reference."""
     factor, shapes, cuts = LAYOUTS[layout]
     whole = test_triton_came.bucket(*shapes, **{"factor": factor, **options})
     ranks, theirs = on_ranks(whole, cuts), on_ranks(whole, cuts)
@@ -173,7 +173,7 @@ def test_nothing_of_shards_is_written_without_commit() -> None:
 @pytest.mark.parametrize("cuts", [{0: [3]}, {0: [2], 1: [11]}], ids=["rows", "both"])
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:
-    """Random bits are those of an element's place in the whole tensor; sums are in another order, so a few differ."""
+    """Random bits depend on an element's position in the whole tensor; a few weights differ by the order of sums."""
     shape, kernel = (7, 300), getattr(kernels.BACKENDS["triton"], algorithm)
     whole: Bucket[Any] = (
         test_triton.bucket(shape, dtype=BF16, weight_rounding=way)
@@ -218,7 +218,7 @@ def test_an_average_in_8_bits_on_ranks_is_that_of_the_unsharded_step() -> None:
 
 @interpreted
 def test_tables_wait_for_each_stream_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a table that is freed while a second stream reads it is not given to others."""
+    """The memory of a table that is freed while a second stream reads it must not be reused."""
     recorded: set[tuple[int, str]] = set()
     monkeypatch.setattr(
         Tensor, "record_stream", lambda table, name: recorded.add((table.data_ptr(), name)), raising=False

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 OLDEST, OF_TORCH_2_11 = "3.3.1", "3.6.0"
 OTHERS = ("3.4.0", "3.5.1", "3.8.0", "3.9.0")
-"""The version of constraints.txt is missing here: the whole test suite runs with it."""
+"""The version in constraints.txt is not listed, since the whole test suite runs with it."""
 
 UNPACKED = Path(sys.prefix) / "tritons"
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -32,13 +32,13 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
     ids=lambda value: {"not slow": "covering", "": "everything"}.get(value, value),
 )
 def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
-    """If this Triton does not know a target, the output has the reason; spills are counted before 3.6."""
+    """The output has the reason if this Triton does not know a target, and the number of spilled bytes before 3.6."""
     folder = UNPACKED / version
     if not folder.is_dir():
         pytest.skip(f"no Triton {version} beside the environment: `make .venv/tritons/{version}` unpacks it")
     file = Path(__file__).with_name("test_triton_compile.py")
     workers = ["-n", "auto"] if which == "" else []
-    # Warnings of other versions are no failures.
+    # Warnings of other versions are not failures.
     command = [sys.executable, "-m", "pytest", str(file), "-m", which, "-W", "default", "-rsP", *workers]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],

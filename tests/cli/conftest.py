@@ -29,7 +29,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 @pytest.fixture
 def idx_folder(tmp_path: Path) -> Path:
-    """The four idx files of a tiny set of images that a network can tell apart, half of them gzipped."""
+    """The four idx files of a tiny set of images that a network can distinguish, half of them gzipped."""
     return write_idx(tmp_path / "idx")
 
 
@@ -42,7 +42,7 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Run in this process, in the folder of the other processes' runs, without dropout."""
+    """Run ``bighorn`` in this process, without dropout, in the folder of the other processes' runs."""
     monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
     monkeypatch.chdir(together)
     return invoke
@@ -50,7 +50,7 @@ def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> In
 
 @pytest.fixture
 def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Send this process a SIGINT in the middle of a step, as Ctrl-C would; each call sets the step."""
+    """Return a function that sets the step in which this process receives a SIGINT, as from Ctrl-C."""
     step = Run.train_step
     at = [0]
 

@@ -34,7 +34,7 @@ def absent() -> peers.Build:
 
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other packages' optimizers, as if none were installed."""
+    """Make other packages' optimizers look as if none were installed."""
     for name in ("timm", "pytorch_optimizer"):
         monkeypatch.setitem(peers.PEERS, name, peers.Peer(f"{name}'s", absent, name))
 
@@ -136,7 +136,7 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
         assert {tensor.dtype for tensor in (*optimizer.param_groups[0]["params"], *tensors)} == {torch.bfloat16}
         averages = torch.cat([state["exp_avg"].flatten().float() for state in optimizer.state.values()])
-        # Gradients alike in each step make the average approach them, and so their norm, from below.
+        # Similar gradients in each step make the average, and so its norm, approach that of the gradients from below.
         assert 0 < averages.norm() <= 1.01e-4
 
 
@@ -191,7 +191,7 @@ def test_the_error_is_that_of_the_arithmetic() -> None:
     grads = [torch.linspace(1, 2, 50), torch.linspace(-2, -1, 12).view(3, 4)]
 
     def build(params: Any, lr: float, clip: float | None) -> torch.optim.Optimizer:
-        """An optimizer whose step is wrong by 1%, except for tensors of double precision."""
+        """Return an optimizer whose step is wrong by 1%, except for tensors of double precision."""
         assert clip is None
         return torch.optim.SGD(params, lr=lr if params[0].dtype == torch.float64 else 1.01 * lr)
 
@@ -209,7 +209,7 @@ def test_temporaries_are_those_of_the_step(megabytes: int) -> None:
     def step() -> None:
         torch.ones(megabytes << 18)
 
-    for _ in range(4):  # also when malloc has had such memory before
+    for _ in range(4):  # the result must not depend on memory that malloc has kept
         step()
         assert measure.temporaries(step) == pytest.approx(megabytes << 20, abs=2 << 20)
         kept = torch.ones(megabytes << 18)
@@ -223,7 +223,7 @@ def test_temporaries_of_the_cpu_backend_are_bounded() -> None:
     optimizer, _ = measure.prepared(peers.PEERS["lamb"].load(), weights, grads, None)
     found = measure.temporaries(optimizer.step)
     assert found is not None
-    assert 1 << 20 < found <= 16 << 20  # above: it keeps a part of the update
+    assert 1 << 20 < found <= 16 << 20  # above 16 MiB, the backend keeps a part of the update
 
 
 def test_gradients_are_an_optimizer_s_own() -> None:
@@ -239,7 +239,7 @@ def test_gradients_are_an_optimizer_s_own() -> None:
     kept = grads[0].clone()
     other, _ = measure.prepared(peers.PEERS["adamw"].load(), weights, grads, None)
     measure.prepared(lambda params, lr, _: Overwrites(params, lr=lr), weights, grads, None)
-    measure.prepared(peers.PEERS["adamw"].load(), weights, grads, 1e-3)  # torch's clip scales in place
+    measure.prepared(peers.PEERS["adamw"].load(), weights, grads, 1e-3)  # torch's clip scales gradients in place
     assert torch.equal(grads[0], kept)
     assert torch.equal(other.param_groups[0]["params"][0].grad, kept)
 
@@ -302,7 +302,7 @@ def test_came_beside_its_peers(invoke: Invoke) -> None:
     rows = {row["name"]: row for row in content["results"][0]["optimizers"]}
     assert {"adamw", "came", "came-last-two", "came-int8", "adafactor"} <= set(rows)
     assert "group 0" in rows["came"]["explain"]
-    # (16, 8) factored by ours and theirs, (8,) not; (1, 3, 2) by last_two alone. The step is a number there.
+    # Bighorn and its peer factor (16, 8) but not (8,); only last_two factors (1, 3, 2). The step is a Python number.
     assert rows["came"]["state_bytes"] == 4 * (128 + 2 * 24 + 2 * 8 + 2 * 6 + 3)
     assert rows["came-last-two"]["state_bytes"] == 4 * (128 + 2 * 24 + 2 * 8 + 6 + 2 * (3 + 2) + 3)
     for name, row in rows.items():
@@ -330,4 +330,4 @@ def test_the_report_has_peers_side_by_side(invoke: Invoke) -> None:
         "timm's, pytorch_optimizer's",
     ):
         assert word in page.text
-    assert "of copy" not in page.text  # a column in which nothing would stand
+    assert "of copy" not in page.text  # the column would be empty

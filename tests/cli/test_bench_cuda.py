@@ -22,14 +22,14 @@ COPY_SECONDS = 1e-3
 
 
 class Device:
-    """A device's queue: `host` is the time on the host, `free` the time at which all that was enqueued is done."""
+    """A device's queue: `host` is the time on the host, `free` the time at which all enqueued work is done."""
 
     def __init__(self) -> None:
         self.host = self.free = 0.0
         self.sleeps: list[float] = []
 
     def enqueue(self, host: float, device: float) -> None:
-        """A launch that takes these seconds on the host, and then on the device."""
+        """Launch an operation that takes these seconds on the host, and then on the device."""
         self.host += host
         self.free = max(self.free, self.host) + device
 
@@ -89,7 +89,7 @@ class Launches(torch.optim.SGD):
 
 
 def test_what_the_host_lacks_is_not_device_time(device: Device) -> None:
-    """Issue 19: 1.15 ms on the host and 0.5 on the device, behind a sweep of 0.4, were counted as more than 0.5."""
+    """Issue 19: 1.15 ms on the host and 0.5 on the device, after a sweep of 0.4, were counted as more than 0.5."""
     baseline, optimizer = Launches(device, 1.15e-3, 0.5e-3), Launches(device, 0.2e-3, 0.75e-3)
     found = cuda.compare(baseline, optimizer, 0)
     assert found["baseline_ms"]["median"] == pytest.approx(0.5)
@@ -109,7 +109,7 @@ def test_wall_time_is_the_slower_of_host_and_device(device: Device) -> None:
 
 
 def test_host_time_starts_on_an_idle_device(device: Device) -> None:
-    """A queue that is full makes the host wait for the device, which is no cost of the step."""
+    """A full queue makes the host wait for the device, and this wait is no cost of the step."""
 
     def step() -> None:
         assert device.free <= device.host
@@ -163,7 +163,7 @@ def test_the_speed_of_a_copy(device: Device) -> None:
 
 @pytest.fixture
 def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The whole command, with tensors on the CPU. Each step takes 2 ms of the device, Lamb's 3 ms."""
+    """The whole command runs with tensors on the CPU. Each step takes 2 ms of the device, and Lamb's takes 3 ms."""
     del device.sleeps[:]
     seconds = {"Lamb": 3e-3}
     facts = {"device": "H900"}
@@ -185,7 +185,7 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def with_peers(monkeypatch: pytest.MonkeyPatch, **builds: Callable[..., torch.optim.Optimizer]) -> None:
-    """The table gpu with Lamb between others."""
+    """Put a table with Lamb and these peers in place of the table gpu."""
 
     def peer(name: str, build: Callable[..., torch.optim.Optimizer]) -> peers.Peer:
         return peers.Peer(name, lambda: build, "torch")
@@ -211,7 +211,7 @@ def test_the_table_of_a_gpu(invoke: Invoke) -> None:
     assert (adamw["ratio"]["median"], lamb["ratio"]["median"]) == pytest.approx((1.0, 1.5))
     assert result["copy_bytes_per_s"] == pytest.approx([2 * cuda.SWEEP_BYTES / COPY_SECONDS] * 2)
     once = 4 * (3 * 142 + 2 * 2 * 142) + 2 * 4 * 3  # weights twice, gradients, both moments twice, three steps
-    assert lamb["bytes_once"] == lamb["bytes_moved"] == once  # no Triton on the CPU, so no passes are known
+    assert lamb["bytes_once"] == lamb["bytes_moved"] == once  # without Triton on the CPU, no passes are known
     assert lamb["of_copy_once"] == pytest.approx(once / 3e-3 / result["copy_bytes_per_s"][0])
     [heading] = [line for line in output.splitlines() if "of copy" in line]
     words = "optimizer ms ratio p10-p90 wall ms wall ratio host of copy of copy, once temporaries error"
@@ -251,7 +251,7 @@ def test_a_peer_that_fails_does_not_end_the_run(invoke: Invoke, monkeypatch: pyt
     assert [row["name"] for row in result["optimizers"]] == ["adamw", "lamb"]
     assert result["failed"] == {"broken": "RuntimeError: no kernel [/image] None"}
     assert "Failed: broken (RuntimeError: no kernel [/image] None)" in output
-    with pytest.raises(RuntimeError, match="no kernel"):  # it was asked for
+    with pytest.raises(RuntimeError, match="no kernel"):  # the peer was requested by name
         bench_json(invoke, "--optimizers", "broken")
 
 
@@ -295,14 +295,14 @@ def test_bytes_are_those_of_the_kernels_passes(
     param.grad = torch.ones_like(param)
     optimizer = build([param])
     optimizer.step()
-    assert traffic.bytes_moved(optimizer, clip) is None  # the C library's passes are others
+    assert traffic.bytes_moved(optimizer, clip) is None  # the C library has other passes
     monkeypatch.setattr(type(optimizer), "explain", lambda _: "group 0: triton    1 tensors (the fastest here)")
     # Scales, rows and columns add less than a tenth of an int8 moment.
     assert traffic.bytes_moved(optimizer, clip) == pytest.approx(bytes_per_element * N, rel=0.02)
 
 
 def test_unfactored_tensors_of_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second moment reads and writes 12 bytes, average and weights 24."""
+    """The second moment reads and writes 12 bytes per element, and the average and the weights 24."""
     param = torch.ones(N)
     param.grad = torch.ones_like(param)
     optimizer = Came([param], lr=1e-3)
@@ -344,7 +344,7 @@ def test_a_package_whose_import_fails_is_absent(monkeypatch: pytest.MonkeyPatch)
 def test_flashoptim_gets_parameters_that_it_steps(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int | None
 ) -> None:
-    """FlashAdamW skips parameters without requires_grad, and its step would then be the fastest."""
+    """FlashAdamW skips parameters without requires_grad, which would make its step the fastest."""
     given: list[int | None] = []
 
     class FlashAdamW(torch.optim.AdamW):

@@ -29,7 +29,7 @@ bench_tables.main()
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The program in a process of its own, since it adds to the tables of the package."""
+    """Run the program in a separate process, since it adds to the tables of the package."""
     path = os.pathsep.join([str(Path(bench_tables.__file__).parent), *sys.path])
     command = [sys.executable, "-c", SCRIPT, *words]
     return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
@@ -75,7 +75,7 @@ def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_loop_is_lamb() -> None:
-    """The paper's, on every kind of layer: zero weights and zero gradients move by Adam's step or not at all."""
+    """The loop equals the paper's LAMB on each layer kind: zero weights and zero gradients take Adam's step or none."""
     weights = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.zeros(4)]
     pairs: list[list[Tensor]] = []
     for peer in (bench_tables.OWN_PEERS["loop"], peers.PEERS["lamb"]):

@@ -27,7 +27,7 @@ def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> swee
 
 
 def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
-    """In two processes, so that what is sent between them is what arrives."""
+    """The grid runs in two processes, which exchange jobs and trials."""
     options = ["--lrs", "lamb=0.005,0.01", "--lrs", "sgd=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]
     output = invoke(
         "compare", "--optimizers", "lamb,sgd", *options, "--processes", 2, "--report", "c.html", "--json", "c.json"
@@ -44,7 +44,7 @@ def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
         assert cell["on_edge"] is (f"Warning: the best learning rate of {name} at batch {size}" in output)
         assert len(cell["curve"]["steps"]) == len(cell["curve"]["accuracy"])
         assert f"{cell['config']['lr']:g}" in output
-    # The low rates of lamb's grid are far from the best: it went on, up to a rate inside of what was tried or 4 times.
+    # The low rates of lamb's grid are far from the best, so the grid continues until the best is inside, or 4 times.
     assert len(cells["lamb", 128]["tuned"]) > 2
     assert "lamb at batch 128: the end of the grid was the best, so it went on to 0.02" in output
     assert [len(cells["sgd", size]["tuned"]) for size in (128, 256)] == [1, 1]
@@ -63,7 +63,7 @@ def test_batch_sizes_may_differ_between_optimizers() -> None:
 
 
 def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accuracies that fall off from 0.35 for one cell, and rise for ever for the other."""
+    """The accuracies of one cell are highest at 0.35, and those of the other one rise with every rate."""
 
     def fake(job: sweep.Job) -> sweep.Trial:
         lr = job.config.lr or 0.0

@@ -83,7 +83,7 @@ def run_on(device: str, data: Path | None = None, task: str = "digits", **option
 def test_everything_of_a_step_is_on_the_device(
     text_file: Path, idx_folder: Path, task: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step reads from the device: a read of a meta tensor is an error."""
+    """No step reads from the device, since reading a meta tensor is an error."""
     data = {"digits": None, "text": text_file}.get(task, idx_folder)
     run = run_on("meta", data, task, precision=precision, optimizer="sgd", steps=200, batch_size=16)
     seen: list[torch.device] = []
@@ -125,7 +125,7 @@ def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.
 
     def diverging(*arguments: Any) -> tuple[Tensor, Tensor]:
         loss, accuracy = score(*arguments)
-        return loss * (float("nan") if next(calls) >= 2 * 3 else 1.0), accuracy  # two parts a step
+        return loss * (float("nan") if next(calls) >= 2 * 3 else 1.0), accuracy  # two parts of a batch per step
 
     monkeypatch.setattr(run._train_step, "score", diverging)
     for _ in range(6):

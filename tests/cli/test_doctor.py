@@ -23,7 +23,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(text: str) -> str:
-    """The text without the table's line breaks."""
+    """Return the text without the table's line breaks."""
     return " ".join(text.split())
 
 

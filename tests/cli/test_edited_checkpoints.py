@@ -19,7 +19,7 @@ WRONG: list[Any] = [None, -1, "text", [1], {"a": 1}, float("nan"), torch.ones(2)
 
 
 def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The paths of keys to every value of a checkpoint, a missing key of each dict, and the first item of lists."""
+    """Yield the paths of keys to all values of a checkpoint, a missing key of each dict and the first item of lists."""
     here = [*value, "newer"] if isinstance(value, dict) else range(min(1, len(value)))
     for key in here:
         yield (*keys, key)
@@ -28,7 +28,7 @@ def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
 
 
 def edited(whole: dict[str, Any], keys: Keys) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Checkpoints in which the value is missing or wrong, by the kind of change."""
+    """Yield checkpoints in which the value is missing or wrong, each with a description of the change."""
     for wrong in [*WRONG, MISSING]:
         checkpoint = copy.deepcopy(whole)
         inner: Any = checkpoint
@@ -41,7 +41,7 @@ def edited(whole: dict[str, Any], keys: Keys) -> Iterator[tuple[str, dict[str, A
 
 
 def resume() -> tuple[int, str]:
-    """The exit code and the output of a run that continues from run.pt."""
+    """Return the exit code and the output of a run that resumes from run.pt."""
     result = CliRunner().invoke(bighorn, ["train", "--resume", "run.pt", "--save", "out.pt"], prog_name="bighorn")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return -1, repr(result.exception)

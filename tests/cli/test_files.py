@@ -1,4 +1,4 @@
-"""Output files of commands: which names are allowed, what a failed write leaves, and the mode of new files."""
+"""Output files of commands: the names that are allowed, the results of a failed write, and the mode of new files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextmanager
 def files_at_most(size: int) -> Iterator[None]:
-    """Writes beyond this number of bytes fail, as on a full disk."""
+    """Make writes beyond this number of bytes fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -48,13 +48,13 @@ def files_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# ---- what a path may be ---------------------------------------------------------------------------------------------
+# ---- allowed paths --------------------------------------------------------------------------------------------------
 
 
 def test_the_target_of_a_symbolic_link_is_written(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     links = [tmp_path / "link", tmp_path / "link-to-link"]
-    links[0].symlink_to("far/target")  # which does not exist yet
+    links[0].symlink_to("far/target")  # the target does not exist yet
     links[1].symlink_to("link")
     for text, link in zip(("first", "second"), links, strict=True):
         files.check_outputs({"--json": link})
@@ -76,7 +76,7 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path, invoke: Invoke) -
 
 
 def test_output_that_goes_to_a_file_is_not_replaced_through_another_name(tmp_path: Path) -> None:
-    """As with `bighorn memory --json /dev/stdout > log`: both texts are in the log."""
+    """An example is `bighorn memory --json /dev/stdout > log`: both texts are in the log."""
     program = """
     import sys
     from pathlib import Path
@@ -93,7 +93,7 @@ def test_output_that_goes_to_a_file_is_not_replaced_through_another_name(tmp_pat
 
 
 def test_a_name_that_is_no_text_can_be_written_and_printed(invoke: Invoke) -> None:
-    """As on a terminal of another encoding than the name has; the report holds the command line."""
+    """Such names occur on a terminal with another encoding; the report contains the command line."""
     name = os.fsdecode(b"\xff.html")
     assert "Report: \\udcff.html" in invoke("train", "--steps", 1, "--report", name).output
     assert "--report \\udcff.html" in Path(name).read_text().replace("&#39;", "").replace("'", "")
@@ -109,7 +109,7 @@ def make_socket(path: Path) -> None:
 def test_what_is_no_file_is_refused(
     kind: str, make: Callable[[Path], None], linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    monkeypatch.chdir(tmp_path)  # the names of sockets must be short
     make(Path("there"))
     Path("link").symlink_to("there")
     before = Path("there").stat()

@@ -1,4 +1,4 @@
-"""A Ctrl-C while the command line still imports."""
+"""Ctrl-C while the command line is still importing."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_ctrl_c_during_imports_is_130_without_a_traceback(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["bighorn.cli.commands", "click", "bighorn.cli.memory"])
 def test_ctrl_c_during_imports_of_the_module_too(module: str) -> None:
-    """Once Python has found it, within a package that imports torch."""
+    """The signal comes once Python has found the module, within a package that imports torch."""
     interrupted(MODULE, module)

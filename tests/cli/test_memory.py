@@ -43,7 +43,7 @@ BUILD: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def allocated(optimizer: torch.optim.Optimizer, params: Named) -> dict[str, int]:
-    """Bytes of state by name after a step."""
+    """Return the bytes of state after a step, by parameter name."""
     for _, param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -81,7 +81,7 @@ def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: t
 
 
 def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
-    """The option affects only bighorn's optimizers: AdamW's bytes do not change."""
+    """The option affects only bighorn's optimizers: the bytes of AdamW do not change."""
     totals = []
     for way in ROUNDING_MODES:
         invoke("memory", "--shapes", "tiny", "--precision", "bf16", "--weight-rounding", way, "--json", "m.json")

@@ -47,7 +47,7 @@ MODES: dict[str, tuple[list[str], list[str]]] = {
     "text": (["train", "--task", "text", "--data", "text.txt", "--steps", "3", "--batch-size", "16"], []),
     "mnist": (["train", "--task", "mnist", "--data", "idx", "--steps", "3", "--batch-size", "16"], ["--tail-overlap"]),
 }
-"""What one process is told, and what several are told besides."""
+"""The command of one process, and the options that several processes get in addition."""
 
 RESUMED = [*DIGITS, "--max-grad-norm", "0.5"]
 REFUSED: list[tuple[list[str], str]] = [
@@ -95,8 +95,8 @@ def test_two_processes_are_one_with_the_whole_batch(mode: str, alone: Invoke) ->
 
 def test_one_process_prints(together: Path) -> None:
     output = (together / "output").read_text()
-    finished = len(MODES) + 4  # resumed ones are four; the one that diverges does not come so far
-    assert output.count("2 processes, each with 48 samples of a batch") == finished + 1 - 2  # of other tasks
+    finished = len(MODES) + 4  # resumed runs are four; the run that diverges does not get that far
+    assert output.count("2 processes, each with 48 samples of a batch") == finished + 1 - 2  # without text and mnist
     assert output.count("Optimizer state ") == finished
     assert history(together / "overlap.json")["commands"][0].startswith(
         "torchrun --nproc-per-node 2 --no-python bighorn"
@@ -135,7 +135,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """The signal goes to torchrun and to all of its processes, as from a terminal; one process starts slowly."""
+    """As from a terminal, torchrun and all of its processes receive the signal; one process starts slowly."""
     command = [*TWO, str(WORKER), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
     process = subprocess.Popen(
         command,
@@ -168,7 +168,7 @@ def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[list[list[str]]]:
-    """Two network namespaces with a link between them: for each, the prefix of a command that is to run inside."""
+    """Two network namespaces with a link between them: for each, the prefix of a command that runs inside it."""
     missing = [name for name in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"two machines need {', '.join(missing)}: install iproute2 and util-linux")
@@ -201,7 +201,7 @@ def test_two_machines(
     invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They share nothing but the link: only the first one has the checkpoint, and only it prints and writes."""
+    """The machines share only the link: the first one has the checkpoint, and it alone prints and writes."""
     step = Run.train_step
 
     def interrupted(run: Run) -> None:

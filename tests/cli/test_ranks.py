@@ -1,4 +1,4 @@
-"""The end of processes: an abort that happens only now and then is tested through its cause."""
+"""The end of processes: the cause of an abort that happens only occasionally is tested."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class End:
 
 @pytest.fixture
 def end(monkeypatch: pytest.MonkeyPatch) -> End:
-    """The end of a process group of one process that believes to be one of two."""
+    """The end of a process group of one process, whose environment describes one of two."""
     seen, destroy, join = End(), dist.destroy_process_group, dist.init_process_group
 
     def destroyed() -> None:
@@ -61,9 +61,9 @@ def end(monkeypatch: pytest.MonkeyPatch) -> End:
 def test_no_model_is_alive_when_the_process_group_ends(end: End) -> None:
     with Ranks.join():
         end.train()
-        assert end.models[0]() is not None  # in a cycle: without one, nothing would be left to collect
+        assert end.models[0]() is not None  # without a reference cycle, nothing would be left to collect
     assert end.alive == [False]
-    end_process_group()  # without a group it does nothing
+    end_process_group()  # does nothing without a group
     assert end.alive == [False]
 
 

@@ -30,7 +30,7 @@ def test_report_of_a_run(invoke: Invoke) -> None:
     assert "bighorn train --epochs 3 --seed 7 --report run.html --json run.json" in page.text
     assert re.search(r"torch\s+\d", page.text)
     assert re.search(r"seed\s+7", page.text)
-    # What nobody typed stands there as well.
+    # Defaults that were not typed are shown too.
     assert re.search(r"batch size\s+128", page.text)
     assert re.search(r"weight decay\s+0\.01", page.text)
 
@@ -56,7 +56,7 @@ def test_came_shows_confidence_and_the_size_of_its_updates(invoke: Invoke) -> No
         "confidence": (8, 3),
         "update_rms": (8, 3),
     }
-    # The published start: with the second moment at 1/1000 of g^2, u is about 1/sqrt(0.001).
+    # In the first step of the published formula the second moment is g^2 / 1000, so u is about 1/sqrt(0.001).
     assert min(history["gauges"]["update_rms"][0]) > 20
 
 
@@ -100,7 +100,7 @@ def test_heat_map_of_many_layers_gives_each_its_line() -> None:
     svg = figures.heat_map(layers, range(1, 51), values, "lr x trust ratio")
     rows = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>blocks', svg)]
     assert len(rows) == 60
-    assert min(np.diff(rows)) > 9  # the size of the type
+    assert min(np.diff(rows)) > 9  # the font size
 
 
 def test_smoothing_keeps_a_constant_and_the_ends() -> None:

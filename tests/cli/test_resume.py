@@ -19,7 +19,7 @@ from tests.support.processes import LIMIT
 
 
 def content(path: Path) -> dict[str, Any]:
-    """A checkpoint without its times and commands, which may differ."""
+    """Return a checkpoint without its times and commands, which may differ."""
     checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
     for name in ("seconds", "commands"):
         del checkpoint["run"]["history"][name]
@@ -48,7 +48,7 @@ def assert_same(left: Any, right: Any, where: str = "checkpoint") -> None:
 def test_resumed_is_bitwise_the_uninterrupted_run(
     invoke: Invoke, interrupt_after: Callable[[int], None], optimizer: str, precision: str
 ) -> None:
-    # 11.2 batches an epoch: step 17 is in the middle of the second one, between two evaluations; dropout is on.
+    # An epoch has 11.2 batches, so step 17 is in the second one, between two evaluations; dropout is on.
     options = ["--optimizer", optimizer, "--precision", precision, "--epochs", 3, "--threads", 1, "--seed", 5]
     invoke("train", *options, "--save", "whole.pt")
     interrupt_after(17)
@@ -87,7 +87,7 @@ def test_other_tasks_resume_bitwise(
 
 
 def test_dropout_is_on_and_its_generator_is_what_resumes(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost generator changes the run; without randomness in a step the test above would pass anyway."""
+    """The run depends on the generator; if no step were random, the test above would pass without restoring it."""
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "whole.pt")
     invoke("train", "--epochs", 1, "--threads", 1, "--save", "again.pt")
     assert_same(content(Path("again.pt")), content(Path("whole.pt")))
@@ -97,12 +97,12 @@ def test_dropout_is_on_and_its_generator_is_what_resumes(invoke: Invoke, monkeyp
 
 
 def test_ctrl_c_saves_and_prints_the_command_that_resumes(tmp_path: Path) -> None:
-    """With the process, the signal and the command line that a user has."""
+    """The test uses the process, the signal and the command line of a user."""
     options = ["--epochs", "2000", "--threads", "1", "--report", "my report.html"]
     command = [sys.executable, "-u", "-m", "bighorn.cli", "train", *options]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while not process.stdout.readline().startswith(" epoch"):  # from here on, Ctrl-C is waited for
+    while not process.stdout.readline().startswith(" epoch"):  # from here on, the run handles Ctrl-C
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=LIMIT)

@@ -31,7 +31,7 @@ def make_file(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """As torchtitan's checkpoints are."""
+    """Create a folder that looks like a checkpoint of torchtitan."""
     path.mkdir()
     (path / ".metadata").touch()
     (path / "__0_0.distcp").touch()
@@ -94,7 +94,7 @@ def test_of_its_own_checkpoints_a_run_removes_the_earlier_ones_alone(
     finish = sharded_checkpoint._finish
 
     def with_others(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
-        """Files that another program makes while the run trains."""
+        """Create files as another program does while the run trains."""
         Path("run/step-0").write_text("kept")
         Path("run/step-1000").mkdir(exist_ok=True)
         Path("run/notes").mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def test_of_its_own_checkpoints_a_run_removes_the_earlier_ones_alone(
 def test_an_interrupt_in_a_step_that_was_just_saved_touches_nothing(
     invoke: Invoke, interrupt_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only complete checkpoint must be complete all the time: the process may be killed at any moment."""
+    """The only complete checkpoint must be complete at any time, since the process may be killed at any moment."""
     Path("run").mkdir()
     write, written = FileSystemWriter.write_data, []
 
@@ -153,7 +153,7 @@ def test_a_full_disk_at_the_last_file_keeps_the_last_checkpoint(
     def full(content: Any, file: Any) -> None:
         if (
             isinstance(content, dict) and "config" in content
-        ):  # run.pt, and not what torch.distributed.checkpoint writes
+        ):  # run.pt, and no file that torch.distributed.checkpoint writes
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(content, file)
 
@@ -168,7 +168,7 @@ def test_a_full_disk_at_the_last_file_keeps_the_last_checkpoint(
 @pytest.mark.parametrize("name", ["*.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", ["first", "middle", "last", "cut", "gone"])
 def test_a_damaged_file_is_refused_in_one_line(name: str, damage: str, invoke: Invoke) -> None:
-    """Torch finds neither a bit of a tensor that has changed nor one of its numbers of bytes, and runs its pickle."""
+    """Torch detects neither a changed bit nor a changed length of a tensor's data, and it executes the pickle."""
     Path("run").mkdir()
     invoke(*TRAIN, "--save", "run")
     (file,) = Path("run/step-4").glob(name)
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_refused_in_one_line(name: str, damage: str, invoke: I
 
 
 def test_folders_without_checksums_are_resumed(invoke: Invoke) -> None:
-    """As they were before there were any."""
+    """Older folders have no checksums."""
     Path("run").mkdir()
     invoke(*TRAIN, "--save", "run")
     whole = torch.load("run/step-4/run.pt", weights_only=True)

@@ -17,7 +17,7 @@ MODES: dict[str, tuple[list[str], list[str]]] = {
     "fsdp-fp16": ([*CLIPPED, "--precision", "fp16"], ["--parallel", "fsdp"]),
     "tp-came": ([*CLIPPED, "--optimizer", "came"], ["--parallel", "tp"]),
 }
-"""What one process is told, and what two are told besides."""
+"""The command of one process, and the options that two processes get in addition."""
 
 REFUSED: list[tuple[list[str], str]] = [
     (["train", "--parallel", "fsdp"], "--parallel fsdp is for --task text"),
@@ -30,7 +30,7 @@ RESUMED: dict[int, dict[str, tuple[str, str]]] = {
     2: {"file-to-fsdp": ("one.pt", "fsdp"), "folder-to-tp": ("two", "tp"), "folder-to-ddp": ("two", "ddp")},
     4: {"folder-to-hsdp": ("two", "hsdp")},
 }
-"""By the number of processes: what they continue, a file of one process or a folder of two, and how."""
+"""By the number of processes: the checkpoint that they resume, a file of one process or a folder of two, and how."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_half_written_checkpoint_is_refused_by_name(alone: Invoke) -> None:
 
 @pytest.mark.parametrize("event", ["kill", "kill_saving"], ids=["in-a-step", "in-a-checkpoint"])
 def test_a_killed_process_ends_the_others(event: str, tmp_path: Path, invoke: Invoke) -> None:
-    """The others end at once with a message, and the last complete checkpoint can be resumed."""
+    """The other processes end at once with a message, and the last complete checkpoint can be resumed."""
     write_text(tmp_path / "text.txt")
     ended = in_processes(2, tmp_path, [job(*TEXT, "--parallel", "fsdp", "--save", "run", **{event: 3})])
     assert [process.code for process in ended] == [0, -signal.SIGKILL]

@@ -14,7 +14,7 @@ from bighorn.cli.tasks.mnist import FILES, read_idx
 from bighorn.cli.tasks.text import CONTEXT, standard_library
 
 IMAGES = struct.pack(">2xBB3I", 8, 3, 2, 2, 3) + bytes(range(12))
-ZIPPED = gzip.compress(IMAGES, mtime=0)  # a part of tests' names, which all workers must agree on
+ZIPPED = gzip.compress(IMAGES, mtime=0)  # part of test ids, on which all workers must agree
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -152,7 +152,7 @@ def test_plot_schedule_draws_the_learning_rate_and_does_not_train(
     curve = re.search(r'<path d="M([^"]*)"[^>]*stroke: #2f5fd0', Path("new/lr.svg").read_text())
     assert curve is not None
     x, y = np.array([float(word) for word in re.findall(r"[\d.]+", curve[1])]).reshape(-1, 2).T
-    # Matplotlib leaves out points on the way along a straight line: the ends and the two corners stay.
+    # Matplotlib omits the inner points of straight lines: the ends and the two corners remain.
     steps, heights = 1 + 9 * (x - x[0]) / (x[-1] - x[0]), (y[0] - y) / (y[0] - y.min())
     expected = np.interp(steps, range(1, 11), [0.25, 0.5, 0.75, 1, *(left / 6 for left in range(6, 0, -1))])
     assert heights == pytest.approx((expected - 0.25) / 0.75, abs=1e-4)
@@ -163,7 +163,7 @@ def test_plot_schedule_draws_the_learning_rate_and_does_not_train(
 def test_plot_schedule_as_png(invoke: Invoke, schedule: str) -> None:
     invoke("train", "--schedule", schedule, "--plot-schedule", "lr.png")
     pixels = image.imread("lr.png")
-    assert (pixels[0] == 1).all()  # white and opaque, whatever it is shown on
+    assert (pixels[0] == 1).all()  # white and opaque on any background
     blue = (pixels[..., 2] - pixels[..., 0] > 0.4).nonzero()
     assert np.ptp(blue[1]) > 0.8 * pixels.shape[1]
     assert Path.cwd().joinpath("lr.png").stat().st_size < 100_000

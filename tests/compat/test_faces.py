@@ -52,7 +52,7 @@ FACES: Faces = {
         ),
     ),
 }
-"""Each face, and our own optimizer with the options that it stands for."""
+"""Each compatibility class, and bighorn's optimizer with the options that it is equal to."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -105,7 +105,7 @@ def test_a_copy_goes_on(face: str, way: str, dtype: torch.dtype, tmp_path: Path)
 
 
 def test_pickles_need_schedules_that_pickle() -> None:
-    """An optimizer that was called can be called again after loading."""
+    """A pickled optimizer that was called with gradients can be called again after loading."""
     params = weights(torch.float32)
     schedule = mindspore.CosineDecayLR(0.01, 0.1, 9)
     for optim in (mindspore.Lamb(params.items(), schedule), mindformers.Came(params.items(), schedule, loss_scale=2)):

@@ -32,7 +32,7 @@ def test_names_and_order_of_arguments(manager: Callable[..., object]) -> None:
 
 
 def scales(manager: Any, steps: str, *, update: Callable[[bool], bool] = bool) -> list[float]:
-    """The scale after each step of a string of "f" (finite) and "o" (overflow)."""
+    """Return the scale after each step of a string of "f" (finite) and "o" (overflow)."""
     seen = []
     for step in steps:
         manager.update_loss_scale(update(step == "o"))

@@ -18,7 +18,7 @@ from tests.support.error_checks import refused
 
 
 class Layer(nn.Module):
-    """A layer with the names of a Llama's parameters."""
+    """A layer with the parameter names of a Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class Layer(nn.Module):
 
 
 def test_the_documents_example() -> None:
-    """Changed: the import lines, the model, `net.trainable_params()`, `x.name` and the Model.
+    """The example of the documentation, with other import lines, model, `net.trainable_params()`, `x.name` and Model.
 
     A torch parameter does not know its name, so `net.trainable_params()` is `list(net.named_parameters())` and `x.name`
-    is `x[0]`. The Model is the loop that it stands for.
+    is `x[0]`. A loop replaces the Model.
     """
     net = Layer()
     # 1) All parameters use the same learning rate and weight decay
@@ -82,7 +82,7 @@ def by_formula(
     scale_parameter: bool = False,
     momentum: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """As mindformers/core/optim/came.py (0ca25cc) computes it, in float64; statistics of the last two dims."""
+    """Return mindformers/core/optim/came.py's results (0ca25cc) in float64, with statistics of the last two dims."""
     results = {}
     for name, param in weights().items():
         x = param.detach().clone()
@@ -148,7 +148,7 @@ def test_relative_step(warmup_init: bool) -> None:
     ours = trained(lambda params: Came(params.items(), weight_decay=0.1, relative_step=True, warmup_init=warmup_init))
     least = [1e-6 * t if warmup_init else 1e-2 for t in range(1, STEPS + 1)]
     lrs = tuple(min(lr, 1 / math.sqrt(t)) for t, lr in enumerate(least, 1))
-    assert_close(ours, by_formula(lrs), tolerance=1e-9)  # where a step of 1e-6 is lost in the rounding of x
+    assert_close(ours, by_formula(lrs), tolerance=1e-9)  # the rounding of x hides a step of 1e-6
 
 
 def test_compression_keeps_the_momentum_and_nothing_else_in_float16() -> None:
@@ -168,7 +168,7 @@ def test_compression_keeps_the_momentum_and_nothing_else_in_float16() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_compression_with_tiny_gradients(dtype: torch.dtype) -> None:
-    """In float16 eps of 1e-30 is 0, so statistics there would become NaN."""
+    """In float16 an eps of 1e-30 is 0, so statistics in float16 would become NaN."""
     param = Parameter(torch.ones(8, 4, dtype=dtype))
     optim = Came([param], 1e-3, compression=True)
     for _ in range(50):
@@ -218,7 +218,7 @@ def scaled_training(loss_scale: float, scaler: torch.amp.GradScaler) -> nn.Linea
     torch.manual_seed(3)
     model = nn.Linear(6, 5)
     optim = Came(model.parameters(), 0.1, weight_decay=0.1, loss_scale=loss_scale)
-    # What bighorn's and Lightning's scalers set, for a step that unscales by itself.
+    # Bighorn's and Lightning's scalers set this for an optimizer that unscales inside its step.
     optim._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     for number in range(4):
         optim.zero_grad()
@@ -237,7 +237,7 @@ def test_a_scaler_that_hands_its_scale_over() -> None:
 
 
 def test_loss_scale_is_for_a_manager_that_nobody_makes_a_scaler_of() -> None:
-    """Both carry the same number, as MindFormers' document asks; only one of them may divide."""
+    """Both have the same number, as MindFormers' documentation requires, but only one of them may divide by it."""
     manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
     params = weights()
     optim = Came(params.items(), 0.1, weight_decay=0.1, loss_scale=manager.get_loss_scale())

@@ -32,10 +32,10 @@ class Net(nn.Module):
 
 
 def test_the_documents_example() -> None:
-    """Changed: the import lines, `net.trainable_params()`, `x.name` and the Model.
+    """The example of the documentation, with other import lines, `net.trainable_params()`, `x.name` and Model.
 
-    A torch parameter does not know its name, so the first is `list(net.named_parameters())` and the second `x[0]`. The
-    Model is the loop that it stands for.
+    A torch parameter does not know its name, so the first is `list(net.named_parameters())` and the second `x[0]`. A
+    loop replaces the Model.
     """
     optimizers = learning_rate_schedule = mindspore
 
@@ -109,7 +109,7 @@ def test_a_name_with_a_capital_is_decayed() -> None:
 
 
 def is_first(name: str) -> bool:
-    """A 4-dim tensor, which is centred, one of 2 dims, which is not, and vectors."""
+    """Return whether a tensor is in the first group: a 4-dim one (centred), a 2-dim one (not centred), and vectors."""
     return name.startswith(("conv", "norm", "fc"))
 
 
@@ -291,7 +291,7 @@ def test_arguments(options: dict[str, Any], error: type[Exception], message: str
     ],
 )
 def test_an_element_that_is_neither_parameter_nor_dict(params: Any, error: type[Exception]) -> None:
-    """MindSpore's document calls this a TypeError; as a bad value in a list it is a ValueError too."""
+    """MindSpore's documentation promises a TypeError; as a bad value in a list, it is a ValueError too."""
     with pytest.raises(error, match=r"params\[\d\] must be a torch\.nn\.Parameter"):
         Lamb(params, 0.1)
 

@@ -63,7 +63,7 @@ def test_formulas(name: str) -> None:
     ],
 )
 def test_what_its_documents_print(schedule: schedules.Schedule, printed: float) -> None:
-    """Each of its examples asks for step 2, as a tensor."""
+    """Each example of the documentation computes step 2, given as a tensor."""
     assert schedule(torch.tensor(2, dtype=torch.int32)) == pytest.approx(printed, abs=1e-8)  # type: ignore[arg-type]
 
 

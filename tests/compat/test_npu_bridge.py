@@ -14,7 +14,7 @@ from tests.support.error_checks import weights
 
 
 class Block(nn.Module):
-    """A layer with the names of BERT's variables."""
+    """A layer with the variable names of BERT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,10 @@ class Block(nn.Module):
 
 
 def test_the_documents_example() -> None:
-    """Changed: the import lines, and `params`, which TensorFlow finds in its graph. NPUOptimizer has its own tests."""
+    """The documented example, with other import lines and with `params`, which TensorFlow takes from its graph.
+
+    NPUOptimizer has separate tests.
+    """
     model, learning_rate = Block(), 0.1
 
     optimizer = LAMBOptimizer(
@@ -38,7 +41,7 @@ def test_the_documents_example() -> None:
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    optimizer.step()  # with gradients of zero only weight decay moves anything
+    optimizer.step()  # with gradients of zero, only weight decay changes parameters
     moved = {name for name, param in model.named_parameters() if not param.equal(before[name])}
     assert moved == {"dense.weight"}
 

@@ -15,7 +15,7 @@ from tests.support.error_checks import weights
 
 
 def test_the_documents_example() -> None:
-    """Changed: the import line of Lamb; `...` is a data set and a model."""
+    """The example of the documentation, with another import line; a data set and a model replace `...`."""
     from torch import nn
 
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def test_the_documents_example() -> None:
         optimizer.step()
 
     for start, param in zip(before, model.parameters(), strict=True):
-        # Twenty steps of which each has the length lr * ||x||.
+        # Each of the twenty steps has the length lr * ||x||.
         assert 0 < (param - start).norm() <= 1.001 * 20 * 1e-3 * 1.02 * start.norm()
 
 
@@ -54,7 +54,7 @@ def test_groups_have_an_amsgrad_of_their_own() -> None:
 
 
 def test_a_parameter_that_is_zero_moves_and_stays_finite() -> None:
-    """As shipped it never moves, and is NaN after a gradient of zero."""
+    """In the shipped class it never moves, and it is NaN after a gradient of zero."""
     param = torch.nn.Parameter(torch.zeros(3))
     optimizer = Lamb([param], lr=0.1)
     param.grad = torch.zeros(3)
@@ -67,7 +67,7 @@ def test_a_parameter_that_is_zero_moves_and_stays_finite() -> None:
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_a_checkpoint_of_the_shipped_class_goes_on(amsgrad: bool) -> None:
-    """The state and the keys of a group that LAMBrrr's class saves."""
+    """The checkpoint has the state and the group keys that LAMBrrr's class saves."""
     params = named_weights(torch.float32)
     states = {}
     for i, (name, param) in enumerate(params.items()):
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_the_shipped_class_goes_on(amsgrad: bool) -> None:
     torch_only = {"maximize": False, "foreach": True, "capturable": True, "differentiable": False, "fused": False}
     optimizer = Lamb(params.values(), amsgrad=amsgrad)
     saved = {"state": states, "param_groups": [{**group, **torch_only, "params": list(range(len(params)))}]}
-    with pytest.warns(ConvertedStateWarning):  # its groups are those of torch's Adam
+    with pytest.warns(ConvertedStateWarning):  # the groups are those of torch's Adam
         optimizer.load_state_dict(saved)
     for i, param in enumerate(params.values()):
         for name, value in states[i].items():

@@ -16,7 +16,7 @@ from tests.support.error_checks import weights
 
 
 def test_the_documents_example() -> None:
-    """Changed: the import lines, which stand above, and `.npu()`, which is gone. The last parameter has no gradient."""
+    """The example of the documentation, without `.npu()` and import lines. The last parameter has no gradient."""
 
     def _create_simple_params_and_grads() -> list[Tensor]:
         params = [
@@ -99,7 +99,7 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
         NpuFusedLamb(weights(), **options)
 
 
-# ---- what its constraints forbid, and ours allows -----------------------------------------------------------------
+# ---- forbidden by its constraints, allowed by ours ----------------------------------------------------------------
 
 
 def replaced(model: nn.Module) -> None:

@@ -47,10 +47,10 @@ class Run:
     kind: Kind = Lamb
     options: Mapping[str, Any] = field(default_factory=dict)
     says: tuple[str, ...] = ()
-    """What the note has beyond the peer's name."""
+    """The words of the note besides the peer's name."""
     absent: str | None = None
     without: tuple[str, ...] = ()
-    """Options that the checkpoint brings and some backends leave to others."""
+    """Options that the checkpoint sets and that some backends do not support."""
 
 
 def timm(**options: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -107,7 +107,7 @@ RUNS = (
         "timm-cautious",
         "timm's Lamb",
         timm(caution=True, bias_correction=False, max_grad_norm=None),
-        options={"trust_ratio_bounds": (0.5, 2.0)},  # the checkpoint knows better
+        options={"trust_ratio_bounds": (0.5, 2.0)},  # the checkpoint overrides them
         says=(
             "trust_clip=False is trust_ratio_bounds=None",
             "caution=True is cautious=True",
@@ -129,7 +129,7 @@ RUNS = (
 
 
 def in_groups(parameters: list[Parameter]) -> list[dict[str, Any]]:
-    """Two groups that differ in what a group holds."""
+    """Return two groups whose options differ."""
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     return [{"params": decayed, "lr": 0.1, "weight_decay": 0.1}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
@@ -174,7 +174,7 @@ def test_a_run_goes_on_as_it_would_have_gone_on_there(run: Run, backend: str) ->
 
 
 def apex_checkpoint(leaves: list[peer_formulas.Leaf]) -> dict[str, Any]:
-    """The `state_dict()` of `apex.optimizers.FusedLAMB`: its groups have the arguments of its constructor."""
+    """Return the `state_dict()` of `apex.optimizers.FusedLAMB`, whose groups have the arguments of its constructor."""
     group = {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
     group |= {"grad_averaging": True, "max_grad_norm": 1.0, "step": leaves[0].t, "params": list(range(len(leaves)))}
     state = {i: {"exp_avg": torch.tensor(leaf.m), "exp_avg_sq": torch.tensor(leaf.v)} for i, leaf in enumerate(leaves)}
@@ -182,7 +182,7 @@ def apex_checkpoint(leaves: list[peer_formulas.Leaf]) -> dict[str, Any]:
 
 
 def test_a_run_of_apex_goes_on_as_its_formula_would(backend: str) -> None:
-    """Apex itself needs CUDA to be imported, so its formula takes the steps."""
+    """Apex's formula takes the steps, since importing Apex requires CUDA."""
     flat = Case("apex", {}, (Leaf("weight", (35,)), Leaf("bias", (17,), fill="small")))
     leaves = [peer_formulas.Leaf(f"{i}", p.tolist()) for i, p in enumerate(flat.parameters())]
 
@@ -264,11 +264,11 @@ def test_every_kind_of_checkpoint_is_on_the_page() -> None:
         assert row.name in PAGE.read_text()
 
 
-# ---- what is taken over, and what is not ------------------------------------------------------------------------
+# ---- converted values and exceptions ----------------------------------------------------------------------------
 
 
 def after_adamw(**options: Any) -> tuple[list[Parameter], torch.optim.AdamW]:
-    """Parameters after steps of torch's AdamW whose last gradients are much smaller than the first."""
+    """Return parameters after steps of torch's AdamW whose last gradients are much smaller than the first."""
     torch.manual_seed(13)
     parameters = [Parameter(torch.randn(7, 3)), Parameter(torch.full((9,), 1e-20))]
     adamw = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01, **options)
@@ -298,7 +298,7 @@ def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(bac
 
 
 def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
-    """Only amsgrad uses the checkpoint's maximum; without one it starts from the second moment."""
+    """Only amsgrad uses the checkpoint's maximum; if there is none, it starts from the second moment."""
     runs = []
     for second_moment, keep in (("adam", True), ("adam", False), ("amsgrad", True), ("amsgrad", False)):
         parameters, adamw = after_adamw(amsgrad=True)
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
 
 
 def test_a_fresh_checkpoint_and_parameters_without_state(backend: str) -> None:
-    """A peer that has not stepped yet, and parameters that never had a gradient there."""
+    """The peer has not stepped yet, or some of its parameters have never had a gradient."""
     parameters = VALUES.parameters()
     optimizer = Lamb(bare(parameters), backend=backend, **ADAMW)
     note(optimizer, torch.optim.AdamW(in_groups(copies(parameters))).state_dict())
@@ -351,7 +351,7 @@ def test_what_cannot_be_gone_on_with_is_refused_and_changes_nothing() -> None:
         warnings.simplefilter("ignore", ConvertedStateWarning)
         with pytest.raises(ValueError, match=r"param_groups\[0\].*unknown option 'lookahead'"):
             lamb.load_state_dict(unknown)
-    with pytest.raises(ConvertedStateWarning):  # who makes it an error is left with what there was
+    with pytest.raises(ConvertedStateWarning):  # if the warning is an error, the state stays as it was
         lamb.load_state_dict(adam.state_dict())
     assert not lamb.state
     assert repr(came.state_dict()) == repr(before)
@@ -366,7 +366,7 @@ def test_an_option_of_timm_without_a_counterpart_is_refused() -> None:
         Lamb(bare(parameters)).load_state_dict(peer.state_dict())
 
 
-# ---- our own ----------------------------------------------------------------------------------------------------
+# ---- bighorn's own ----------------------------------------------------------------------------------------------
 
 
 def test_the_format_version_is_in_every_group_and_stays_there(kind: Kind) -> None:

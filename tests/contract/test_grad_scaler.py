@@ -14,7 +14,7 @@ from tests.support.optimizer_runs import CASE, assert_bitwise, assert_same_every
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_a_grad_scaler_skips_an_overflow(max_grad_norm: float | None, kind: Kind, backend: str) -> None:
-    """With torch's GradScaler: an infinite gradient changes nothing, and the next step is the first."""
+    """With torch's GradScaler, an infinite gradient changes nothing, and the next step is the first."""
     case = CASE.of(kind)
     parameters, others = case.parameters(), case.parameters()
     one = case.optimizer(parameters, backend, max_grad_norm=max_grad_norm)
@@ -40,7 +40,7 @@ def test_a_grad_scaler_skips_an_overflow(max_grad_norm: float | None, kind: Kind
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_a_scale_that_a_scaler_hands_over(max_grad_norm: float | None, kind: Kind, backend: str) -> None:
-    """Gradients are unscaled inside the step, before the clip, and stay as they are; an overflow changes nothing."""
+    """The step unscales before the clip and leaves the gradients as they are; an overflow changes nothing."""
     case = Case("scaled", {}, FEW).of(kind)
     parameters, others = case.parameters(), case.parameters()
     one = case.optimizer(parameters, backend, max_grad_norm=max_grad_norm)

@@ -1,4 +1,4 @@
-"""Gradient release gives the same run bit for bit, without the gradients, and refuses what it cannot work with."""
+"""Gradient release gives the same run bit for bit without keeping gradients, and refuses what it does not support."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
     return value
 
 
-# ---- it is the same step --------------------------------------------------------------------------------------------
+# ---- equal steps ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("backend", "case"), runs([BY_ID[name] for name in TRIED]), indirect=["backend"])
 def test_one_after_the_other_is_all_at_once(backend: str, case: Case) -> None:
-    """Last parameter first, as backward has them; the late and the missing ones too."""
+    """Parameters step last first, in the order of backward, including late and missing gradients."""
     whole = case.parameters()
     single = copies(whole)
     optimizers = [case.optimizer(parameters, backend) for parameters in (whole, single)]
@@ -69,7 +69,7 @@ def test_one_after_the_other_is_all_at_once(backend: str, case: Case) -> None:
 
 
 def test_a_training(kind: Kind) -> None:
-    """With groups, a schedule, telemetry, step hooks and a parameter that the model does not use at every step."""
+    """The run has groups, a schedule, telemetry, step hooks and a parameter that the model does not always use."""
     nets = network(), network()
     plain, released = (
         kind(
@@ -108,7 +108,7 @@ def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
     loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
-    assert most == 0  # each is gone before the next is there
+    assert most == 0  # each is freed before the next is complete
 
 
 def test_tied_weights_step_once(kind: Kind) -> None:
@@ -214,7 +214,7 @@ SHARDED = """
 
 
 def test_reduced_gradients_of_fsdp2(tmp_path: Path) -> None:
-    """And a state that is saved asynchronously between two steps, loaded and continued without release."""
+    """A state that is saved asynchronously between two steps is also loaded and continued without release."""
     run_ranks(SHARDED, 2, str(tmp_path / "store"), str(tmp_path))
 
 
@@ -230,7 +230,7 @@ def test_it_can_be_undone(kind: Kind) -> None:
 
 
 def test_a_state_of_a_step_that_has_begun_can_be_loaded(kind: Kind) -> None:
-    """Which is how to go on after an error in the middle of a backward."""
+    """A program continues in this way after an error in the middle of a backward."""
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
@@ -257,7 +257,7 @@ def test_nothing_keeps_the_model_alive(kind: Kind) -> None:
     assert there() is None
 
 
-# ---- with what it cannot work ---------------------------------------------------------------------------------------
+# ---- unsupported uses -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
@@ -325,7 +325,7 @@ def test_gradients_cannot_be_accumulated(kind: Kind) -> None:
 
 
 def test_a_parameter_of_two_reentrant_checkpoints(kind: Kind) -> None:
-    """Each use contributes its own part of the gradient."""
+    """Each use contributes only a part of the gradient."""
     net = nn.Sequential(nn.Linear(9, 9), nn.Tanh())
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
@@ -335,7 +335,7 @@ def test_a_parameter_of_two_reentrant_checkpoints(kind: Kind) -> None:
 
 
 def test_a_weight_that_backward_needs_again(kind: Kind) -> None:
-    """Autograd must know that it has changed, whatever the kernels were written in."""
+    """Autograd must detect the change with kernels of any backend."""
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)

@@ -1,4 +1,4 @@
-"""What makes tensors have moved."""
+"""Changes of addresses that a plan's guards detect."""
 
 import operator
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def states() -> list[dict[str, Any]]:
 
 
 class Whereabouts:
-    """Guards that see parameters and state alone."""
+    """Guards that compare only parameters and state."""
 
     def __init__(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> None:
         self.guards = PlanGuards(GuardInputs([], params, [], dicts))

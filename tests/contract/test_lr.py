@@ -48,7 +48,7 @@ def test_tensor_lr_survives_a_checkpoint(kind: Kind, backend: str) -> None:
 
 
 def test_a_scheduler_drives_groups_of_one_tensor_lr_apart(kind: Kind) -> None:
-    """Torch's schedulers fill a Tensor lr in place; groups that share one would all get the last group's rate."""
+    """Torch's schedulers fill a Tensor lr in place, so groups that share one would all get the last group's rate."""
     net = model()
     groups = [{"params": net.first.parameters()}, {"params": net.last.parameters()}]
     optimizer = kind(groups, lr=torch.tensor(0.1))
@@ -60,7 +60,7 @@ def test_a_scheduler_drives_groups_of_one_tensor_lr_apart(kind: Kind) -> None:
 
 
 def test_each_group_has_a_tensor_lr_of_its_own(kind: Kind) -> None:
-    """The first keeps the caller's, who may write into it."""
+    """The first group keeps the caller's tensor, into which the caller may write."""
     lr, parameters = torch.tensor(0.1), copies([Parameter(torch.ones(2))] * 4)
     optimizer = kind([{"params": [p], "lr": lr} for p in parameters[:3]], lr=0.1)
     optimizer.add_param_group({"params": [parameters[3]], "lr": lr})

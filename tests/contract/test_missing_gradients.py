@@ -1,4 +1,4 @@
-"""Steps in which other parameters have no gradient each time: the plan is kept, and nothing else is touched."""
+"""Steps in which other parameters have no gradient each time: the plan is kept, and nothing else is written."""
 
 import random
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def test_one_plan_serves_whichever_gradients_were_missing_when_it_was_built(
 
 
 def test_a_gradient_that_appears_later_joins_the_plan(kind: Kind, backend: str) -> None:
-    """Its state begins then, as in torch.optim."""
+    """The state begins with the first gradient, as in torch.optim."""
     params = parameters(torch.float32)
     optimizer = kind(params, lr=0.01, backend=backend)
     for step in range(3):
@@ -185,7 +185,7 @@ def test_a_parameter_without_a_gradient_keeps_no_other_from_its_step(change: str
 
 
 def test_nothing_is_copied_into_a_parameter_without_a_gradient(kind: Kind, backend: str) -> None:
-    """Kernels work on a dense copy of one with gaps, and autograd counts each write to it."""
+    """Kernels work on a dense copy of a parameter with gaps, and autograd counts each write to the parameter."""
     gaps, other = Parameter(torch.ones(4, 8)[:, ::2]), Parameter(torch.ones(4, 4))
     optimizer = kind([gaps, other], lr=0.01, backend=backend)
     for p in (gaps, other):

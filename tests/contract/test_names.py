@@ -22,7 +22,7 @@ EXCLUDED = ["bias", r"^1\."]
 
 
 class Holder(nn.Module):
-    """Has a submodule that is truly called `module`, and another parameter if it is asked for one."""
+    """A module with a submodule that is really named `module` and, with `scale`, another parameter."""
 
     def __init__(self, scale: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.usefixtures("group")
 def test_a_wrapped_model_steps_as_the_plain_one(wrapper: str, given: str, kind: Kind) -> None:
-    """The README's pattern `^1\\.` once matched nothing there, silently."""
+    """The README's pattern `^1\\.` once matched nothing in a wrapped model, without a message."""
     plain, wrapped = model(), WRAPPERS[wrapper](model())
     theirs, ours = trained(plain, kind, GIVEN[given](plain)), trained(wrapped, kind, GIVEN[given](wrapped))
     assert sorted(names_of(ours)) == sorted(names_of(theirs)) == sorted(NAMES)
@@ -107,7 +107,7 @@ def test_a_wrapped_model_steps_as_the_plain_one(wrapper: str, given: str, kind: 
 @pytest.mark.parametrize("wrapper", ["compile", "ddp"])
 @pytest.mark.usefixtures("group")
 def test_checkpoints_of_wrapped_models_are_those_of_plain_ones(wrapper: str, kind: Kind) -> None:
-    """In both directions, and where another optimizer, which keeps the prefixes, has written the names."""
+    """Both directions work, also if another optimizer, which keeps the prefixes, has written the names."""
     plain, wrapped = model(), WRAPPERS[wrapper](model())
     ours, theirs = (trained(net, kind, GIVEN["pairs"](net)) for net in (wrapped, plain))
     assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
@@ -148,7 +148,7 @@ def test_a_group_that_joins_later_loses_the_same_prefix(kind: Kind) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.usefixtures("group")
 def test_a_model_that_is_all_one_module(wrapped: bool, kind: Kind) -> None:
-    """Its names look like a wrapped model's, and lose `module.` with and without a wrapper."""
+    """The names look like those of a wrapped model, and lose `module.` with and without a wrapper."""
     net: nn.Module = Holder(scale=False)
     net = DistributedDataParallel(net) if wrapped else net
     assert names_of(kind(net.named_parameters(), lr=0.1)) == ["weight", "bias"]
@@ -175,7 +175,7 @@ def test_exclusions_that_match_nothing(kind: Kind) -> None:
 
 
 def test_exclusions_that_are_not_complained_about(kind: Kind, group: None) -> None:
-    """Other spellings of what matches; parameters that are frozen; what another stage of a pipeline holds."""
+    """These are other spellings of a match, frozen parameters, and parameters of another pipeline stage."""
     del group
     net = nn.ModuleDict({"dense": nn.Linear(4, 4), "LayerNorm": nn.LayerNorm(4)})
     kind(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["LayerNorm", "layer_norm", "bias"])
@@ -199,7 +199,7 @@ def test_rules_have_the_names_of_the_bare_model() -> None:
 
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_an_empty_group_among_named_ones(empty_first: bool, kind: Kind) -> None:
-    """As Hugging Face's Trainer makes of LoRA, where no trained parameter decays."""
+    """Hugging Face's Trainer makes such groups for LoRA, where no trained parameter decays."""
     net = model()
     given: list[dict[str, Any]] = [{"params": list(net.parameters())}, {"params": [], "weight_decay": 0.1}]
     pairs: list[dict[str, Any]] = [{"params": list(net.named_parameters())}, {"params": []}]

@@ -61,7 +61,7 @@ def test_names_for_bare_parameters(form: str, names: str, kind: Kind) -> None:
 
 
 def test_a_group_overrides_the_defaults(kind: Kind, backend: str) -> None:
-    """Two groups with their own options are two optimizers with those options."""
+    """Two groups with their own options equal two optimizers with those options."""
     together, apart = model(), model()
     groups = [
         {"params": together.first.parameters(), "lr": 0.1, "weight_decay": 0.3},
@@ -80,7 +80,7 @@ def test_a_group_overrides_the_defaults(kind: Kind, backend: str) -> None:
 
 
 def test_late_add_param_group(kind: Kind, backend: str) -> None:
-    """A parameter that joins late takes its own first step, as in an optimizer of its own."""
+    """A parameter that joins late takes a first step, as in a separate optimizer."""
     together, apart = model(), model()
     one = kind(together.first.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
     two = kind(apart.first.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
@@ -151,7 +151,7 @@ def test_nothing_but_an_empty_parameter(
 
 
 def test_came_takes_learning_rates_from_its_groups() -> None:
-    """It used to ask for one although every group had one."""
+    """The constructor once required an lr although every group had one."""
     net = model()
     optimizer = Came([{"params": [p], "lr": 0.1} for p in net.parameters()])
     whole = model()

@@ -57,7 +57,7 @@ def test_what_is_no_closure(kind: Kind) -> None:
 
 
 def test_step_hooks(kind: Kind) -> None:
-    """In torch's order, with torch's arguments; and none once they are removed."""
+    """Hooks run in torch's order with torch's arguments, and none runs after it is removed."""
     net = model()
     optimizer = kind(net.parameters(), lr=0.1)
     calls: list[tuple[object, ...]] = []
@@ -139,7 +139,7 @@ def test_the_late_step_is_corrected_as_a_first_step(kind: Kind, backend: str) ->
 
 @pytest.mark.parametrize("periods", [3, 5], ids=["few-sets", "many-sets"])
 def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> None:
-    """Alternating sets of parameters step as each alone, whatever the plan cache holds."""
+    """Alternating sets of parameters step as each set alone, with any content of the plan cache."""
 
     def make() -> list[dict[str, Any]]:
         torch.manual_seed(4)
@@ -158,7 +158,7 @@ def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> N
             group["lr"] = each.param_groups[0]["lr"] = 0.1 / (1 + step % 7)
             ours.grad = theirs.grad = None
             if step == 14:
-                ours.data = ours.data.clone()  # while it takes no part, or while it does
+                ours.data = ours.data.clone()  # with or without a gradient in this step
             if (step + i) % (1 + i % periods) == 0:
                 ours.grad = torch.randn(ours.shape).to(ours.dtype)
                 theirs.grad = ours.grad.clone()
@@ -272,7 +272,7 @@ OVERFLOWING: dict[str, Any] = {"float32": {}, "int8": {"state_dtype": "int8"}, "
 
 @pytest.mark.parametrize("options", OVERFLOWING.values(), ids=OVERFLOWING)
 def test_squares_beyond_float32_are_skipped(options: dict[str, Any], kind: Kind, backend: str) -> None:
-    """One element of 3e19 made all 524,288 weights of a matrix NaN, even with skip_nonfinite."""
+    """One element of 3e19 once made all 524,288 weights of a matrix NaN, even with skip_nonfinite."""
     weight = Parameter(torch.ones(64, 128))
     optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
     one = torch.zeros(64, 128)

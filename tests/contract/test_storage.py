@@ -21,7 +21,7 @@ from tests.support.optimizer_runs import advance, assert_bitwise, assert_same_ev
 
 
 def continues_from(optimizer: Optimizer, parameter: Parameter, backend: str) -> tuple[Parameter, Optimizer]:
-    """A plain contiguous copy of the parameter, and an optimizer for it that has the same state but no history."""
+    """Return a contiguous copy of the parameter, and an optimizer for it that has the same state but no history."""
     other = Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
     fresh = type(optimizer)([other], lr=0.1, weight_decay=0.1, backend=backend)
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -59,12 +59,12 @@ def test_a_moved_parameter_is_noticed(move: str, kind: Kind, backend: str) -> No
 @pytest.mark.parametrize("way", ["moved", "loaded"])
 @pytest.mark.parametrize("shape", [(520, 512, 1, 1), (520, 1, 23, 23), (64, 48, 10, 10)], ids=str)
 def test_another_memory_format(shape: tuple[int, ...], way: str, kind: Kind, backend: str) -> None:
-    """Strides of dims of size 1 say nothing, yet they differ. Tensors as large as these are worked on in pieces."""
+    """Strides of dims of size 1 have no effect, yet they differ. Large tensors are processed in pieces."""
     results = []
     for name in (backend, "reference"):
         torch.manual_seed(6)
         parameter = Parameter(torch.randn(shape))
-        # A first step of Came is 11 times as long, and so is its rounding.
+        # The first step of Came is 11 times as long, and so is its rounding error.
         lr = 0.1 if kind is Lamb else 0.01
         optimizer = kind([parameter], lr=lr, weight_decay=0.1, backend=name)
         for step in range(3):
@@ -105,7 +105,7 @@ EXTRAS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_else_lies_in_the_state_changes_nothing(extra: str, kind: Kind, backend: str) -> None:
-    """This holds for tensors inside the scratch memory, beyond it, and for small norms that are computed twice."""
+    """This holds for tensors within the workspace, beyond it, and for small norms that are computed twice."""
     runs = []
     for added in (False, True):
         torch.manual_seed(7)

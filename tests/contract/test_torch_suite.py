@@ -1,6 +1,6 @@
-"""Both optimizers in torch's own table of optimizers, with the tests that torch's test_optim.py has for its entries.
+"""Both optimizers run in torch's own table of optimizers, with the tests of torch's test_optim.py for its entries.
 
-The table and its machinery are installed with torch; the tests are not, and are implemented again under their names.
+The table and its infrastructure are installed with torch. The tests are not, and are implemented again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.support.cases import Kind
 
 pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ImportWarning)  # of hypothesis, which nothing here uses
+    warnings.simplefilter("ignore", ImportWarning)  # of hypothesis, which no test here uses
     from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput
 
 CPU = torch.device("cpu")
 NO_PARAMS: Any = None
-"""As in torch's own table."""
+"""The name is that of torch's own table."""
 
 
 def inputs_of_lamb(device: torch.device, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
@@ -101,7 +101,6 @@ def assert_goes_on_alike(params: list[Parameter], one: Optimizer, others: list[P
 
 @EACH
 def test_state_dict_deterministic(kind: Kind, options: dict[str, Any]) -> None:
-    """With the state of every parameter, and of one that has had no gradient yet."""
     params, optimizer = stepped(kind, options)
     others = [Parameter(p.detach().clone()) for p in params]
     other = kind(others, **copy.deepcopy(options))
@@ -183,7 +182,7 @@ def test_forloop_goes_right_direction(kind: Kind, options: dict[str, Any]) -> No
 
 @EACH
 def test_can_load_older_state_dict(kind: Kind, options: dict[str, Any]) -> None:
-    """Without keys that came later: those of one version ago, and of a group that says only lr."""
+    """The groups of an older state dict lack `schedule_step` and `maximize`."""
     params, optimizer = stepped(kind, options)
     saved = optimizer.state_dict()
     saved["param_groups"] = [
@@ -197,7 +196,7 @@ def test_can_load_older_state_dict(kind: Kind, options: dict[str, Any]) -> None:
 
 
 def test_param_group_with_lrscheduler_goes_right_direction(kind: Kind) -> None:
-    """Tensors as learning rates of groups, filled in place."""
+    """Learning rates of groups are tensors, filled in place."""
     weight, bias = Parameter(torch.randn(10, 5)), Parameter(torch.randn(10))
     groups: list[dict[str, Any]] = [{"params": [weight], "lr": torch.tensor(0.05)}, {"params": [bias]}]
     optimizer = kind(groups, lr=torch.tensor(0.01))
@@ -235,7 +234,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_learning_rate_schedulers(scheduler: str, tensor: bool, kind: Kind) -> None:
-    """Those that cycle momentum write betas, where torch's optimizers take tensors of one element."""
+    """Schedulers that cycle momentum write betas; torch's optimizers accept tensors of one element for them."""
     results = []
     for written in (False, True):
         params = parameters()
@@ -271,7 +270,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("way", ["plain", "schedule", "tensor", "two"])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_an_optimizer_made_in_a_compiled_function(way: str, kind: Kind) -> None:
-    """It used to lose what it had set before a graph break: no attribute '_default_schedules'."""
+    """It once lost what it had set before a graph break: no attribute '_default_schedules'."""
     weight = Parameter(torch.ones(3, 4))
 
     def made(inputs: Tensor) -> tuple[Tensor, Any]:

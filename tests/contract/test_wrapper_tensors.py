@@ -27,7 +27,7 @@ SHAPE = (70, 80)
 
 
 class Float8Weight(torch.Tensor):
-    """As torchao's WeightWithDynamicFloat8CastTensor: it holds a tensor, and gives others for what is computed."""
+    """A wrapper like torchao's WeightWithDynamicFloat8CastTensor: operations on it return plain tensors."""
 
     held: Tensor
 
@@ -88,7 +88,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_float8_weights(options: dict[str, Any], kind: Kind) -> None:
-    """Two of them, since both have the address 0 and so seemed to share memory."""
+    """Two of them are stepped, since both have the address 0 and so seemed to share memory."""
     ours, theirs = [[Parameter(values(i)) for i in range(3)] for _ in range(2)]
     wrapped = [Parameter(Float8Weight(p.detach())) for p in ours[:2]] + ours[2:]
     optimizer = train(kind, wrapped, values, **options)
@@ -100,7 +100,7 @@ def test_float8_weights(options: dict[str, Any], kind: Kind) -> None:
 
 
 def test_two_tensors(kind: Kind) -> None:
-    """Each of the two takes its own steps."""
+    """Each of the two inner tensors steps separately."""
     both = Parameter(two(0))
     train(kind, [both], two)
     for part, first in (("a", 0), ("b", 10)):
@@ -111,7 +111,7 @@ def test_two_tensors(kind: Kind) -> None:
 
 @pytest.mark.parametrize("where", ["grad", "state"])
 def test_wrappers_beside_a_plain_parameter(where: str, kind: Kind) -> None:
-    """A gradient may become one from one step to the next."""
+    """A gradient may become a wrapper from one step to the next."""
     wrapped, alone = Parameter(values(0)), Parameter(values(0))
     ours, theirs = train(kind, [wrapped], values), train(kind, [alone], values, backend="reference")
     for p, optimizer in ((wrapped, ours), (alone, theirs)):
@@ -136,7 +136,7 @@ def unchanged(params: list[Parameter], optimizer: Any, message: str) -> None:
 
 
 def test_values_that_are_not_there(kind: Kind) -> None:
-    """A gradient of no values is refused by name, before another parameter moves; AdamW raises as well."""
+    """A gradient without values is refused by name, before another parameter changes; AdamW raises as well."""
     params = [Parameter(values(i)) for i in range(2)]
     optimizer = train(kind, params, values)
     params[1].grad = FakeTensorMode().from_tensor(values(3))
@@ -146,7 +146,7 @@ def test_values_that_are_not_there(kind: Kind) -> None:
 
 
 def test_a_model_of_no_values(kind: Kind) -> None:
-    """As one is that is traced for its memory."""
+    """Such a model is traced for its memory."""
     with FakeTensorMode():
         optimizer = train(kind, [Parameter(torch.randn(SHAPE)) for _ in range(2)], lambda _: torch.randn(SHAPE))
     assert optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"].shape == SHAPE
@@ -156,7 +156,7 @@ def test_a_model_of_no_values(kind: Kind) -> None:
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_freed_memory(where: str, backend: str, cached: bool, kind: Kind) -> None:
-    """Whether or not the step before has left a plan; torch.optim.AdamW(fused=False) ends the process."""
+    """The error does not depend on a plan of the previous step; torch.optim.AdamW(fused=False) crashes the process."""
     params = [Parameter(values(i)) for i in range(2)]
     optimizer = train(kind, params, values, backend=backend)
     if not cached:
@@ -178,7 +178,7 @@ def test_backends_that_need_memory(kind: Kind) -> None:
 
 
 def test_shards_of_float8_weights(kind: Kind) -> None:
-    """What torchao's fully_shard leaves: DTensors, of which each rank holds such a tensor."""
+    """torchao's fully_shard makes DTensors whose local tensor on each rank is such a wrapper."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         mesh = init_device_mesh("cpu", (1,))

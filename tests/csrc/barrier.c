@@ -1,4 +1,4 @@
-/* The barrier and the distribution of rows, for ThreadSanitizer; needs run.c alone. */
+/* The barrier and the distribution of rows, for ThreadSanitizer; this driver needs only run.c. */
 #include "team.h"
 
 enum { ROUNDS = 200, SHARED_ROWS = 3, ROWS = 100 };

@@ -1,4 +1,4 @@
-"""`python compare.py EXPECTED FOUND`: whether figures of steps.c agree but for rounding."""
+"""`python compare.py EXPECTED FOUND` checks that figures of steps.c agree up to rounding."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 TOLERANCE = 1e-4
-"""Relative. Instruction sets differ in fused multiply-adds and in the order of sums: by 2e-6 so far."""
+"""A relative tolerance. Instruction sets differ in fused multiply-adds and in the order of sums: by 2e-6 so far."""
 
 
 def figures(text: str) -> dict[str, list[float]]:
-    """The figures that steps.c printed, by name."""
+    """Return the figures that steps.c printed, by name."""
     lines = [line.split() for line in text.splitlines()]
     return {name: [float(value) for value in values] for name, *values in lines}
 
 
 def differences(expected: str, found: str) -> list[str]:
-    """The names whose figures differ, or that only one of both has."""
+    """Return the names whose figures differ, or that only one side has."""
     ours, theirs = figures(expected), figures(found)
     alike = {
         name

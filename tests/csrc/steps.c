@@ -1,5 +1,5 @@
-/* Steps of all loops on buffers of exactly the size that they need, for sanitizers: dtypes, rounding modes, layouts,
- * shapes that the tiles do not fill, shards, and tensors that all threads share. Prints results for a
+/* Steps of all loops on buffers of exactly the required size, for sanitizers: dtypes, rounding modes, layouts,
+ * shapes that do not fill their tiles, shards, and tensors that all threads share. The program prints results for a
  * comparison with steps.expected. */
 #include "abi.h"
 #include "codec.h"
@@ -24,7 +24,7 @@ enum { STEPS = 2, MAX_ROWS = 512, SCRATCH = 1 << 18 };
 static void *allocated[16 * MAX_ROWS];
 static int allocations;
 
-/* Zeros, in an allocation of its own: AddressSanitizer sees an access behind its end. */
+/* Zeros in a separate allocation, so that AddressSanitizer detects an access past the end. */
 static void *zeros(int64_t count, size_t size) {
     void *memory = calloc((size_t)(count ? count : 1), size);
     if (!memory || allocations == 16 * MAX_ROWS) abort();
@@ -37,7 +37,7 @@ static void free_all(void) {
 
 static size_t bytes_of(int type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : type == INT8 ? 1 : 2; }
 
-/* Values in (-1, 1), from a number that is different for each tensor. */
+/* Values in (-1, 1); the seed is different for each tensor. */
 static void *values(int64_t count, int type, uint32_t seed) {
     char *data = zeros(count, bytes_of(type));
     for (int64_t i = 0; i < count; i++) {
@@ -100,7 +100,7 @@ static float steps[MAX_ROWS], norms[MAX_ROWS][3];
 static float *counts[MAX_ROWS];
 static int rows;
 
-/* The gradient of the next row; rows must be added largest first. */
+/* Adds the gradient of the next row; rows must be added largest first. */
 static void add_gradient(int64_t height, int64_t width, int type, bool transposed, bool centred) {
     const int64_t size = height * width;
     if (rows == MAX_ROWS) abort();
@@ -127,7 +127,7 @@ typedef struct {
     double figures[4];
 } Results;
 
-/* Prints every sixteenth row, and adds up all of them. */
+/* Prints every sixteenth row, and adds up all rows. */
 static void add_result(Results *all, const char *name, int row, const Weights *weights) {
     const float *n = norms[row];
     const double figures[4] = {n[0], n[1], n[2], mean_magnitude(weights, gradients[row].size)};
@@ -246,7 +246,7 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
     add_gradient(matrices * height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
 }
 
-/* All shards are here, one per tensor, so that their sums are complete. */
+/* All shards are in this process, one per tensor, so their sums are complete. */
 static void add_shard(int row, int split_down, int split_across) {
     const CameRow *r = &came_rows[row];
     const int64_t lines = r->matrices * (r->height + r->width);

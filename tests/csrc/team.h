@@ -1,4 +1,4 @@
-/* A team of POSIX threads in place of OpenMP's, and what the drivers need to check themselves. */
+/* A team of POSIX threads that replaces OpenMP's, and a check for the drivers. */
 #ifndef BIGHORN_TESTS_TEAM_H
 #define BIGHORN_TESTS_TEAM_H
 

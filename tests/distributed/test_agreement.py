@@ -69,5 +69,5 @@ SCRIPT = """
 
 
 def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
-    """CAME's first tensor came to 783.66 instead of 585.89, without a message."""
+    """Without the check, CAME's first tensor became 783.66 instead of 585.89, without a message."""
     assert_ended_well(outcomes(SCRIPT, [[rank, tmp_path / "store"] for rank in range(2)]))

@@ -1,4 +1,4 @@
-"""TailOverlap in real processes, which run tests/support/overlap_worker.py, and in a single one."""
+"""TailOverlap in several real processes, which run tests/support/overlap_worker.py, and in a single one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
 
 
 def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:
-    """The traceback of each scenario on each rank, or an empty string; all run in the same processes."""
+    """Return the traceback of each scenario on each rank, or an empty string; all run in the same processes."""
     assert_ended_well(run_ranks(world, folder, *scenarios))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
@@ -74,13 +74,13 @@ def _group() -> Iterator[None]:
 
 
 class Wire:
-    """A replacement of `torch.distributed.all_reduce` whose result appears only when it is waited for."""
+    """A replacement of `torch.distributed.all_reduce` whose result is only available after `wait()`."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.before = [p.detach().clone() for p in params]
         self.moved: list[int] = []
-        """At each wait, how many parameters had been stepped."""
+        """The number of parameters that had been stepped at each wait."""
 
     def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Work:
         return Work(self, tensor)
@@ -89,7 +89,7 @@ class Wire:
 class Work:
     def __init__(self, wire: Wire, tensor: Tensor) -> None:
         self.wire, self.tensor, self.arrived = wire, tensor, tensor.clone()
-        tensor.numpy().fill(math.nan)  # whoever does not wait will not find the gradient; and no version is counted
+        tensor.numpy().fill(math.nan)  # without a wait there is no gradient; numpy changes no version counter
 
     def wait(self) -> None:
         moved = [not p.equal(before) for p, before in zip(self.wire.params, self.wire.before, strict=True)]
@@ -98,7 +98,7 @@ class Work:
 
 
 def waits(make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """The number of parameters of each bucket of the third step, and of those stepped before the wait for it."""
+    """Return the number of parameters of each bucket of the third step, and of those stepped before its wait."""
     ddp = overlap_worker.distributed(overlap_worker.network())
     overlap = TailOverlap(ddp, make(ddp.module))
     for step in range(3):
@@ -138,7 +138,7 @@ def test_a_global_norm_needs_all_gradients_first(options: dict[str, Any], monkey
 
 
 def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
-    """Such as the one by which torch.distributed.checkpoint makes an optimizer create its state."""
+    """torch.distributed.checkpoint takes such a step to make an optimizer create its state."""
     ddp = overlap_worker.distributed(overlap_worker.network())
     optimizer = Lamb(ddp.parameters(), lr=0.0)
     overlap = TailOverlap(ddp, optimizer)
@@ -206,7 +206,7 @@ def test_plans_are_kept_however_many_buckets_there_are() -> None:
     assert optimizer.telemetry().trust_ratio.gt(0).all()
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------------
 
 
 class Foreign(SGD):
@@ -225,7 +225,7 @@ class InParts(Foreign):
 
 def zero(params: list[nn.Parameter]) -> Optimizer:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch 2.13 uses there itself
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch 2.13 itself uses
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(params, SGD, lr=0.1)
 
@@ -278,7 +278,7 @@ def test_refused_models() -> None:
         net,
         delay_all_reduce_named_params=[("0.0.weight", net.get_parameter("0.0.weight"))],
         param_to_hook_all_reduce=net.get_parameter("0.0.bias"),
-        bucket_cap_mb=1,  # torch 2.7 takes no fraction here
+        bucket_cap_mb=1,  # torch 2.7 accepts no fraction
     )
     with pytest.raises(ValueError, match="delay_all_reduce_named_params"):
         TailOverlap(delayed, optimizer)

@@ -72,10 +72,7 @@ def run_ranks(script: str, world: int, *arguments: str) -> None:
 
 @pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle", "empty"])
 def test_the_norm_is_summed_over_the_group(mode: str, tmp_path: Path) -> None:
-    """Clips and skips equal those of one process with all tensors, also with a rank that has no gradients.
-
-    Neither must one without parameters.
-    """
+    """Clips and skips equal those of one process with all tensors, also with a rank without gradients or parameters."""
     run_ranks(SCRIPT, 2, str(tmp_path / "store"), mode)
 
 
@@ -148,10 +145,10 @@ ZERO = """
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_zero_redundancy_optimizer_is_one_optimizer(world: int, tmp_path: Path) -> None:
-    """Its steps, its checkpoint in another of its kind, and in an optimizer without it.
+    """Steps and checkpoints equal those of one optimizer; a checkpoint also loads into an optimizer without ZeRO.
 
-    As it is; with an option of the whole optimizer, which it writes into every group; with the global norm; and with
-    fewer parameters than ranks.
+    The cases are the plain wrapper, an option of the whole optimizer, which the wrapper writes into every group, the
+    global norm, and fewer parameters than ranks.
     """
     run_ranks(ZERO, world, str(tmp_path / "store"), str(world))
 
@@ -183,7 +180,7 @@ REFUSED = """
 
 
 def test_a_zero_redundancy_optimizer_that_would_clip_by_rank(tmp_path: Path) -> None:
-    """Each rank used to clip its own parameters, and to skip its own part of a step; its process_group takes ours."""
+    """Each rank once clipped its own parameters, and skipped its own part of a step; `process_group` prevents this."""
     run_ranks(REFUSED, 2, str(tmp_path / "store"))
 
 

@@ -18,13 +18,13 @@ from tests.support.processes import assert_ended_well, outcomes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of the runs: reports, and the checkpoints of two ranks, which others load."""
+    """The folder of the runs' results: reports, and the checkpoints of two ranks, which other ranks load."""
     return tmp_path_factory.mktemp("ranks")
 
 
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
-    """The traceback of each scenario on each of `world` ranks, or an empty string."""
+    """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
     assert_ended_well(outcomes(Path(sharding_worker.__file__), [[rank, world, folder] for rank in range(world)]))
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
@@ -36,7 +36,7 @@ def test_two_ranks(scenario: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("scenario", sharding_worker.scenarios(4, Path()))
 def test_four_ranks(scenario: str, folder: Path) -> None:
-    said(2, folder)  # for its checkpoints
+    said(2, folder)  # writes the checkpoints
     assert [said[scenario] for said in said(4, folder)] == [""] * 4
 
 
@@ -46,7 +46,7 @@ def test_one_process(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(1, folder)] == [""]
 
 
-# ---- one process: a step in rounds, whose sums are whole already --------------------------------------------------
+# ---- one process: a step in reduction rounds, whose sums are already complete -------------------------------------
 
 
 def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
@@ -60,7 +60,7 @@ ROUNDS = ["both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-sta
 @pytest.mark.parametrize("case", ROUNDS)
 @pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
 def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, on compiled backends, where both run the same arithmetic."""
+    """The result is equal to the bit on compiled backends, where both run the same arithmetic."""
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
     advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
     monkeypatch.setattr(kernels.BACKENDS[backend].lamb, "step", in_rounds)
@@ -80,10 +80,10 @@ def test_rounds_are_a_step_of_came(backend: str, case: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rounds_are_a_step_for_large_tensors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that all threads share, and of whose u a step keeps only a part."""
+    """All threads share these tensors, and a step keeps only a part of their u."""
     if not kernels.status()["cpu"].available:
         pytest.skip(kernels.status()["cpu"].detail)
-    monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # to be restored: digests sets it
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # restored after the test, since digests sets it
     whole = training_digests.digests(threads)
     monkeypatch.setattr(kernels.BACKENDS["cpu"].lamb, "step", in_rounds)
     assert training_digests.digests(threads) == whole

@@ -1,4 +1,4 @@
-"""docs/adding-an-optimizer.md, applied to a copy of the package: its own test must pass there."""
+"""docs/adding-an-optimizer.md, applied to a copy of the package: the page's test must pass there."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", *files, 
 
 
 def changes(page: str) -> list[tuple[str, str, str]]:
-    """Of each change of the page: the file, and its lines before and after."""
+    """Return the file and the lines before and after each change of the page."""
     found = []
     for path, lines in re.findall(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```$", page, re.M | re.S):
         before, after = (
@@ -39,7 +39,7 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
     for folder in ("src", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    if library.LIBRARY is not None:  # which an editable install keeps elsewhere; steps 1 to 4 change no C
+    if library.LIBRARY is not None:  # an editable install keeps it elsewhere; steps 1 to 4 change no C
         shutil.copy(library.LIBRARY._name, tmp_path / "src" / "bighorn" / "kernels")
     for path, before, after in changes(PAGE.read_text()):
         text = (tmp_path / path).read_text()

@@ -30,7 +30,7 @@ scale, eight_bit, precision_table = script("scale"), script("eight_bit"), script
 
 @pytest.mark.parametrize("source", [scale, eight_bit, precision_table], ids=lambda source: source.__name__)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
-    """If not: `python benchmarks/scale.py`, and `eight_bit.py` or `precision_table.py` with `--page`."""
+    """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()
 
 
@@ -44,11 +44,11 @@ README = {
     "one 30522x1024 tensor": ("step-fp32", "one"),
     "BERT-base in bf16, bf16 state": ("step-bf16", "bert_base"),
 }
-"""Its rows: the file in results, and the parameter set there."""
+"""The rows of its table: the file in results, and the parameter set in it."""
 
 
 def cells(name: str, shapes: str) -> dict[str, str]:
-    """The cell of each optimizer in a table, by its label."""
+    """Return the cell of each optimizer in a table, by label."""
     measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
     (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
     ratios = {optimizer["label"]: optimizer["ratio"] for optimizer in found}
@@ -65,7 +65,7 @@ def test_the_readme_says_what_was_measured(row: str) -> None:
 def test_the_page_of_precisions_says_what_was_measured() -> None:
     page = (ROOT / "docs" / "precision.md").read_text()
     columns = [cells("step-precision", shapes) for shapes in ("vit_small", "bert_base")]
-    labels = list(columns[0])[1:]  # without what the others are relative to
+    labels = list(columns[0])[1:]  # without the one that the others are relative to
     assert len(labels) == 12
     for label in labels:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
@@ -81,7 +81,7 @@ def test_the_table_of_precisions_has_the_bytes_that_are_predicted() -> None:
 def test_every_tensor_is_in_a_group() -> None:
     for model in scale.MODELS:
         assert sum(model.groups()) == sum(tensor.numel() for tensor in model.tensors)
-        assert len(set(model.groups()[:-1])) == 1  # blocks are alike
+        assert len(set(model.groups()[:-1])) == 1  # all blocks have the same size
 
 
 @pytest.mark.parametrize(("label", "optimizer"), [("Lamb", "lamb"), ("Came", "came")])

@@ -16,13 +16,13 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def blocks(text: str) -> list[str]:
-    """The Python blocks of a page, each after as many empty lines as there are lines above it, for tracebacks."""
+    """Return the Python blocks of a page, each after as many empty lines as lines precede it, for tracebacks."""
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 
 
 def imported(text: str) -> Iterator[str]:
-    """The packages that a page's Python imports."""
+    """Yield the packages that a page's Python code imports."""
     for node in ast.walk(ast.parse("".join(blocks(text)))):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -32,12 +32,12 @@ def imported(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From top to bottom, as one program in an empty folder."""
+    """The blocks run from top to bottom, as one program in an empty folder."""
     if page.name.startswith("with-"):
         absent = sorted({name for name in imported(page.read_text()) if find_spec(name) is None})
         if absent:
             pytest.skip(f"{', '.join(absent)} not installed: make integrations")
-        warnings.simplefilter("ignore")  # trainers' own
+        warnings.simplefilter("ignore")  # the trainers' own warnings
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page.stem}
     for block in blocks(page.read_text()):

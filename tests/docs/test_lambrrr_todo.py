@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "lambrrr-todo.md"
 
 
 def test_every_line_of_the_list_has_its_section() -> None:
-    """LAMBrrr's README, section TODO, as of its commit a44ee608."""
+    """The list is the section TODO of LAMBrrr's README at commit a44ee608."""
     headings = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert headings[:-1] == [
         "selectively exclude layers from lr adaptation (`exclude_from_layer_adaptation`)",

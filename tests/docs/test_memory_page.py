@@ -24,7 +24,7 @@ def per_parameter(bytes_: dict[str, int], params: Named) -> float:
 
 
 def written() -> str:
-    """The page, with a table of the bytes per parameter of some models."""
+    """Return the page, with a table of the bytes per parameter of some models."""
     lines = ["", "| optimizer | " + " | ".join(SETS) + " |", "|---" * (1 + len(SETS)) + "|"]
     models = [shapes(name) for name in SETS]
     for name, predict in FOOTPRINTS.items():

@@ -1,4 +1,4 @@
-"""The extensions of the site: a difference between a page and the code fails the build."""
+"""The extensions of the site fail the build if a page and the code differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import complete
 
 
 def warnings_for(names: set[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings of the site's build if the API reference has these names."""
+    """Return the warnings of the site's build for an API reference with these names."""
     said: list[str] = []
     monkeypatch.setattr(complete.logger, "warning", lambda text, *values, **_: said.append(text % values))
     env: Any = SimpleNamespace(domains=SimpleNamespace(python_domain=SimpleNamespace(objects=set(names))))

@@ -1,4 +1,4 @@
-"""The results of comparisons in the docs are those of benchmarks/results. If not: `python benchmarks/studies.py`."""
+"""The comparisons in the docs are those of benchmarks/results; `python benchmarks/studies.py` updates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors for unknown keywords of constructors; optimizers and compatibility layers have theirs beside their options."""
+"""Errors for unknown keywords of constructors; optimizers and compatibility layers have other tests for these."""
 
 from __future__ import annotations
 

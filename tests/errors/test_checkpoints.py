@@ -1,4 +1,4 @@
-"""Checkpoints that are refused."""
+"""Errors for checkpoints."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_a_state(part: str, kind: Kind, backend: str) -> None:
-    """Steps from such a state would have a wrong size, whether it was loaded or the rest was deleted."""
+    """Such a state would make steps of a wrong size, whether it was loaded or a part of it was deleted."""
     missing, more, named = PARTS[part]
     parameters, optimizer = stepped(kind, backend)
     state = copy.deepcopy(optimizer.state_dict())
@@ -141,7 +141,7 @@ def test_a_statistic_that_is_missing_or_of_another_shape(name: str) -> None:
 
 
 def test_scales_that_are_missing_or_of_another_shape(kind: Kind) -> None:
-    """Whether the moments at hand are in 8 bits or not; scales of another shape are those of blocks of another size."""
+    """The error does not depend on the group's state_dtype; scales of another shape are those of another block size."""
     for at_hand in (None, "int8"):
         for scale in ({}, {"exp_avg_scale": torch.ones(3)}, {"exp_avg_scale": torch.ones(64, 2)}):
             parameter = Parameter(torch.ones(64, 64))
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_sgd(kind: Kind) -> None:
 
 
 def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
-    """It names the first option that is not ours."""
+    """The message names the first option that the optimizer does not have."""
     (other,) = set(KINDS) - {kind}
     parameters, optimizer = stepped(kind)
     _, theirs = stepped(other)

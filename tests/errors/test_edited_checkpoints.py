@@ -1,4 +1,4 @@
-"""Each edited checkpoint raises an error that names what is wrong, and the optimizer stays unchanged."""
+"""Each edited checkpoint raises an error that names the wrong value, and the optimizer stays unchanged."""
 
 from __future__ import annotations
 

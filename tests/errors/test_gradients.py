@@ -1,4 +1,4 @@
-"""Gradients that are refused, and the step after them."""
+"""Errors for gradients, and the step after each error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_sparse_gradient_after_good_ones(kind: Kind, backend: str) -> None:
 
 
 def test_a_gradient_of_another_shape(kind: Kind, backend: str) -> None:
-    """Torch refuses the assignment, but not a parameter that changes under its gradient."""
+    """Torch refuses the assignment, but does not detect a parameter that changes after it."""
     parameters, optimizer = stepped(kind, backend)
     parameters[1].data = torch.ones(7)
     with refused(parameters, optimizer, (ValueError, RuntimeError), "shape"):
@@ -41,7 +41,7 @@ def test_a_gradient_of_another_shape(kind: Kind, backend: str) -> None:
 
 
 def test_a_gradient_on_another_device(kind: Kind, backend: str) -> None:
-    """Torch lets a gradient on another device through where the parameter reports none of its own (a subclass)."""
+    """Torch accepts a gradient on another device if the parameter, of a subclass, has its own `grad`."""
     parameters, optimizer = stepped(kind, backend)
 
     class Elsewhere(Parameter):

@@ -1,4 +1,4 @@
-"""Values that are not parameters, and parameters that cannot be optimized."""
+"""Errors for values that are not parameters, and for parameters that cannot be optimized."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_parameter_given_twice(kind: Kind) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,)], ids=str)
 def test_stacked_needs_slices(shape: tuple[int, ...], kind: Kind) -> None:
-    """The error is raised at construction, since no later call knows more."""
+    """The error is raised at construction, since no later call has more information."""
     with pytest.raises(ValueError, match="stacked"):
         kind([{"params": [Parameter(torch.ones(shape))], "stacked": True}], lr=0.1)
     parameters, optimizer = stepped(kind)
@@ -148,7 +148,7 @@ def test_no_parameters(kind: Kind) -> None:
 
 
 def test_two_names_for_one_parameter(kind: Kind) -> None:
-    """An exclusion would see one of them."""
+    """An exclusion would match only one of them."""
     a, b, _ = weights()
     with pytest.raises(ValueError, match=r"one parameter 'embed' and 'head'.*names=model"):
         kind([a, b], lr=0.1, names={"embed": a, "bias": b, "head": a})
@@ -201,7 +201,7 @@ def test_fsdp1_flattened_parameters(kind: Kind) -> None:
 
 @pytest.fixture
 def one_rank() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
+    """A mesh of this process only."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield DeviceMesh("cpu", [0])
@@ -209,7 +209,7 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 
 def test_partial_sums(kind: Kind, one_rank: DeviceMesh) -> None:
-    """A parameter, or a gradient, that is still to be added up over ranks."""
+    """A parameter or a gradient is a sum that is still to be reduced over ranks."""
     pending = DTensor.from_local(torch.ones(4), one_rank, [Partial()])
     with pytest.raises(ValueError, match=r"(?s)Partial.*redistribute"):
         kind([Parameter(pending)], lr=0.1)
@@ -243,7 +243,7 @@ def test_a_state_that_is_distributed_otherwise(kind: Kind, one_rank: DeviceMesh)
 
 @pytest.mark.parametrize("when", ["construction", "step"])
 def test_the_cpu_backend_on_another_device(when: str) -> None:
-    """`meta` stands in for a CUDA device."""
+    """`meta` replaces a CUDA device."""
     parameter = Parameter(torch.ones(4, device="meta"))
     parameter.grad = torch.ones(4, device="meta")
     if when == "construction":
@@ -278,7 +278,7 @@ def test_parameters_that_were_replaced_behind_their_names(kind: Kind) -> None:
 
 
 def test_groups_that_were_not_added(kind: Kind) -> None:
-    """Written into `param_groups` by hand: no schedule, no state and no option of them would be known."""
+    """A group that is written into `param_groups` has no schedule, no state and no checked options."""
     parameters, optimizer = stepped(kind)
     optimizer.param_groups.append({"params": [Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match=r"2 groups, where 1 were added.*add_param_group\(\)"):

@@ -1,4 +1,4 @@
-"""Options and calls that the loss scaler refuses."""
+"""Errors for options and calls of the loss scaler."""
 
 from __future__ import annotations
 

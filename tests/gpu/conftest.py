@@ -10,7 +10,7 @@ from tests.support.gpu_steps import STATUS
 
 @pytest.fixture(autouse=True)
 def _on_the_gpu() -> Iterator[None]:
-    """Each test makes its tensors on the GPU."""
+    """Create the tensors of each test on the GPU."""
     torch.set_default_device(STATUS.device)
     yield
     torch.set_default_device(None)

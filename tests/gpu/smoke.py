@@ -1,6 +1,6 @@
-"""A check in less than a minute that the Triton kernels run on this machine and are right: `python -m tests.gpu.smoke`.
+"""A check of less than a minute that Triton kernels run on this machine and are correct: `python -m tests.gpu.smoke`.
 
-It makes three steps with each of a few sets of options, and compares them with the reference in float64. The tests of
+It takes three steps with each of a few sets of options, and compares them with the reference in float64. The tests of
 `make gpu` are thorough; this script ends a session early on a machine where they would all fail.
 """
 
@@ -27,12 +27,12 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 )
 STEPS = 3
 LIMITS = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""The largest relative error of a tensor, of which all but float32's is the rounding of parameters."""
+"""The largest relative error of a tensor; except for float32, it is the rounding of parameters."""
 LIMIT_OF_INT8 = 1e-3
 
 
 def main() -> int:
-    """Print a line for each set of options; the exit status is the number of those that failed."""
+    """Print a line for each set of options; the exit status is the number of failed sets."""
     device = torch.accelerator.current_accelerator()
     if device is None:
         print("torch sees no GPU here")
@@ -49,7 +49,7 @@ def main() -> int:
 def check(
     kind: Kind, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device, backend: str = "triton"
 ) -> bool:
-    """Compare one set of options, and print the result."""
+    """Compare one set of options with the reference, and print the result."""
     begin = time.perf_counter()
     exact = {name: value for name, value in options.items() if name != "weight_rounding"}
     ours = trained(kind, dtype, dtype, device, {**options, "backend": backend})
@@ -68,7 +68,7 @@ def check(
 def trained(
     kind: Kind, dtype: torch.dtype, wide: torch.dtype, device: torch.device, options: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Parameters after some steps, computed in `wide`, with values and gradients that are rounded to `dtype`."""
+    """Return parameters after some steps, computed in `wide`, with values and gradients that are rounded to `dtype`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw() -> list[Tensor]:

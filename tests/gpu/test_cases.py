@@ -52,7 +52,7 @@ def test_layouts(kind: Kind) -> None:
 @pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
 def test_few_bits_are_those_of_the_reference(state_dtype: torch.dtype, way: Rounding) -> None:
-    """Codes and random bits, although the device fuses multiplications with additions."""
+    """Codes and random bits are equal, although the device fuses multiplications with additions."""
     test_triton.test_a_step_in_few_bits_equals_the_reference(True, state_dtype, way)
 
 
@@ -61,12 +61,12 @@ def test_codes_of_came_are_those_of_the_reference(layout: str) -> None:
     test_triton_came.test_a_step_equals_the_reference(layout)
 
 
-# ---- a device of its own ------------------------------------------------------------------------------------------
+# ---- with a GPU only ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "misaligned"])
 def test_gradients_in_another_order_are_not_misread(layout: Layout, kind: Kind) -> None:
-    """With the parameter's own order as it is; the whole table of layouts runs above."""
+    """The parameter keeps its own order; the whole table of layouts runs above."""
     results = []
     for backend in ("triton", "reference"):
         (param,) = parameters(0, ((300, 500),))
@@ -80,7 +80,7 @@ def test_gradients_in_another_order_are_not_misread(layout: Layout, kind: Kind) 
 @pytest.mark.parametrize("array", ["param", "grad", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_misaligned_array_changes_nothing_but_rounding(array: str, dtype: torch.dtype, kind: Kind) -> None:
-    """An address that is no multiple of 16 bytes, as gradients of FSDP2 and DDP often have."""
+    """The address is not a multiple of 16 bytes, as is common for gradients of FSDP2 and DDP."""
     shapes, results = ((300, 500), (40_001,), (64, 3, 7, 7)), []
     for layout in LAYOUTS:
         layouts: dict[str, Layout] = {array: layout}
@@ -142,7 +142,7 @@ def test_many_tiny_tensors(kind: Kind) -> None:
 
 @needs_cuda
 def test_deterministic_algorithms_change_nothing(kind: Kind) -> None:
-    """torch then fills memory that is not initialised with NaN."""
+    """torch then fills uninitialised memory with NaN."""
     plain = trained(kind, max_grad_norm=1.0)
     torch.use_deterministic_algorithms(True)
     try:

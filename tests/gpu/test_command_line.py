@@ -1,4 +1,4 @@
-"""`bighorn train --device cuda`, in processes of its own."""
+"""`bighorn train --device cuda`, in separate processes."""
 
 from __future__ import annotations
 

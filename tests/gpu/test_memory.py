@@ -18,7 +18,7 @@ pytestmark = [*GPU, needs_cuda]
 
 
 def test_a_step_needs_little_memory(kind: Kind) -> None:
-    """Scratch that is kept between steps included: 16 MB for LAMB, 2% of the parameters for CAME, tables in 1 MB."""
+    """The limit includes memory kept between steps: 16 MB for LAMB, 2% of the parameters for CAME, 1 MB of tables."""
     shapes = ((5000, 5000), (3000, 7000), (3, 100, 100))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -37,7 +37,7 @@ def test_a_step_needs_little_memory(kind: Kind) -> None:
 
 @pytest.mark.slow
 def test_many_steps_take_no_more_memory(kind: Kind) -> None:
-    """10,000 steps with gradients elsewhere and a learning rate that changes: neither the device's nor the host's."""
+    """10,000 steps with moving gradients and a changing learning rate use no more memory of device or host."""
     shapes = ((30, 40), (17,), (2, 3, 5))
     params = parameters(0, shapes)
     optimizer = kind(params, **OPTIONS, max_grad_norm=1.0)
@@ -56,7 +56,7 @@ def test_many_steps_take_no_more_memory(kind: Kind) -> None:
 
 
 def resident_memory() -> int:
-    """Bytes of this process."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -34,7 +34,7 @@ assert bool((p < 1).all())
 
 
 def start(program: str, **variables: str) -> subprocess.Popen[str]:
-    """A program with these variables of the environment beside the present ones, or without those that are empty."""
+    """Start a program with these environment variables besides the present ones; empty variables are removed."""
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value}
     command = [sys.executable, "-c", program]
@@ -44,7 +44,7 @@ def start(program: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """The output of a process that must succeed."""
+    """Return the output of a process, which must succeed."""
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -55,19 +55,19 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def test_expandable_segments() -> None:
-    # torch reads the old name until 2.9, and the new one from then on.
+    # torch reads the old name before 2.9, and the new one from then on.
     setting = "expandable_segments:True"
     finish(start(STEPS, PYTORCH_CUDA_ALLOC_CONF=setting, PYTORCH_ALLOC_CONF=setting))
 
 
 def test_two_processes_fill_an_empty_cache(tmp_path: Path) -> None:
-    """At the same time, as ranks do at the first step on a new machine."""
+    """Both processes start at once, as ranks do at the first step on a new machine."""
     processes = [start(STEPS, TRITON_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     for process in processes:
         finish(process)
 
 
 def test_no_c_compiler(tmp_path: Path) -> None:
-    """Triton builds its launchers with one where its cache has none: auto says why it chose another backend."""
+    """Triton builds launchers with a C compiler if its cache has none; `auto` must explain its choice of a backend."""
     output = finish(start(AUTO, TRITON_CACHE_DIR=str(tmp_path), PATH=str(tmp_path), CC=""))
     assert "foreach" not in output or "compiler" in output, output

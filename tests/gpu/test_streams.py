@@ -23,7 +23,7 @@ def test_the_host_never_waits(backend: str, kind: Kind) -> None:
     optimizer = kind(params, **{**OPTIONS, "lr": lr, "backend": backend, "max_grad_norm": 1.0, "skip_nonfinite": True})
     scale, found = torch.tensor(2.0), torch.tensor(0.0)
     for step in range(4):
-        moved = gradients(step)  # elsewhere at each step
+        moved = gradients(step)  # at other addresses in each step
         set_gradients(params, moved)
         optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[union-attr]
         lr.mul_(0.9)
@@ -37,7 +37,7 @@ def test_the_host_never_waits(backend: str, kind: Kind) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "skip_nonfinite": True}], ids=["plain", "clipped"])
 def test_a_graph_replays_steps(options: dict[str, Any], kind: Kind) -> None:
-    """Five steps with a learning rate that changes equal eager ones, and steps between the replays disturb nothing."""
+    """Five steps with a changing learning rate equal eager ones, and steps between the replays do not affect them."""
     runs: list[list[Parameter]] = []
     for replays in (False, True):
         params, lr = parameters(), torch.tensor(0.0)
@@ -74,7 +74,7 @@ def test_a_graph_replays_steps(options: dict[str, Any], kind: Kind) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "skip_nonfinite": True}], ids=["plain", "clipped"])
 def test_a_graph_outlives_its_optimizer(options: dict[str, Any], kind: Kind) -> None:
-    """The state and the gradients are the user's to keep; tables and scratch must live as long as the graph."""
+    """The user keeps the state and the gradients; tables and workspace must live as long as the graph."""
     runs: list[list[Parameter]] = []
     for replays in (False, True):
         params = parameters()
@@ -99,12 +99,12 @@ def test_a_graph_outlives_its_optimizer(options: dict[str, Any], kind: Kind) -> 
 
 
 def overwritten_memory() -> list[Tensor]:
-    """Memory of all sizes that tables and scratch have, filled with a number that is no address and no option."""
+    """Return memory of all sizes of tables and workspace, filled with a number that is no address and no option."""
     return [torch.full((64 * size,), 1e300, dtype=torch.float64) for size in range(1, 200) for _ in range(10)]
 
 
 def test_a_step_belongs_to_the_current_stream(kind: Kind) -> None:
-    """Gradients are there only when the stream, which has waited first, has made them."""
+    """The stream waits before it makes the gradients, so they are complete only in stream order."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         params = trained(kind, wait=nap)
@@ -121,7 +121,7 @@ def test_tables_in_flight_are_not_written_over(kind: Kind) -> None:
 
 
 def test_a_table_that_another_stream_reads_is_not_written_over(kind: Kind) -> None:
-    """Tables made on one stream, read by another that is late, replaced there, and allocated anew on the first."""
+    """Tables are made on one stream, read by another that is late, replaced there, and allocated anew on the first."""
     first, second = (torch.cuda.Stream() for _ in "12")  # type: ignore[no-untyped-call]
     runs: list[list[Parameter]] = []
     for late in (False, True):
@@ -137,7 +137,7 @@ def test_a_table_that_another_stream_reads_is_not_written_over(kind: Kind) -> No
                 nap()
             optimizer.step()  # reads the tables of the first stream
             optimizer.param_groups[0]["lr"] = 0.01
-            optimizer.step()  # replaces that of the options
+            optimizer.step()  # replaces the table of options
         with torch.cuda.stream(first):
             noise = overwritten_memory() if late else []
         torch.cuda.synchronize()

@@ -18,7 +18,7 @@ pytestmark = GPU
 
 
 def net() -> nn.Module:
-    """A bias of 31 elements misaligns the gradients behind it where they are views of one buffer."""
+    """Return a model in which a bias of 31 elements misaligns later gradients that are views of one buffer."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 31), nn.LayerNorm(31), nn.Linear(31, 257), nn.Linear(257, 3))
 
@@ -26,7 +26,7 @@ def net() -> nn.Module:
 @needs_cuda
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "skip_nonfinite": True}], ids=["plain", "clipped"])
 def test_a_sharded_step_on_one_rank_never_waits(options: dict[str, Any], kind: Kind, tmp_path: Path) -> None:
-    """FSDP2 over NCCL; the result is that of the whole model."""
+    """FSDP2 runs over NCCL; the result is that of the whole model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -58,7 +58,7 @@ def test_a_sharded_step_on_one_rank_never_waits(options: dict[str, Any], kind: K
 @needs_cuda
 @pytest.mark.parametrize("in_step", [False, True], ids=["unscaled-before", "scale-handed-over"])
 def test_a_real_overflow_is_skipped(in_step: bool, kind: Kind) -> None:
-    """Of float16 activations under autocast, with torch's GradScaler: the second of three steps changes nothing."""
+    """float16 activations overflow under autocast with torch's GradScaler; the second of three steps is skipped."""
     results = []
     for backend in ("triton", "reference"):
         model = net()
@@ -81,7 +81,7 @@ def test_a_real_overflow_is_skipped(in_step: bool, kind: Kind) -> None:
         assert all(state["step"] == 2 for state in optimizer.state.values())
         results.append([p.detach() for p in model.parameters()])
     for ours, exact in zip(*results, strict=True):
-        # Activations are float16, and where a gradient is next to nothing its rounding decides on the update's sign.
+        # Activations are float16, and if a gradient is almost 0, its rounding decides the sign of the update.
         assert (ours - exact).norm() <= 1e-2 * exact.norm()
 
 

@@ -65,7 +65,7 @@ except ValueError as error:
 
 
 def test_a_client_optimizer_trains_and_resumes(tmp_path: Path) -> None:
-    """In a process of its own: it sets up torch.distributed, environment variables and a logger."""
+    """The process is separate, since DeepSpeed sets up torch.distributed, environment variables and a logger."""
     run = subprocess.run(
         [sys.executable, "-c", ENGINE, str(tmp_path)],
         cwd=Path(__file__).parents[1],

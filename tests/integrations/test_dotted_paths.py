@@ -37,7 +37,7 @@ def check(optimizer: Any, kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Lamb, Came])
 @pytest.mark.parametrize("convert", ["none", "all"])
 def test_hydra(kind: Any, convert: str) -> None:
-    """Lists of the file come as OmegaConf's own by default."""
+    """Lists of the file are OmegaConf's own type by default."""
     hydra = pytest.importorskip("hydra", reason=INSTALL)
     net = Net()
     make = hydra.utils.instantiate(node(kind, "_target_"), _partial_=True, _convert_=convert)
@@ -46,7 +46,7 @@ def test_hydra(kind: Any, convert: str) -> None:
 
 @pytest.mark.parametrize("kind", [Lamb, Came])
 def test_torchtune(kind: Any) -> None:
-    """What its `config.instantiate(cfg.optimizer, params)` comes to; it cannot be installed beside every torch."""
+    """The test repeats `config.instantiate(cfg.optimizer, params)`: torchtune cannot be installed with every torch."""
     import pkgutil
 
     net = Net()
@@ -56,7 +56,7 @@ def test_torchtune(kind: Any) -> None:
 
 
 def test_torchtitan() -> None:
-    """Its groups hold bare parameters beside `param_names`, and each group's own options; the constructor gets none."""
+    """Groups have bare parameters, `param_names` and options of their own; the constructor gets no options."""
     net = Net()
     pairs = list(net.named_parameters())
     groups = [

@@ -26,7 +26,7 @@ def make(kind: str, params: Any) -> torch.optim.Optimizer:
 
 
 def by_hand(kind: str, clip: float | None) -> tuple[nn.Linear, float]:
-    """The same training without a scaler, less the step that overflows."""
+    """Return the model and the scale of the same training without a scaler and without the step that overflows."""
     net = model()
     optimizer = make(kind, net.parameters())
     for step in range(4):
@@ -60,7 +60,7 @@ def test_accelerate(kind: str, clip: float | None) -> None:
     accelerator.scaler = scaler = LossScaler(WindowScale(1024.0))
     net = model()
     net, optimizer = accelerator.prepare(net, make(kind, net.parameters()))
-    # Its clip unscales under float16 alone, which accelerate 1.15 refuses to be asked for without a GPU.
+    # Accelerate's clip unscales only under float16, and accelerate 1.15 refuses float16 without a GPU.
     accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     for step in range(4):
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def test_accelerate(kind: str, clip: float | None) -> None:
         if clip is not None:
             accelerator.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
-        # Where the optimizer itself skips, nobody waits to know that it has.
+        # If the optimizer itself skips, no host code waits for the result.
         assert optimizer.step_was_skipped == (step == BAD and kind == "AdamW")
     assert_same(net, scaler, kind, clip)
 

@@ -1,7 +1,7 @@
 """timm's registry and the groups that timm makes: docs/with-timm.md.
 
-`import timm` needs torchvision, so the tests import its optimizers from their folder. These use timm's models only for
-layer decay, for which the tests make groups themselves.
+`import timm` needs torchvision, so the tests import timm's optimizers from their folder. The optimizers use timm's
+models only for layer decay, for which the tests make groups themselves.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read
     ]
     optimizer = Lamb(groups, lr=0.01, names=net, exclude_from_layer_adaptation=["bias"])
     for group in optimizer.param_groups:
-        group["lr"] = 0.02 * group["lr_scale"]  # what timm's Scheduler.update_groups does
+        group["lr"] = 0.02 * group["lr_scale"]  # as timm's Scheduler.update_groups does
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
     again = Lamb(groups, lr=0.01)
     again.load_state_dict(optimizer.state_dict())

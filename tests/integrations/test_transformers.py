@@ -19,7 +19,7 @@ DATA = [{"inputs": inputs, "labels": label} for inputs, label in zip(INPUTS, LAB
 
 
 class InOrder(transformers.Trainer):  # type: ignore[misc, name-defined]
-    """Its sampler shuffles; a loop by hand need not know how."""
+    """A trainer that does not shuffle, so that a loop by hand sees the same batches."""
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(DATA)
@@ -61,7 +61,7 @@ def test_by_optimizers_with_a_scheduler_accumulation_and_clipping(bf16: bool, tm
 
 @pytest.mark.parametrize("kind", [Lamb, Came])
 def test_by_class_and_arguments(kind: Any, tmp_path: Path) -> None:
-    """The trainer builds the groups, of bare parameters, and makes a linear schedule."""
+    """The trainer builds groups of bare parameters and makes a linear schedule."""
     net = Net()
     own = {"exclude_from_layer_adaptation": OPTIONS["exclude_from_layer_adaptation"]} if kind is Lamb else {}
 

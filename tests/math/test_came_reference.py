@@ -32,7 +32,7 @@ def flat(a: Tensor) -> list[float]:
 
 
 def assert_moved_alike(ours: Tensor, theirs: Tensor, start: Tensor, bound: float, what: str) -> None:
-    """Relative to the largest movement; a parameter that hardly moves is stored to half an ulp at each step."""
+    """Compare relative to the largest movement; a parameter that hardly moves is stored to half an ulp at each step."""
     assert ours.isfinite().all(), what
     error, movement = largest(ours.double() - theirs.double()), largest(theirs.double() - start.double())
     stored = STEPS * torch.finfo(ours.dtype).eps / 2 * largest(start) if movement < 0.05 * largest(start) else 0.0
@@ -63,7 +63,7 @@ def test_reference_equals_the_scalar_witness(case: Case) -> None:
             state = {name: column[i] for name, column in bucket.state.items()}
             for name, values in witness_state(witness).items():
                 exact = torch.tensor(values, dtype=torch.float64).view_as(state[name])
-                # Statistics are sums of what is positive; the average's terms, and a centred gradient's, may cancel.
+                # Statistics are sums of positive terms; the terms of the average and of a centred gradient may cancel.
                 atol = 1e-14 * largest(exact) if name == "exp_avg" or o.centre else 0.0
                 torch.testing.assert_close(state[name], exact, rtol=1e-13, atol=atol, msg=f"{what}: {name}")
             assert bucket.steps[i] == step + 1
@@ -73,7 +73,7 @@ def witness_state(witness: scalar_formulas.CameTensor) -> dict[str, list[float]]
     state = {"exp_avg": witness.m}
     if witness.factor is None:
         return {**state, "exp_avg_sq": witness.v}
-    if witness.sq:  # nothing is averaged where there is nothing
+    if witness.sq:  # empty tensors have no averages
         for name, matrices in (("exp_avg_sq", witness.sq), ("exp_avg_res", witness.res)):
             state[f"{name}_row"] = [a for matrix in matrices for a in matrix.row]
             state[f"{name}_col"] = [a for matrix in matrices for a in matrix.col]
@@ -124,7 +124,7 @@ def test_the_published_rule_is_came_pytorchs(case: Case, make: Make, dtype: torc
 
 
 def test_the_published_rule_is_not_ours_on_convolutions() -> None:
-    """The comparison above detects this change."""
+    """The comparison above detects this difference."""
     leaf = Leaf("conv", (4, 3, 3, 5))
     moved = []
     for factor in ("matrix", "last_two"):

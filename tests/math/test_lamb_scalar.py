@@ -151,7 +151,7 @@ def test_reference_in_float32_stays_within_rounding_after_ten_steps(case: Case) 
 @pytest.mark.parametrize("agreeing", [0, 2, 8], ids=lambda count: f"{count}-of-4097")
 @pytest.mark.parametrize("name", ["reference", "foreach"])
 def test_the_cautious_share_has_a_floor(agreeing: int, name: str) -> None:
-    """The mask's mean counts as 1e-3 at least: 2 of 4097 is below that, 8 is above."""
+    """The mean of the mask counts as at least 1e-3: 2 of 4097 is below that, and 8 is above."""
     leaf = Leaf("weight", (4097,))
     case = Case("floor", {"cautious": True}, (leaf,), dtype=torch.float64)
     parameters = case.parameters()

@@ -50,13 +50,13 @@ LEAVES = (
     Leaf("scale.Gamma", (11,)),
 )
 CASE = Case("presets", {}, LEAVES, dtype=torch.float32)
-"""Its values are those of float32, so that one run of a witness serves both dtypes."""
+"""The values are those of float32, so that one run of a witness serves both dtypes."""
 
 
 # ---- the witnesses ------------------------------------------------------------------------------------------------
 
 Witness = Callable[[bool], list[Tensor]]
-"""Trains the leaves in float64 and returns them; the argument says whether biases lie in a group without decay."""
+"""A function that trains the leaves in float64 and returns them; its argument gives biases a group without decay."""
 
 
 def lrs() -> Iterator[tuple[int, float]]:
@@ -72,7 +72,7 @@ def starts(dtype: torch.dtype) -> list[Parameter]:
 
 
 def in_groups(params: Sequence[Parameter], **undecayed: Any) -> list[dict[str, Any]]:
-    """Biases in a group of their own."""
+    """Return the parameters with biases in a separate group."""
     pairs = [(leaf.name, parameter) for leaf, parameter in zip(LEAVES, params, strict=True)]
     biases = [pair for pair in pairs if "bias" in pair[0]]
     return [{"params": [pair for pair in pairs if "bias" not in pair[0]]}, {"params": biases, **undecayed}]
@@ -86,7 +86,7 @@ def train(optimizer: torch.optim.Optimizer, params: Sequence[Parameter]) -> None
 
 
 def formula(step: peer_formulas.Step) -> Witness:
-    """A witness that runs the peer's formula of `peer_formulas.py`."""
+    """Return a witness that runs a peer's formula of `peer_formulas.py`."""
 
     def run(grouped: bool) -> list[Tensor]:
         leaves = [
@@ -127,7 +127,7 @@ def optax_lamb(_: bool) -> list[Tensor]:
 
 
 def keras_lamb(_: bool) -> list[Tensor]:
-    """Keras on jax. On import it reads its backend from the environment, and writes its settings into a folder."""
+    """Train with Keras on jax. On import, Keras reads its backend from the environment and writes settings to disk."""
     with jax_in_double(), tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", "jax")
         patch.setenv("KERAS_HOME", folder)
@@ -161,7 +161,7 @@ class Proof:
     options: Mapping[str, Any] = field(default_factory=dict)
     grouped: bool = False
     undecayed: Mapping[str, Any] = field(default_factory=dict)
-    """What the second group, that of the biases, is given."""
+    """Options of the second group, which has the biases."""
 
     @property
     def id(self) -> str:
@@ -171,7 +171,7 @@ class Proof:
 DECAY = {"weight_decay": 0.1}
 LESS = {
     "weight_decay": 0.05
-}  # where nothing else moves a tensor, its ratio is 1 / weight_decay: 20, above a bound of 10
+}  # if only weight decay moves a tensor, its ratio is 1 / weight_decay: 20, above a bound of 10
 BARE = {"weight_decay": 0.0}
 FORMULA = "its formula"
 INSTALL = {
@@ -179,7 +179,7 @@ INSTALL = {
     "keras": "pip install 'bighorn[peers]'",
     "timm": "pip install --no-deps timm",
 }
-"""Witnesses that are packages, and where they come from; timm's dependencies have no build for the CPU everywhere."""
+"""Witnesses that are packages, and how to get them; timm's dependencies do not have a CPU build everywhere."""
 
 PROOFS = (
     Proof("paper-v5", FORMULA, formula(peer_formulas.paper_v5), DECAY),
@@ -224,7 +224,7 @@ def expected(proof: Proof) -> list[Tensor]:
 
 
 def difference(proof: Proof, backend: str, dtype: torch.dtype, **changed: Any) -> float:
-    """The largest ||ours - theirs|| / ||theirs|| of a tensor, after all steps."""
+    """Return the largest ||ours - theirs|| / ||theirs|| of a tensor after all steps."""
     params = starts(dtype)
     pairs = [(leaf.name, parameter) for leaf, parameter in zip(LEAVES, params, strict=True)]
     groups = in_groups(params, **proof.undecayed) if proof.grouped else pairs
@@ -349,7 +349,7 @@ implements again from the package's code.
 
 
 def page() -> str:
-    """The text of `docs/presets.md`, measured now on every backend that works on this machine."""
+    """Return the text of `docs/presets.md`, measured now on every backend that works on this machine."""
     text = HEAD
     for preset in PRESETS:
         names = ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))

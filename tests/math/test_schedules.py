@@ -41,7 +41,7 @@ from bighorn.schedules import (
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
 
-# A schedule and its value at some steps: the first, both sides of D or of a boundary, and far beyond.
+# A schedule and its values at some steps: the first, both sides of D or of a boundary, and far beyond.
 FORMULAS: list[tuple[Schedule, dict[int, float]]] = [
     (
         Exponential(0.1, 0.9, 4),
@@ -194,7 +194,7 @@ def test_a_schedule_after_no_warmup_is_itself() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    """In a fresh interpreter, with the package's own import of torch out of the way."""
+    """A fresh interpreter runs the module without the package's own import of torch."""
     code = f"""
 import sys, types
 package = sys.modules["bighorn"] = types.ModuleType("bighorn")
@@ -210,7 +210,7 @@ assert Values.of([1.0])(0) == 1.0 and "torch" not in sys.modules and "numpy" not
 NUMBERS = "it must be a finite number"
 COUNTS = "it must be an integer, at least"
 
-untyped: Any = schedules  # for what mypy would refuse as well
+untyped: Any = schedules  # for calls that mypy would refuse
 
 BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Cosine(math.nan, 4), ValueError, f"lr=nan is out of range: {NUMBERS} at least 0"),

@@ -1,6 +1,6 @@
-"""Other packages' optimizers, with options that both have: optax, pytorch_optimizer, torch's Adam(W).
+"""Bighorn's optimizers equal those of other packages, with common options: optax, pytorch_optimizer, torch's Adam(W).
 
-No gradient tensor is shared.
+The two sides share no gradient tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parameters(dtype: torch.dtype) -> list[Parameter]:
 
 
 def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
-    """One tensor has tiny gradients, so that eps matters; one has zeros."""
+    """Return gradients; one tensor's are tiny, so that eps matters, and another's contain zeros."""
     generator = torch.Generator().manual_seed(100 + step)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
     made[0] *= 1e-3
@@ -104,7 +104,7 @@ def test_optax_in_float32(backend: str) -> None:
 @pytest.mark.parametrize("grad_averaging", [True, False])
 @pytest.mark.parametrize("decay_mode", ["ratio", "decoupled"])
 def test_pytorch_optimizer(adam: bool, grad_averaging: bool, decay_mode: Literal["ratio", "decoupled"]) -> None:
-    """Its LAMB clamps ||x|| to 10 and, with `adam_debias`, is the paper's version 3. It adds eps to ||u|| too."""
+    """This LAMB clamps ||x|| to 10 and, with `adam_debias`, is the paper's version 3. It also adds eps to ||u||."""
     peer = pytest.importorskip("pytorch_optimizer")
     common: dict[str, Any] = {
         "lr": 0.01,
@@ -173,7 +173,7 @@ def test_degenerate_mode_is_torchs_adam_in_float32(id_: str, backend: str) -> No
 
 
 def test_the_witnesses_can_disagree() -> None:
-    """Version 3 of the paper is not version 5: the bounds above would see it."""
+    """The bounds above detect the difference between versions 3 and 5 of the paper."""
     five, three = parameters(torch.float64), parameters(torch.float64)
     train(Lamb(five, weight_decay=0.1, backend="reference"), five, torch.float64)
     train(Lamb(three, weight_decay=0.1, bias_correction=False, backend="reference"), three, torch.float64)

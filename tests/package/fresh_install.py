@@ -1,4 +1,4 @@
-"""`python tests/package/fresh_install.py DIST`: install the wheel and the sdist of a folder in fresh environments."""
+"""`python tests/package/fresh_install.py DIST` installs the wheel and the sdist of a folder in fresh environments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ assert torch.allclose(param, torch.full((3,), 0.9)), param
 
 
 def check(archive: Path) -> None:
-    """Install it, take a step on the C library, and train on the command line."""
+    """Install an archive, take a step with the C library, and train on the command line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)

@@ -30,7 +30,7 @@ def test_the_import_adds_bighorn_alone() -> None:
 
 
 def test_choosing_a_backend_for_the_cpu_loads_no_triton() -> None:
-    """Whichever serves a tensor there: the C library has no float64. (Any optimizer's constructor loads dynamo.)"""
+    """This holds for every CPU backend: the C library has no float64. (Any optimizer's constructor loads dynamo.)"""
     program = """
 import sys
 import torch
@@ -44,7 +44,7 @@ print(names[1], "triton" in sys.modules)
 
 
 def test_a_function_with_a_step_compiles_around_it() -> None:
-    """Without a warning: dynamo looks at nothing of the step, and catches warnings that are errors."""
+    """There is no warning, since dynamo does not trace the step; it would catch warnings that are errors."""
     param = Parameter(torch.ones(3))
     optimizer = Lamb([param], lr=0.1)
 

@@ -1,4 +1,4 @@
-"""How many files of the command line a reader goes through, from the call of `bighorn train` to its first step."""
+"""The number of command-line files that a reader goes through, from the call of `bighorn train` to its first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_FILES, MAX_MOVES = 12, 30
 
 
 def calls_to_the_first_step(*words: str) -> list[CodeType]:
-    """The Python functions that a command calls, in order; comprehensions and lambdas are left out."""
+    """Return the Python functions that a command calls, in order, without comprehensions and lambdas."""
     found: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -38,7 +38,7 @@ def calls_to_the_first_step(*words: str) -> list[CodeType]:
 
 def test_train_reaches_its_first_step_through_few_files() -> None:
     command = ("train", "--steps", "1")
-    calls_to_the_first_step(*command)  # imports, and what the first run caches, are no part of the walk
+    calls_to_the_first_step(*command)  # imports and filling caches are not a part of the walk
     found = calls_to_the_first_step(*command)
     start = [(Path(code.co_filename).name, code.co_name) for code in found].index(("train.py", "train"))
     files = [Path(code.co_filename) for code in found[start:]]

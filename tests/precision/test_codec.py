@@ -11,7 +11,7 @@ from tests.support.case_tensors import arranged
 
 @pytest.mark.parametrize("exponent", [*range(-149, -120), -20, 0, 20, 127])
 def test_every_code_survives_a_round_trip(exponent: int) -> None:
-    """Above the subnormals; among them a scale has fewer than 127 values beside it, but none is ever off by one."""
+    """Subnormal scales have fewer than 127 values below them, so codes change, but decoded values never do."""
     scale = torch.full((1, 1), 2.0**exponent * (1.5 if exponent > -149 else 1.0))
     codes = torch.arange(-127, 128, dtype=torch.int8).unsqueeze(0)
     values = codec.decode(codes, scale)
@@ -49,7 +49,7 @@ def test_the_codec_takes_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_the_error_of_a_round_trip() -> None:
-    """Half a percent to one of a normal value's size, in every row whatever the size of the others."""
+    """The error is half a percent to one percent of a normal value's size, in each row for any size of the others."""
     values = torch.randn(64, 1000) * torch.logspace(-6, 6, 64).unsqueeze(1)
     error = codec.decode(*codec.encode(values)) - values
     relative = error.norm(dim=1) / values.norm(dim=1)

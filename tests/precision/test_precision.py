@@ -38,7 +38,7 @@ CODES: dict[Form, Tensor] = {
 
 
 def floats(dtype: torch.dtype) -> Tensor:
-    """All of a 16-bit dtype that are finite, -0 among them."""
+    """Return all finite floats of a 16-bit dtype, including -0."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     return every[every.isfinite()]
 
@@ -54,7 +54,7 @@ def bits_for(shape: tuple[int, ...], t: int = 1, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("scale", [1.0, 3e-7, 1.7e15], ids=str)
 def test_every_code_survives_a_round_trip(form: Form, scale: float) -> None:
-    """Beside the largest code, without which the block would have another scale. -0 may come back as 0."""
+    """Each code is tested with the largest one, which keeps the block's scale. -0 may come back as 0."""
     codes = CODES[form].view(-1, 1)
     rows = torch.cat([codes, codes[-1:].expand_as(codes)], dim=1)
     scales = torch.full((len(rows), 1), scale)
@@ -98,7 +98,7 @@ def test_a_second_moment_that_is_not_0_does_not_become_0(form: Form) -> None:
 
 
 def test_a_second_moment_in_8_bits_is_its_mean() -> None:
-    """Where it stays as it is to the nearest code, it follows with dither: the mean over steps is the value."""
+    """With dither, the mean over steps is the value, even if rounding to the nearest code would never change it."""
     values = torch.logspace(-7, 0, 256).unsqueeze(0)
     steps = 1 << 12
     dither = rounding.dither(rounding.stream(5, 0), torch.arange(steps).unsqueeze(1), torch.arange(256))
@@ -110,7 +110,7 @@ def test_a_second_moment_in_8_bits_is_its_mean() -> None:
 
 
 def test_dither_is_spread_evenly() -> None:
-    """Over any 256 steps of an element, and any 256 elements of a step, in 64 parts; its mean is a half."""
+    """Over any 256 steps of an element, and any 256 elements of a step, it fills 64 bins evenly; its mean is a half."""
     for key, t, first in ((0, 1, 0), (rounding.stream(7, 3), 10**6, 2**32 - 100)):
         index, steps = first + torch.arange(256), t + torch.arange(256)
         for drawn in (rounding.dither(key, steps, index[0]), rounding.dither(key, steps[0], index)):
@@ -123,7 +123,7 @@ def test_dither_is_spread_evenly() -> None:
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "int8"])
 def test_a_second_moment_that_shrinks(state_dtype: str, backend: str) -> None:
-    """Gradients fall to a tenth. In bfloat16, a step takes less than half an ulp off, which is lost each time."""
+    """Gradients fall to a tenth. In bfloat16, each step subtracts less than half an ulp, which is lost."""
     torch.manual_seed(4)
     parameter = Parameter(torch.randn(64, 256))
     exact = Parameter(parameter.detach().clone())
@@ -159,7 +159,7 @@ def test_every_16_bit_float_is_stored_as_it_is(way: Rounding, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_stochastic_rounding_takes_one_of_the_neighbours(dtype: torch.dtype) -> None:
-    """Between each float and the next, at every quarter, for the smallest and the largest bits."""
+    """The values are between each float and the next, at every quarter, for the smallest and the largest bits."""
     lower = floats(dtype)[:-1]
     lower = lower.sort().values[1:-1].double()
     upper, below = lower[1:], lower[:-1]
@@ -174,7 +174,7 @@ def test_stochastic_rounding_takes_one_of_the_neighbours(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("exponent", [-30, -20, -14, -5, 0, 3])
 def test_stochastic_rounding_is_unbiased(exponent: int, dtype: torch.dtype) -> None:
-    """Over 100,000 draws within 4 standard errors, for values all over the way between two neighbours."""
+    """The mean of 100,000 draws is within 4 standard errors, for values at several fractions between two neighbours."""
     draws = 100_000
     spacing = 2.0 ** (max(exponent, -14) - 10 if dtype == torch.float16 else exponent - 7)
     for i, share in enumerate((0.01, 0.2, 0.5, 0.77, 0.999)):
@@ -188,7 +188,7 @@ def test_stochastic_rounding_is_unbiased(exponent: int, dtype: torch.dtype) -> N
 
 
 def test_random_bits_are_what_was_asked_for() -> None:
-    """Reproducible; others for another seed, parameter, step and place; and evenly spread, each bit of them."""
+    """Bits are reproducible, differ by seed, parameter, step and position, and each bit is evenly distributed."""
     shape = (200_000,)
     drawn = bits_for(shape)
     assert drawn.equal(bits_for(shape))
@@ -211,9 +211,9 @@ WAYS_THAT_KEEP: tuple[Rounding, ...] = ("stochastic", "kahan", "master")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
-    """Against an accumulation in float64: to the nearest they are all lost, the other ways keep them.
+    """Compared with a sum in float64, rounding to nearest loses all updates, and the other modes keep them.
 
-    A compensation in bfloat16, as is usual, keeps some: its own last bit is larger than the update.
+    The usual compensation in bfloat16 keeps some: its own last bit is larger than the update.
     """
     steps, update, count = 10_000, -3e-7, 512
     start = torch.linspace(0.5, 1.0, count).to(dtype)
@@ -243,7 +243,7 @@ def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
 
 
 def usual_compensation(x: Tensor, update: float, steps: int) -> Tensor:
-    """Kahan's summation with everything in the parameter's dtype but the addition."""
+    """Sum with Kahan's compensation in bfloat16; only the addition is in float32."""
     lost = torch.zeros_like(x, dtype=torch.bfloat16)
     for _ in range(steps):
         value = x.float() + lost.float() + update
@@ -254,7 +254,7 @@ def usual_compensation(x: Tensor, update: float, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("way", ["kahan", "master"])
 def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> None:
-    """The written value holds: exactly with masters, to half an ulp with a compensation, and only where written."""
+    """A written value is kept exactly with masters, to half an ulp with a compensation; other values do not change."""
     torch.manual_seed(6)
     parameter = Parameter(torch.randn(8, 40).bfloat16())
     optimizer = kind([parameter], lr=1e-4, weight_rounding=way)
@@ -277,7 +277,7 @@ def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> Non
 @pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"], indirect=True)
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kind: Kind) -> None:
-    """It is 0, for the trust ratio too: bits below those of 0 would be NaN, and a few above them no norm of 0."""
+    """The weight is 0, also for the trust ratio: bits below those of 0 would be a NaN, and those above have a norm."""
     torch.manual_seed(6)
     parameter = Parameter(torch.randn(8, 40).bfloat16())
     optimizer = kind([parameter], lr=1e-4, weight_rounding="kahan", backend=backend)
@@ -294,7 +294,7 @@ def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kin
     assert parameter.isfinite().all()
 
 
-# ---- other precisions from now on -------------------------------------------------------------------------------
+# ---- a change of precision --------------------------------------------------------------------------------------
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -325,7 +325,7 @@ def step(parameters: list[Parameter], optimizer: Any, steps: int) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PRECISIONS, 2)])
 def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> None:
-    """Written into the group, or into a checkpoint's; the moments are those of before, to what few bits hold."""
+    """The change is written into the group or a checkpoint's group; moments stay the same up to their precision."""
     parameters, optimizer = trained(kind, PRECISIONS[before])
     new = {"state_dtype": None, "min_8bit_size": 4096, "weight_rounding": "nearest", **PRECISIONS[after]}
     state = copy.deepcopy(optimizer.state_dict())
@@ -354,7 +354,7 @@ def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> N
 
 
 def test_the_same_bits_for_a_name_wherever_its_parameter_stands(kind: Kind) -> None:
-    """So a rank that has a part of the parameters draws for them what one that has all of them would."""
+    """A rank with some of the parameters therefore draws the same bits for them as a rank with all of them."""
     torch.manual_seed(1)
     values, gradient = torch.randn(30, 20).bfloat16(), torch.randn(30, 20).bfloat16()
     results = []
@@ -373,7 +373,7 @@ def test_the_same_bits_for_a_name_wherever_its_parameter_stands(kind: Kind) -> N
 
 @pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"])
 def test_random_bits_beyond_the_last_count(kind: Kind, backend: str) -> None:
-    """From step 2^24 on float32 does not hold the next integer: every step drew the same bits, and 83% never moved."""
+    """From step 2^24 on, float32 does not hold the next integer: all steps drew the same bits, and 83% never moved."""
     weight = Parameter(torch.ones(4096).bfloat16())
     optimizer = kind([weight], lr=1e-3, weight_rounding="stochastic", backend=backend)
     moved, counts = torch.zeros(4096, dtype=torch.bool), []

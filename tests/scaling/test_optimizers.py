@@ -68,7 +68,7 @@ def test_lamb_unscales_inside_its_step(max_grad_norm: float | None, backend: str
 
 
 def test_lamb_says_so_to_nobody_else() -> None:
-    """Lightning clips for no optimizer whose `_step_supports_amp_scaling` is True."""
+    """Lightning clips for no optimizer whose `_step_supports_amp_scaling` is True, so it is True only in the step."""
     param = Parameter(torch.ones(3))
     optimizer = Lamb([param])
     scaler = LossScaler()
@@ -82,7 +82,7 @@ def test_lamb_says_so_to_nobody_else() -> None:
 
 @optimizers
 def test_a_clip_after_unscale(make: Callable[..., Optimizer]) -> None:
-    """`unscale_`, a clip by hand, `step`: the clipped gradient is what is stepped with, in its own units."""
+    """After `unscale_` and a clip by hand, `step` uses the clipped gradient without unscaling it again."""
     ours, plain = Parameter(torch.randn(6)), Parameter(torch.empty(6))
     plain.data.copy_(ours)
     one, two = make([ours]), make([plain])
@@ -135,7 +135,7 @@ def test_stepping_in_spite_of_an_overflow(make: Callable[..., Optimizer]) -> Non
 
 
 def test_several_losses_and_optimizers() -> None:
-    """Each optimizer skips by itself, and the scale depends on all of them; an idle one has no effect."""
+    """Each optimizer skips separately, and the scale depends on all of them; an idle one has no effect."""
     params = [Parameter(torch.ones(3)) for _ in range(3)]
     made = [Lamb([params[0]]), torch.optim.AdamW([params[1]]), torch.optim.SGD([params[2]])]
     scaler = LossScaler(WindowScale(64.0))
@@ -175,7 +175,7 @@ def test_accumulated_gradients() -> None:
 
 
 def test_autocast_to_float16() -> None:
-    """A gradient that float16 cannot hold without the scale, and a scale that is too large at first."""
+    """Without the scale float16 cannot hold the gradient, and the first scale is too large."""
     linear = nn.Linear(8, 1, bias=False)
     optimizer = Lamb(linear.parameters(), lr=0.1)
     scaler = LossScaler(WindowScale(2.0**50, backoff_factor=2.0**-8))
@@ -206,7 +206,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_gradients(kind: str) -> None:
-    """Unscaled in place, and looked at, beside a plain one."""
+    """Gradients are unscaled in place and checked, beside a plain one."""
     for bad in (False, True):
         grad = KINDS[kind]()
         values = grad._values() if grad.is_sparse else grad
@@ -226,7 +226,7 @@ def test_kinds_of_gradients(kind: str) -> None:
 
 
 def test_float16_gradients() -> None:
-    """Refused where they would be unscaled in place, fine where the optimizer unscales in float32."""
+    """They are refused if they would be unscaled in place, and accepted if the optimizer unscales in float32."""
     param = Parameter(torch.ones(3, dtype=torch.float16))
     plain = torch.optim.SGD([("layer.weight", param)])
     scaler = LossScaler(FixedScale(2.0**10))

@@ -18,7 +18,7 @@ from tests.support.loss_scaling import B, G, backward, optimizers, scales_of
 @pytest.mark.parametrize("limit", [1, 3])
 @optimizers
 def test_too_many_overflows_in_a_row(make: Callable[..., Optimizer], limit: int) -> None:
-    """The step after them raises, names the parameters, and changes nothing. A good step between starts anew."""
+    """The next step raises, names the parameters, and changes nothing. A good step resets the count."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizer = make(model.named_parameters())
     scaler = LossScaler(max_consecutive_overflows=limit)
@@ -51,7 +51,7 @@ def test_too_many_overflows_in_a_row(make: Callable[..., Optimizer], limit: int)
         assert grad.abs().max() > 50  # still scaled
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
 
-    scaler.update(2.0)  # whoever sets the scale starts anew
+    scaler.update(2.0)  # a new scale resets the count
     step(())
     assert scaler.get_scale() == 2.0
 
@@ -68,7 +68,7 @@ def test_many_overflowed_parameters_are_counted() -> None:
 
 
 def test_overflows_of_a_checkpoint_count() -> None:
-    """The policy continues after them, and they alone do not stop the run."""
+    """The policy continues after overflows of a checkpoint, and they alone do not stop the run."""
     scaler = LossScaler(max_consecutive_overflows=3)
     assert len(scales_of(scaler, [B, B, B])) == 3
     again = LossScaler(max_consecutive_overflows=3)

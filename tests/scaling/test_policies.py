@@ -12,7 +12,7 @@ from bighorn import ExponentialScale, FixedScale, LossScaler, WindowScale
 from bighorn.scaling import ScalePolicy
 from tests.support.loss_scaling import B, G, scales_of, train_on
 
-# What each step was, and the scale, the good and the bad steps after it, written out by hand.
+# Whether each step was good or bad, and the scale and the counts of good and bad steps after it, computed by hand.
 POLICIES: dict[str, tuple[ScalePolicy, list[tuple[bool, float, int, int]]]] = {
     "fixed": (FixedScale(8.0), [(B, 8, 0, 0), (G, 8, 0, 0), (B, 8, 0, 0)]),
     "window": (
@@ -20,7 +20,7 @@ POLICIES: dict[str, tuple[ScalePolicy, list[tuple[bool, float, int, int]]]] = {
         [
             (G, 8, 1, 0),
             (G, 8, 2, 0),
-            (B, 2, 0, 0),  # shrinks at every overflow, which clears the good steps
+            (B, 2, 0, 0),  # shrinks at every overflow, which resets the good steps
             (B, 0.5, 0, 0),
             (G, 0.5, 1, 0),
             (G, 0.5, 2, 0),
@@ -32,12 +32,12 @@ POLICIES: dict[str, tuple[ScalePolicy, list[tuple[bool, float, int, int]]]] = {
         ExponentialScale(100.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2, backoff_interval=2),
         [
             (B, 100, 0, 1),
-            (G, 100, 1, 1),  # a good step does not clear the bad one,
-            (B, 50, 0, 0),  # so this is the second; the change clears both
+            (G, 100, 1, 1),  # a good step does not reset the bad one,
+            (B, 50, 0, 0),  # so this is the second; the change resets both
             (G, 50, 1, 0),
-            (B, 50, 0, 1),  # a bad step clears the good one,
+            (B, 50, 0, 1),  # a bad step resets the good one,
             (G, 50, 1, 1),
-            (G, 100, 0, 0),  # so only now there are two in a row; the change clears the bad one, too
+            (G, 100, 0, 0),  # so only now there are two in a row; the change resets the bad one too
             (B, 100, 0, 1),
             (B, 50, 0, 0),
         ],
@@ -112,7 +112,7 @@ def test_a_new_scale_by_hand() -> None:
 
 
 def test_numbers_of_the_policy_by_hand() -> None:
-    """torch's own getters and setters reach the policy; FixedScale has none."""
+    """torch's own getters and setters read and write the policy; FixedScale does not support them."""
     scaler = LossScaler(ExponentialScale(8.0))
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (2.0, 0.8, 2000)
     scaler.set_growth_factor(4.0)

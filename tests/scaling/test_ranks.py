@@ -34,7 +34,7 @@ END = """
 
 
 def check_on_two_ranks(check: str, tmp_path: Path, *modes: str) -> None:
-    """Every mode in the same pair of processes, since torch takes seconds to import."""
+    """Check all modes in the same pair of processes, since importing torch takes seconds."""
     run_ranks(START + check + END, 2, str(tmp_path / "store"), *modes)
 
 
@@ -79,7 +79,7 @@ DDP = """
 
 
 def test_an_overflow_on_one_rank_skips_on_all(tmp_path: Path) -> None:
-    """DistributedDataParallel: as one process on the joined batch that leaves out the same steps."""
+    """DistributedDataParallel equals one process on the joined batch that omits the same steps."""
     check_on_two_ranks(DDP, tmp_path, "Lamb", "Lamb-clip", "AdamW", "AdamW-clip", "fused")
 
 
@@ -120,7 +120,7 @@ FP16 = """
 
 
 def test_the_mean_of_40000_and_40000(tmp_path: Path) -> None:
-    """float16 ends at 65504. DDP divides before it sums; a hook that sums first overflows, which is seen."""
+    """float16 ends at 65504. DDP divides before it sums; a hook that sums first overflows, which is detected."""
     check_on_two_ranks(FP16, tmp_path, "Lamb", "Lamb-sum-first")
 
 
@@ -215,7 +215,7 @@ MESHES = """
 
 
 def test_mixed_meshes(tmp_path: Path) -> None:
-    """torch 2.13's GradScaler asks the first gradient's mesh alone, and raises where plain tensors come after it."""
+    """torch 2.13's GradScaler uses only the first gradient's mesh, and raises if plain tensors follow it."""
     check_on_two_ranks(MESHES, tmp_path, "all", "idle")
 
 
@@ -251,7 +251,7 @@ FSDP = """
 
 
 def test_fully_sharded(tmp_path: Path) -> None:
-    """FSDP2: an overflow in the shard of one rank skips the step on all ranks."""
+    """With FSDP2, an overflow in the shard of one rank skips the step on all ranks."""
     check_on_two_ranks(FSDP, tmp_path, "AdamW", "fused", "Lamb")
 
 

@@ -15,9 +15,9 @@ Attack = TypeVar("Attack", bound=Callable[..., Any])
 
 
 def tries(number: int, steps: int = 10) -> Callable[[Attack], Attack]:
-    """Give a hypothesis test so many examples; a state machine takes at most so many steps in each.
+    """Give a hypothesis test this number of examples; a state machine takes at most `steps` steps in each.
 
-    Nothing is remembered between runs, and no example has a time limit. A failure is shrunk, and printed with its seed.
+    No state is kept between runs, and no example has a time limit. A failure is shrunk, and printed with its seed.
     """
     settings = hypothesis.settings(
         max_examples=number,

@@ -39,7 +39,7 @@ DEFAULTS = CameOptions(
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter, and what its gradients look like."""
+    """A parameter and the kind of its gradients."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,7 +143,7 @@ CENTRED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors that share options, on which the kernels are run."""
+    """Tensors that share options, on which the tests run the kernels."""
 
     id: str
     options: CameOptions
@@ -163,7 +163,7 @@ def cases() -> list[Case]:
         for name, options in OPTIONS.items()
     ]
     centred = [
-        # A constant gradient, or that of a single column, centres to rounding noise.
+        # Centring leaves only rounding noise of a constant gradient or that of a single column.
         Case(
             f"{factor}-{name}",
             replace(DEFAULTS, factor=factor, **options),
@@ -182,7 +182,7 @@ CASES = cases()
 
 
 def state_of(x: Tensor, factor: Factor | None, average: torch.dtype | None) -> dict[str, Tensor]:
-    """Zeros, as an optimizer allocates them."""
+    """Return a state of zeros, as an optimizer allocates it."""
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = {"exp_avg": torch.zeros_like(x, dtype=average or statistics)}
     if average == torch.int8:

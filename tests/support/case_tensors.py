@@ -39,7 +39,7 @@ def double(dtype: torch.dtype) -> torch.dtype:
 
 
 def arranged(values: Tensor, layout: Layout) -> Tensor:
-    """A fresh tensor with these values in the given memory layout."""
+    """Return a new tensor with these values in the given memory layout."""
     if layout == "transposed":
         return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
     if layout == "strided":
@@ -51,14 +51,14 @@ def arranged(values: Tensor, layout: Layout) -> Tensor:
         return torch.zeros(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
     if layout == "expanded":
         return values.flatten()[:1].clone().expand(values.shape)
-    if layout == "lazy":  # torch's views that are conjugated or negated only when they are read
+    if layout == "lazy":  # views that torch conjugates or negates only when they are read
         if values.is_complex():
             return values.conj().resolve_conj().conj()
         return torch.complex(torch.zeros_like(values), -values).conj().imag
     return values.clone(memory_format=torch.contiguous_format)
 
 
-# ---- what they are gathered in -------------------------------------------------------------------------------------
+# ---- collections ---------------------------------------------------------------------------------------------------
 
 
 ZOO = (
@@ -99,10 +99,10 @@ LARGE = (
 )
 
 BLOCKS = (
-    # Of 4096 elements or more, which int8 takes, in rows of less than a block, one, a few, and some with odd ends.
+    # Tensors of 4096 elements or more, which int8 takes: rows of less than a block, one, a few, and odd ends.
     Leaf("rows.weight", (41, 100)),
     Leaf("row.weight", (1, 4100)),
-    Leaf("column.weight", (19, 1)),  # in blocks only where all tensors are: 4,100 of them take an interpreter minutes
+    Leaf("column.weight", (19, 1)),  # quantized only if all tensors are: 4,100 of them take an interpreter minutes
     Leaf("odd.weight", (16, 257), layout="transposed"),
     Leaf("strided.weight", (9, 600), layout="strided", grad_layout="transposed"),
     Leaf("conv.weight", (24, 20, 3, 3), layout="channels_last"),
@@ -120,7 +120,7 @@ FEW = tuple(
     in {"plain.weight", "page.bias", "empty", "zero.weight", "zero.bias", "strided.weight", "big.weight", "conv.weight"}
 )
 
-# More than a workspace of foreach holds, so that its second phase computes the update again.
+# More elements than a workspace of foreach holds, so its second phase computes the update again.
 HUGE = (Leaf("huge.weight", (1301, 2050), grad_layout="transposed"), Leaf("huge.bias", (1301,)))
 
 MIXED = (

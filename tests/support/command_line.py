@@ -12,11 +12,11 @@ from click.testing import Result
 from torch import Tensor
 
 Invoke = Callable[..., Result]
-"""Of the fixture `invoke`: words of the command line, and `code`, the exit code to expect."""
+"""The fixture `invoke`: it takes words of the command line and `code`, the expected exit code."""
 
 
 def write_idx(folder: Path) -> Path:
-    """The four idx files of a tiny set of images that a network can tell apart, half of them gzipped."""
+    """Write the four idx files of a tiny set of images that a network can distinguish, half of them gzipped."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for name, count in (("train", 64), ("t10k", 16)):
@@ -31,7 +31,7 @@ def write_idx(folder: Path) -> Path:
 
 
 def write_text(path: Path, ending: str = "") -> None:
-    """Four hundred lines of arithmetic, from which a language model can learn something in a few steps."""
+    """Write 400 lines of arithmetic, from which a language model can learn something in a few steps."""
     ends = (7 if ending and number % 3 == 0 else ending for number in range(400))
     path.write_text("".join(f"{n} times {n} is {n * n}{end}.\n" for n, end in enumerate(ends)))
 
@@ -41,7 +41,7 @@ def without_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 class Page(html.parser.HTMLParser):
-    """Collects the text of a page and the resources that it would load."""
+    """A parser that collects the text of a page and the resources that it would load."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

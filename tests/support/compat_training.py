@@ -49,14 +49,14 @@ def gradient(name: str, step: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def step(params: Mapping[str, Parameter], optimizer: Optimizer, number: int) -> None:
-    """One step, with gradients as large as the optimizer's loss_scale makes them."""
+    """Take one step, with gradients that are multiplied by the optimizer's loss_scale."""
     for name, param in params.items():
         param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
     optimizer.step()
 
 
 def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The parameters after the steps of an optimizer that is made for them."""
+    """Return the parameters after the steps of the optimizer that `make` returns for them."""
     params = weights(dtype)
     optimizer = make(params)
     for number in range(STEPS):
@@ -65,7 +65,7 @@ def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtyp
 
 
 def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | None = None) -> dict[str, Tensor]:
-    """The parameters after the scalar formulas' steps; `options` returns the options of a parameter by its name."""
+    """Return the parameters after the scalar formulas' steps; `options` returns a parameter's options by its name."""
     params = weights()
     tensors = [scalar_formulas.Tensor(param.flatten().tolist(), tuple(param.shape)) for param in params.values()]
     for number, lr in enumerate(LRS):
@@ -79,7 +79,7 @@ def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | N
 
 
 def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = 1e-13) -> None:
-    """Each tensor is within a fraction of its largest movement."""
+    """Check that each tensor is within a fraction of its largest movement."""
     start = weights()
     for name, value in theirs.items():
         movement = (value - start[name].detach()).abs().max().clamp(min=1e-6)

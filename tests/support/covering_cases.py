@@ -1,4 +1,4 @@
-"""A few cases that together have everything that many have: the default for interpreted kernels, which are slow."""
+"""A few cases that together have all traits of many: the default for interpreted kernels, which are slow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.support.case_tensors import HUGE
 from tests.support.cases import Case
 
 COMPILED = {"decay_mode": "ratio", "second_moment": "adam", "adam": False, "factor": "matrix"}
-"""Options that kernels are compiled for, and their defaults: every combination in the table is a kernel of its own."""
+"""Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""
 
 
 def traits(case: Case) -> set[tuple[object, ...]]:
-    """Properties that can fail independently: each option, kernel, parameter, and combination with a dtype."""
+    """Return properties that can fail independently: each option, kernel, parameter, and combination with a dtype."""
     groups = [{**case.options, **group} for group in case.groups]
-    words = (str, bool, torch.dtype)  # other values are numbers, which kernels read as they come
+    words = (str, bool, torch.dtype)  # other values are numbers, which kernels read at run time
     has: set[tuple[object, ...]] = {
         (name, value if isinstance(value, words) else type(value)) for group in groups for name, value in group.items()
     }
@@ -31,22 +31,22 @@ def traits(case: Case) -> set[tuple[object, ...]]:
 
 
 def cost(case: Case) -> float:
-    """The approximate time in seconds: each row of each launch takes time, however short it is."""
+    """Return the approximate time in seconds: each row of each launch takes time, however short it is."""
     stacked = any(group.get("stacked") for group in case.groups)
     rows = sum(leaf.shape[0] if stacked else 1 for leaf in case.leaves if leaf.shape)
     return 0.04 * rows + 1e-5 * case.size
 
 
 def covering(cases: Iterable[Case]) -> set[str]:
-    """Those that together have every trait of all.
+    """Return the ids of cases that together have every trait of all.
 
-    Huge ones have none of their own: they are for a backend that works in parts.
+    Cases of HUGE tensors have no own traits: they are for a backend that works in pieces.
     """
     return fewest({case.id: (traits(case), cost(case)) for case in cases if case.leaves is not HUGE})
 
 
 def fewest(candidates: Mapping[str, tuple[set[tuple[object, ...]], float]]) -> set[str]:
-    """The ids of candidates that together have every trait: greedily the most new traits at the least cost."""
+    """Return the ids of candidates that together have every trait: greedily the most new traits at the least cost."""
     left = dict(candidates)
     missing: set[tuple[object, ...]] = set().union(*(has for has, _ in left.values()))
     chosen: set[str] = set()

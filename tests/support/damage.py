@@ -33,7 +33,7 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def damaged_bytes() -> st.SearchStrategy[Callable[[bytes], bytes]]:
-    """Flip bits, truncate, zero a range, or repeat bytes; up to three of these."""
+    """Return a strategy of up to three changes: flip bits, truncate, zero a range, or repeat bytes."""
     place = st.floats(0, 1, exclude_max=True)
     one = st.one_of(
         st.builds(_flipped, place, st.integers(0, 7)),
@@ -85,7 +85,7 @@ def _doubled(place: float, length: int) -> Callable[[bytes], bytes]:
 
 
 def keys_of(value: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The paths of keys to every value, and to one that a dict does not have."""
+    """Yield the paths of keys to every value, and to one that a dict does not have."""
     for key in [*value, "newer"] if isinstance(value, dict) else range(len(value)):
         yield (*keys, key)
         if key != "newer" and isinstance(value[key], (dict, list)):
@@ -94,7 +94,7 @@ def keys_of(value: Any, keys: Keys = ()) -> Iterator[Keys]:
 
 @st.composite
 def edits(draw: st.DrawFn, whole: Any) -> Any:
-    """A copy with one to three values that are missing, of another kind, or tensors of another shape or dtype."""
+    """Return a copy with 1 to 3 values that are missing, of another kind, or tensors of another shape or dtype."""
     edited = copy.deepcopy(whole)
     for _ in range(draw(st.integers(1, 3))):
         keys = draw(st.sampled_from(list(keys_of(edited)) or [("newer",)]))

@@ -15,7 +15,7 @@ from tests.support.cases import Kind, set_gradients
 
 
 class Driver:
-    """An H100 for Triton's launcher: it records launches and never runs them."""
+    """An H100 for Triton's launcher; it records launches and never runs them."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, int]] = []
@@ -28,7 +28,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, source: Any, _: Any) -> Any:
-        """The launcher's arguments are three sizes of the grid, six values of Triton's own, and the kernel's."""
+        """Return a launcher; its arguments are three sizes of the grid, six values of Triton, and the kernel's."""
 
         def launch(programs: int, *arguments: Any) -> None:
             assert len(arguments) == 8 + len(source.fn.arg_names)
@@ -42,7 +42,7 @@ class Driver:
         return triton_compat.loaded_binary()
 
     def unload_module(self, _: int) -> None:
-        """Called from 3.9 on when a kernel is freed."""
+        """Do nothing; Triton calls this from 3.9 on when a kernel is freed."""
 
     def get_device_properties(self, _: int) -> dict[str, int]:
         return {"max_shared_mem": 232_448}
@@ -50,7 +50,7 @@ class Driver:
 
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """CPU tensors count as tensors of this GPU."""
+    """Make Triton treat CPU tensors as tensors of this GPU."""
     from bighorn.kernels.triton import came_kernels, came_unfactored_kernels, common_kernels, lamb_kernels
     from tests.support.triton_compat import use_driver
 
@@ -67,7 +67,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def compiled_while_numbers_change(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were compiled during four steps whose options, gradients and scales change."""
+    """Return the kernels that were compiled during four steps whose options, gradients and scales change."""
     from tests.support.triton_compat import on_compilation
 
     compilations: list[str] = []

@@ -1,4 +1,4 @@
-"""Functions that the tests on a GPU share: they make tensors on the GPU and run steps."""
+"""Functions that the tests on a GPU share: they create tensors on the GPU and run steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(STATUS.device == "cpu", reason=f"no GPU that Triton serves: {STATUS.detail}"),
 ]
-"""The marks of every file here."""
+"""The marks of every file in tests/gpu."""
 
 needs_cuda = pytest.mark.skipif(STATUS.device != "cuda", reason="about torch.cuda")
 
@@ -41,7 +41,7 @@ def same(first: list[Parameter], second: list[Parameter]) -> bool:
 
 
 def trained(kind: Kind, steps: int = 3, wait: Callable[[], None] = lambda: None, **options: Any) -> list[Parameter]:
-    """Parameters after some steps with gradients at other addresses each time; `wait` is called before each."""
+    """Return parameters after some steps with gradients at other addresses each time; `wait` is called before each."""
     params = parameters()
     optimizer = kind(params, **{**OPTIONS, **options})
     for step in range(steps):

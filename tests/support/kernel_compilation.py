@@ -20,7 +20,7 @@ TARGETS = {
 
 
 def build(kernel: Any, pointers: Sequence[str], constants: dict[str, Any], options: dict[str, Any], target: str) -> Any:
-    """A kernel, compiled as `device.compiled` does: the tables come first, aligned as the allocator aligns them."""
+    """Compile a kernel as `device.compiled` does: tables come first, aligned as the allocator aligns them."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -32,7 +32,7 @@ def build(kernel: Any, pointers: Sequence[str], constants: dict[str, Any], optio
 
 
 def found_in_ptx(kernel: Any) -> tuple[int, int]:
-    """Loads and stores of 128 bits; one of 256, which Triton 3.9 emits for sm_100, counts twice."""
+    """Return 128-bit loads and stores; one of 256 bits, which Triton 3.9 emits for sm_100, counts twice."""
     found: Counter[str] = Counter()
     for way, count, size in re.findall(r"\b(ld|st)\.global\S*\.v(\d)\.[bf](\d+)\b", kernel.asm["ptx"]):
         found[way] += int(count) * int(size) // 128
@@ -40,7 +40,7 @@ def found_in_ptx(kernel: Any) -> tuple[int, int]:
 
 
 def spilled_by_ptxas(kernel: Any, folder: Path) -> int:
-    """The bytes of local memory that a thread uses."""
+    """Return the bytes of local memory that a thread uses."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
     command = [str(BINARIES / "cuobjdump"), "-res-usage", str(binary)]
@@ -49,18 +49,18 @@ def spilled_by_ptxas(kernel: Any, folder: Path) -> int:
 
 
 def spilled_by_amdgcn(kernel: Any) -> int:
-    """The registers that are kept in memory."""
+    """Return the number of registers that are kept in memory."""
     return sum(map(int, re.findall(r"[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])))
 
 
 def all_in_amdgcn(kernel: Any) -> tuple[int, int]:
-    """Loads and stores of 128 bits, those from tables too."""
+    """Return the numbers of 128-bit loads and stores, including those of tables."""
     loads, stores = (kernel.asm["amdgcn"].count(f"global_{way}_dwordx4") for way in ("load", "store"))
     return loads, stores
 
 
 def found_in_amdgcn(kernel: Any) -> tuple[int, int]:
-    """Loads and stores of 128 bits in the basic block that has the most of both: tables are read before it."""
+    """Return 128-bit loads and stores in the basic block with the most of both: tables are read before it."""
     blocks = re.split(r"^\.LBB", kernel.asm["amdgcn"], flags=re.MULTILINE)
     counts = [(block.count("global_load_dwordx4"), block.count("global_store_dwordx4")) for block in blocks]
-    return max(counts, key=lambda both: (min(both), sum(both)))  # a misaligned gradient has a block of its own
+    return max(counts, key=lambda both: (min(both), sum(both)))  # a misaligned gradient has a separate block

@@ -1,6 +1,6 @@
-"""Every variant of every kernel that the library compiles, recorded from its own launches.
+"""Every variant of every kernel that the library compiles, recorded from the library's launches.
 
-Nothing is compiled here: optimizers step small CPU tensors that count as a GPU's, and each call of `device.compiled` is
+Nothing is compiled: optimizers step small CPU tensors that count as a GPU's, and each call of `device.compiled` is
 recorded. A new kernel, constant or table therefore needs no line here, and a new option needs one in `lamb_options` or
 `came_options`.
 """
@@ -37,9 +37,9 @@ class Variant:
     kernel: Any
     pointers: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
-    """The kernel's own."""
+    """The kernel's constants."""
     options: tuple[tuple[str, Any], ...]
-    """Of the compiler."""
+    """The compiler's options."""
     target: str
 
     @property
@@ -51,14 +51,14 @@ class Variant:
         return "-".join([self.name, self.target, *(f"{key}={value}" for key, value in self.constants + self.options)])
 
     def traits(self) -> set[tuple[object, ...]]:
-        """Possible failures of a version of Triton: each value, and pairs of values that are not numbers or dtypes."""
+        """Return what can fail in a Triton version: each value, and pairs of values other than numbers and dtypes."""
         values = [(key, str(value)) for key, value in self.constants + self.options]
         modes = [(key, value) for key, value in self.constants if isinstance(value, (bool, str)) or value is None]
         return {(self.name, *each) for each in ((self.target,), *values, *itertools.combinations(modes, 2))}
 
 
 def variants() -> list[Variant]:
-    """All variants, in a fixed order."""
+    """Return all variants, in a fixed order."""
     found: dict[str, Variant] = {}
     for (kernel, pointers, constants), (target, gpu) in itertools.product(recorded(), TARGETS.items()):
         options = device.compile_options(gpu[0], gpu[2], constants)
@@ -69,18 +69,18 @@ def variants() -> list[Variant]:
 
 
 def covering(every: Iterable[Variant]) -> set[str]:
-    """The ids of a few variants that together have every trait."""
+    """Return the ids of a few variants that together have every trait."""
     return fewest({variant.id: (variant.traits(), 1.0) for variant in every})
 
 
-# ---- recorded -------------------------------------------------------------------------------------------------------
+# ---- recording ------------------------------------------------------------------------------------------------------
 
 Request = tuple[Any, tuple[str, ...], dict[str, Any]]
 """A kernel, the types of its tables, and the constants of the launch."""
 
 
 def recorded() -> list[Request]:
-    """The variants that the library compiles for whole tensors and for shards."""
+    """Return the variants that the library compiles for whole tensors and for shards."""
     requests: list[Request] = []
 
     def note(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Any:
@@ -97,7 +97,7 @@ def recorded() -> list[Request]:
 
 
 def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
-    """Dtypes of parameters and gradients, and options."""
+    """Yield the optimizer, the dtypes of parameters and gradients, and the options."""
     modes: list[dict[str, Any]] = [{"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")]
     for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
         for mode, moments in itertools.product(modes, (F32, BF16, F16, "int8")):
@@ -109,7 +109,7 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
 
 
 def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
-    """As `lamb_options`."""
+    """Yield the same for CAME as `lamb_options` does for LAMB."""
     for x, g, average in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, "int8")):
         yield Came, x, g, {"state_dtype": average}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
@@ -117,7 +117,7 @@ def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
 
 
 def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:
-    """One step of a matrix and of a vector."""
+    """Take one step of a matrix and a vector."""
     params = [Parameter(torch.zeros(shape, dtype=x)) for shape in ((4, 5), (3,))]
     if options["state_dtype"] == "int8":
         options = {**options, "min_8bit_size": 1}
@@ -127,7 +127,7 @@ def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) ->
 
 
 def make_shards() -> None:
-    """Each way to shard tensors, on which random bits also depend."""
+    """Make kernels for each way to shard tensors, on which random bits also depend."""
     kept: list[dict[str, Any]] = [{}, *({"dtype": BF16, "weight_rounding": rounding} for rounding in ROUNDINGS)]
     for (factor, shapes, cuts), options in itertools.product(LAYOUTS.values(), kept):
         small = [tuple(min(size, 30) for size in shape) for shape in shapes]

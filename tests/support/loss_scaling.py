@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from bighorn import Came, Lamb, LossScaler
 
-G, B = False, True  # a good step, a bad one
+G, B = False, True  # a good step, a bad step
 
 
 def backward(loss: Tensor) -> None:
@@ -20,7 +20,7 @@ def backward(loss: Tensor) -> None:
 
 
 def train_on(scaler: torch.amp.GradScaler, optimizer: Optimizer, param: Tensor, overflow: bool, factor: float) -> None:
-    """One step whose gradient is known: `factor` in each element, before scaling."""
+    """Take one step whose gradient is known: `factor` in each element, before scaling."""
     optimizer.zero_grad()
     backward(scaler.scale((param * factor).sum()))
     if overflow:

@@ -24,7 +24,7 @@ OWN: dict[Kind, dict[str, Any]] = {
     Lamb: {"adam": True, "decay_mode": "decoupled", "betas": (0.5, 0.6), "eps": 0.1},
     Came: {"factor": "last_two", "decay_rate": 0.8, "betas": (0.5, 0.6, 0.7), "eps": (1e-3, 1e-2)},
 }
-"""Options of each, other than their defaults, that a group can have."""
+"""Group options of each optimizer, other than the defaults."""
 
 
 class Net(nn.Module):
@@ -52,9 +52,9 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
 
 
 def runs(cases: Iterable[Case]) -> list[Any]:
-    """Parameters of tests: each of these cases on each backend that serves it, for an indirect `backend` and a `case`.
+    """Return test parameters, an indirect `backend` and a `case`: each case on each backend that serves it.
 
-    Most are slow tests on Triton, whose kernels are interpreted where there is no GPU.
+    Most are slow tests on Triton, whose kernels are interpreted if there is no GPU.
     """
     cases = list(cases)
     quick = covering(case for case in cases if case.runs_on("triton"))
@@ -79,7 +79,7 @@ def advance(case: Case, parameters: list[Parameter], optimizer: Optimizer, steps
 
 
 def copies(parameters: list[Parameter]) -> list[Parameter]:
-    """Copies with the same values and layout, in other storage."""
+    """Return copies with the same values and layout in other storage."""
     return [copy.deepcopy(p) for p in parameters]
 
 
@@ -101,7 +101,7 @@ def assert_same_everything(
 
 
 def figures(telemetry: LambTelemetry | CameTelemetry) -> dict[str, Tensor]:
-    """The metrics that kernels write, one entry per parameter."""
+    """Return the metrics that kernels write, one entry per parameter."""
     return {name: value for name, value in vars(telemetry).items() if name not in {"names", "lr", "skipped"}}
 
 

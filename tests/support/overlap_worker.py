@@ -29,7 +29,7 @@ from bighorn.compat.npu_bridge import (
 )
 
 STEPS = 20
-SMALL_BUCKETS = 0.004  # megabytes: about one layer's weight
+SMALL_BUCKETS = 0.004  # megabytes: about the weight of one layer
 LAMB: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
 Make = Callable[[nn.Module], Optimizer]
@@ -43,7 +43,7 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """All ranks' samples, four for each."""
+    """Return the samples of all ranks, four for each."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(4 * dist.get_world_size(), 8, generator=generator, dtype=dtype)
 
@@ -73,7 +73,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, rtol: float = 1e-10, atol: f
 
 
 def compare(make: Make, freeze: bool = False, accumulate: int = 1, schedule: bool = False, **options: Any) -> None:
-    """A step with overlap on all ranks equals one process with the joined batch."""
+    """Check that steps with overlap on all ranks equal those of one process with the joined batch."""
     inner, alone = network(), network()
     for model in (inner, alone) if freeze else ():
         for param in model[2].parameters():
@@ -103,7 +103,7 @@ def compare(make: Make, freeze: bool = False, accumulate: int = 1, schedule: boo
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Every bucket has parameters of both groups."""
+    """Return two groups, so that every bucket has parameters of both."""
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.3},
@@ -169,7 +169,7 @@ def same_bits() -> None:
 
 
 def plain_step() -> None:
-    """`optimizer.step()`, gradients that are used before it, and a missing step."""
+    """Use `optimizer.step()`, use gradients before it, and omit a step."""
     inner, alone = network(), network()
     ddp, reference = distributed(inner), AdamW(alone.parameters(), lr=0.01)
     optimizer = AdamW(inner.parameters(), lr=0.01)
@@ -307,7 +307,7 @@ def scaled(make: Make, make_scaler: Callable[[], torch.amp.GradScaler] = torch_s
         for model, scaler in ((ddp, ours), (reference, theirs)):
             value = loss(model, mine(batch(step, torch.float32)))
             backward(scaler.scale(value * torch.inf if bad else value))
-        if step == 16:  # where gradients are used before the step
+        if step == 16:  # gradients are used before the step
             overlap.synchronize()
             ours.unscale_(optimizer)
             theirs.unscale_(other)
@@ -342,14 +342,14 @@ def unscaled_on_the_wire() -> None:
 
 
 def unscaling(model: nn.Module) -> Lamb:
-    """A Lamb that unscales inside its kernels."""
+    """Return a Lamb that unscales inside its kernels."""
     optimizer = Lamb(model.parameters(), **LAMB)
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return optimizer
 
 
 class Ones(nn.Module):
-    """A parameter whose gradient is the input."""
+    """A module with one parameter, whose gradient is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Ones(nn.Module):
 
 
 def half_average() -> None:
-    """The sum of two gradients of 40000 is beyond float16, their mean is not."""
+    """The sum of two gradients of 40000 exceeds float16, but their mean does not."""
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1.0)):
         model = Ones()
         ddp = distributed(model)
@@ -391,7 +391,7 @@ def late_overflow() -> None:
 
 
 def branches() -> list[ExponentialUpdateLossScaleManager | FixedLossScaleManager | None]:
-    """Of npu_bridge's example: npu_bert_loss_scale = 0, >= 1, and None or -1."""
+    """Return the scale managers of npu_bridge's example: npu_bert_loss_scale = 0, >= 1, and None or -1."""
     return [
         ExponentialUpdateLossScaleManager(64.0, incr_every_n_steps=4, decr_every_n_nan_or_inf=2, decr_ratio=0.5),
         FixedLossScaleManager(64.0),
@@ -400,7 +400,7 @@ def branches() -> list[ExponentialUpdateLossScaleManager | FixedLossScaleManager
 
 
 def npu_optimizer() -> None:
-    """The example's branches, with and without tailing, on all ranks and in one process."""
+    """The example's branches, with and without tailing, are equal on all ranks and in one process."""
     for branch in range(3):
         models = [network() for _ in range(3)]
         first, second, third = branches()[branch], branches()[branch], branches()[branch]
@@ -425,7 +425,7 @@ def npu_optimizer() -> None:
 
 
 def hooks() -> None:
-    """A hook runs once per step, not once per bucket, and a read before the step sees the average."""
+    """A hook runs once per step, not once per bucket, and a read before the step returns the average."""
     inner = network()
     ddp = distributed(inner)
     optimizer = Lamb(inner.parameters(), **LAMB)
@@ -467,19 +467,19 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "unscaled-on-the-wire": unscaled_on_the_wire,
     "half-average": half_average,
 }
-"""What two ranks do, one after the other."""
+"""The scenarios of two ranks, in order."""
 
 
 def failing(where: str) -> None:
-    """Rank 1 stops with an error, once before it sends anything, once between two buckets, once before its step.
+    """Stop rank 1 with an error: before it sends anything, between two buckets, or before its step.
 
-    Or it has another model.
+    With "model", rank 1 has another model instead.
     """
     if where == "model":
         try:
             distributed(nn.Linear(3, 2 + dist.get_rank()))
         finally:
-            # A process that ends with messages unread resets its connections; the other rank is to see them closed.
+            # A process that ends with unread messages resets its connections; the other rank must see them closed.
             time.sleep(0.5)
     inner = network()
     ddp = distributed(inner)

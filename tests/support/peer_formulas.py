@@ -1,8 +1,8 @@
 """Other packages' LAMBs, implemented again from their code, with the same order of operations and the same defaults.
 
 The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function
-steps all tensors once, and its docstring names the source: repository, file and commit. The last one is timm's own
-optimizer, if timm is installed.
+steps all tensors once, and its docstring names the source: repository, file and commit. The last function returns
+timm's own optimizer, if timm is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Leaf:
 
     name: str
     x: Floats
-    decays: bool = True  # whether the group that it lies in has weight decay
+    decays: bool = True  # whether its group has weight decay
     g: Floats = field(default_factory=list)
     m: Floats = field(default_factory=list)
     v: Floats = field(default_factory=list)
@@ -66,7 +66,7 @@ def paper_v3(leaves: Sequence[Leaf], lr: float) -> None:
 def apex(leaves: Sequence[Leaf], lr: float, use_nvlamb: bool = False) -> None:
     """NVIDIA/apex 06a83ce, csrc/multi_tensor_lamb.cu, MOMENT_MODE_1; defaults of apex/optimizers/fused_lamb.py.
 
-    Its arithmetic is float32; here it is float64.
+    Apex computes in float32, and this function in float64.
     """
     beta1, beta2, eps, weight_decay, max_grad_norm = 0.9, 0.999, 1e-6, 0.01, 1.0
     total = norm([g for leaf in leaves for g in leaf.g])
@@ -126,7 +126,7 @@ def lambw(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 def cybertronai(leaves: Sequence[Leaf], lr: float, adam: bool = False) -> None:
-    """cybertronai/pytorch-lamb, pytorch_lamb/lamb.py, as jettify/pytorch-optimizer 06f9dbb has it.
+    """cybertronai/pytorch-lamb, pytorch_lamb/lamb.py, as in jettify/pytorch-optimizer 06f9dbb.
 
     At 207f672 it has no rule for norms of zero: a zero parameter never moves, and becomes NaN on a zero gradient.
     """
@@ -247,9 +247,9 @@ def tfa_apart(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 def mindspore(leaves: Sequence[Leaf], lr: float, grouped: bool = False) -> None:
-    """mindspore-ai/mindspore: nn/optim/lamb.py 0385abb, and what an Ascend device makes of its one operation.
+    """mindspore-ai/mindspore: nn/optim/lamb.py 0385abb, and the kernels of its one operation on an Ascend device.
 
-    That is .../ascend/optimizer/ir_fission/lamb_fission.cc 0f4901b with LambApplyOptimizerAssign and
+    Those are .../ascend/optimizer/ir_fission/lamb_fission.cc 0f4901b with LambApplyOptimizerAssign and
     LambApplyWeightAssign. The GPU kernel (gpu/kernel/nn/lamb_gpu_kernel.h 08097c0) is the same but for tensors of one
     element, where it leaves ||u|| unset; earlier ones clip the ratio to 10 and take eps inside the root for ||u||.
     """
@@ -274,11 +274,11 @@ def mindspore_grouped(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 TIMM_ABSENT = None if find_spec("timm") else "timm is not installed: pip install --no-deps timm"
-"""Why timm's Lamb cannot be had; its dependencies have no build for the CPU everywhere."""
+"""The reason why timm's Lamb is missing; its dependencies do not have a CPU build everywhere."""
 
 
 def installed_timm_lamb() -> Any:
-    """The class itself, from timm's folder, since `import timm` needs torchvision."""
+    """Return the class itself, from timm's folder, since `import timm` needs torchvision."""
     spec = find_spec("timm")
     assert spec is not None
     assert spec.submodule_search_locations

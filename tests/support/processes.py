@@ -1,4 +1,4 @@
-"""Processes that work together, each with a time limit, so that none remains that waits for another.
+"""Processes that work together, each with a time limit, so that no process waits for another one forever.
 
 Each is forked from a process that has only imported torch and bighorn, because importing them takes seconds.
 """
@@ -23,7 +23,7 @@ import pytest
 from bighorn.cli.ranks import end_process_group
 
 LIMIT = 250
-"""Seconds that a process may take on a machine with much else to do, where to import torch alone takes one minute."""
+"""Seconds that a process may take on a busy machine, on which importing torch alone takes one minute."""
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -56,7 +56,7 @@ def outcomes(
 ) -> list[Outcome]:
     """Run a program, a file or its text, in one process for each of these lists of arguments, in a folder.
 
-    Each process has its rank in the environment, as under torchrun. Past the limit the test fails and prints the stack
+    Each process has its rank in the environment, as under torchrun. After the limit the test fails and prints the stack
     of each process, which distinguishes a process that waits for another from a slow machine.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -103,10 +103,10 @@ def assert_ended_well(processes: Sequence[Outcome]) -> None:
 
 
 def become(argv: list[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
-    """In a new process, run a program as `python` with these arguments would."""
+    """Run a program in a new process as `python` would with these arguments."""
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    faulthandler.enable()  # a process that is aborted says what it was doing
+    faulthandler.enable()  # an aborted process prints its stack
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -15,9 +15,10 @@ from tests.support.case_tensors import Fill, Grad, Layout, Leaf
 from tests.support.cases import KINDS, Case
 
 NAMES = ("conv1.bias", "big.weight", "plain.weight", "norm.scale", "late.bias")
-"""The first two are always there, since an exclusion that matches no name is refused."""
+"""The first two are always present, since an exclusion that matches no name is refused."""
 
-# Left to the table: a mask that rounding flips, a gradient that is almost its mean and divided by its own size, and a
+# The table tests these: a mask that rounding flips, a gradient that is almost its mean and divided by its own size, and
+# a compensation that ends at a tie of two subnormal numbers.
 # compensation that ends at a tie of two subnormal numbers.
 NOISY = {"cautious", "grad_centralization"}
 PRECISIONS = sorted(DTYPES.keys() - {"float16-weights-kahan"})
@@ -25,18 +26,18 @@ FILLS: Sequence[Fill] = ("normal", "big", "small", "zero")
 GRADS: Sequence[Grad] = ("normal", "tiny", "minute", "zero", "none", "late", "gap")
 LAYOUTS: Sequence[Layout] = ("plain", "transposed", "strided", "channels_last", "misaligned")
 GRAD_LAYOUTS: Sequence[Layout] = (*LAYOUTS, "lazy")
-"""Not "expanded": the rounding of equal elements adds up."""
+"""Layouts without "expanded", since the rounding errors of equal elements add up."""
 SIZES = (0, 1, 2, 3, 5, 7, 8, 16, 17, 31, 64, 65, 129, 257, 1025, 4097)
 MOST = 9000
-"""Elements of a tensor: above what blocks need, and what threads share."""
+"""The most elements of a tensor: more than blocks and shared tensors need."""
 
 FEWEST = 5
-"""Elements of what has a trust ratio, if any."""
+"""The fewest elements of a tensor with a trust ratio, if it has any."""
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Shapes of 0 to 5 dims, some of them 0 or 1."""
+    """Draw shapes of 0 to 5 dims, some of them 0 or 1."""
     shape: tuple[int, ...] = ()
     for _ in range(draw(st.integers(0, 5))):
         room = MOST // max(1, torch.Size(shape).numel())
@@ -52,12 +53,12 @@ def fits(layout: Layout, shape: tuple[int, ...]) -> bool:
 def leaves(draw: st.DrawFn, name: str, groups: Sequence[Mapping[str, Any]], grad_dtype: torch.dtype) -> Leaf:
     shape, group = draw(shapes()), draw(st.integers(0, len(groups) - 1))
     stacked = groups[group].get("stacked")
-    # Where an update of few elements cancels, its ratio is rounding noise; `case_tensors.py` has some that do not.
+    # If an update of few elements cancels, its ratio is rounding noise; `case_tensors.py` has some that do not.
     assume(torch.Size(shape[1:] if stacked else shape).numel() not in range(1, FEWEST))
     assume(not stacked or len(shape) >= 2)
     layouts = [layout for layout in GRAD_LAYOUTS if fits(layout, shape)]
     if grad_dtype in (torch.bfloat16, torch.float16):
-        layouts.remove("lazy")  # torch has no complex numbers of these
+        layouts.remove("lazy")  # torch has no complex numbers of these dtypes
     return Leaf(
         name,
         shape,
@@ -71,7 +72,7 @@ def leaves(draw: st.DrawFn, name: str, groups: Sequence[Mapping[str, Any]], grad
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Options of up to three rows, a row of groups and a row of dtypes, without incompatible ones."""
+    """Draw options of up to three rows, a row of groups and a row of dtypes, without incompatible ones."""
     kind = draw(st.sampled_from(KINDS))
     rows, of_groups = (LAMB_OPTIONS, LAMB_GROUPS) if kind is Lamb else (CAME_OPTIONS, CAME_GROUPS)
     options: dict[str, Any] = {}
@@ -82,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
     options |= precision
     steady = sorted(name for name in of_groups if not any(group.keys() & NOISY for group in of_groups[name]))
     groups = of_groups[draw(st.sampled_from(steady))] if draw(st.booleans()) else ({},)
-    # Where decay and gradient cancel, a moment in few bits is rounding noise.
+    # If decay and gradient cancel, a low-precision moment is rounding noise.
     assume("state_dtype" not in options or all(each.get("decay_mode") != "l2" for each in (options, *groups)))
     count = draw(st.integers(2, len(NAMES)))
     found = Case(
@@ -102,7 +103,7 @@ FLOAT32: tuple[torch.dtype, torch.dtype, Mapping[str, Any]] = (torch.float32, to
 
 
 def constructible(case: Case) -> bool:
-    """Whether the constructor accepts these options together."""
+    """Return whether the constructor accepts these options together."""
     try:
         case.optimizer(case.parameters(), "reference")
     except ValueError:

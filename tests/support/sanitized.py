@@ -1,7 +1,7 @@
 """`make sanitize`: tests of the C library under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-A finding of a sanitizer ends the process. The sanitizers also keep the compiler from vectorizing, so float32 sums round
-in another way and some comparisons with the reference miss their bounds: a failed assertion is reported as expected.
+A finding of a sanitizer ends the process. The sanitizers also prevent the compiler from vectorizing, so float32 sums
+round differently and some comparisons with the reference miss their bounds: a failed assertion is reported as expected.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SANITIZED = ROOT / "build" / "sanitized"
 
 
 def environment() -> Mapping[str, str]:
-    """What a Python started with `-S` needs: it finds no editable install, so it imports the sanitized package."""
+    """Return the variables for `python -S`, which finds no editable install, so it imports the sanitized package."""
     preloaded = [
         subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     return {
-        "ASAN_OPTIONS": "detect_leaks=0",  # of Python and torch
+        "ASAN_OPTIONS": "detect_leaks=0",  # leaks of Python and torch
         "LD_PRELOAD": " ".join(preloaded),
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": os.pathsep.join([str(SANITIZED), sysconfig.get_path("purelib")]),
@@ -36,7 +36,7 @@ def environment() -> Mapping[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    """A run of pytest in that environment."""
+    """Return the command of a pytest run in that environment."""
     return [sys.executable, "-S", "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *arguments]
 
 

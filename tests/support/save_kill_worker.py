@@ -32,11 +32,11 @@ def save_next(run: Run, place: Path) -> None:
 
 
 def killed(run: Run, place: Path, delay: float) -> int:
-    """The exit status of a process that saves repeatedly."""
+    """Return the exit status of a process that saves repeatedly and is killed after `delay`."""
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is, also within a write
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at any point, also within a write
             signal.setitimer(signal.ITIMER_REAL, delay)
             while True:
                 save_next(run, place)

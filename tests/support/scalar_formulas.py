@@ -95,7 +95,7 @@ def step(
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
 ) -> list[list[Ratio]]:
-    """One step for all tensors, in place; returns each tensor's ratios (none where there was no gradient)."""
+    """Step all tensors in place; return each tensor's ratios (none if it had no gradient)."""
     present = [None if g is None else [a * inv_scale for a in g] for g in grads]
     total = norm([a for g in present if g is not None for a in g])
     if skip_nonfinite and not math.isfinite(total):
@@ -116,7 +116,7 @@ def _step_tensor(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
 
     if o.maximize:
         g = [-a for a in g]
-    # A stacked tensor is its slices, so what counts are the dimensions of a slice.
+    # A stacked tensor consists of slices, so the dims of a slice decide.
     dims = len(tensor.shape) - o.stacked
     if o.grad_centralization and dims >= (3 if o.grad_centralization == "conv" else 2):
         g = _centralised(g, rows=math.prod(tensor.shape[: 1 + o.stacked]))
@@ -190,7 +190,7 @@ def _cautious(r: Floats, g: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class CameOptions:
-    """The defaults are came-pytorch's."""
+    """The options of CAME; the defaults are came-pytorch's."""
 
     lr: float = 1e-3
     betas: tuple[float, float, float] = (0.9, 0.999, 0.9999)
@@ -221,7 +221,7 @@ class Factors:
             self.col[j] = beta * self.col[j] + (1 - beta) * math.fsum(squares[j::cols]) / rows
 
     def rsqrt(self, correction: float = 1.0) -> Floats:
-        """1 / sqrt of every element of the matrix that the averages represent."""
+        """Return 1 / sqrt of every element of the matrix that the averages represent."""
         row, col = [a / correction for a in self.row], [a / correction for a in self.col]
         mean = math.fsum(row) / len(row)
         return [1 / math.sqrt(a / mean) / math.sqrt(b) for a in row for b in col]
@@ -261,7 +261,7 @@ class CameFigures:
 
 
 def came_step(tensor: CameTensor, g: Floats, o: CameOptions) -> CameFigures:
-    """One step of one tensor, in place."""
+    """Step one tensor in place."""
     (b1, b2, b3), size = o.betas, len(tensor.x)
     tensor.t += 1
     if not size:

@@ -93,7 +93,7 @@ def half_plain(bag: Bag) -> None:
 
 
 def tensor_parallel_and_sharded(bag: Bag) -> None:
-    """Strided shards, both dims, replication along one mesh dim, and parameters only on the other dim's mesh."""
+    """Use strided shards, both dims, replication along one mesh dim, and parameters only on the other dim's mesh."""
     both = mesh(2, 2)
     bag.place(["prime", "even", "bias"], both["two"], [Shard(0)])
     bag.place(["embedding"], both["two"], [Shard(1)])
@@ -120,20 +120,20 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """An optimizer and its number of steps."""
+    """An optimizer's options, its number of steps, and the comparison of its results."""
 
     kind: Kind
     options: Mapping[str, Any] = field(default_factory=dict)
     group: Mapping[str, Any] = field(default_factory=dict)
-    """For parameters of 2 dims or more."""
+    """Options of parameters of 2 dims or more."""
     steps: int = 2
     dtype: torch.dtype = torch.float64
     backend: str = "reference"
     tolerance: float = 1e-12
     compares_state: bool = False
-    """Which takes a collective for each tensor."""
+    """Whether state is compared, which takes a collective for each tensor."""
     not_on: Sequence[str] = ()
-    """Layouts that are refused."""
+    """Layouts that the optimizer refuses."""
 
     def optimizer(self, bag: Bag, **more: Any) -> Optimizer:
         named = list(bag.named_parameters())
@@ -185,7 +185,7 @@ RUNS: Mapping[str, Run] = {
         compares_state=True,
         not_on=("columns", "both-dims", "fsdp-and-tp"),
     ),
-    # Its second moment takes random bits, which must be those of the element in the whole tensor.
+    # The second moment takes random bits, which must be those of the element in the whole tensor.
     "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, not_on=("columns", "both-dims", "fsdp-and-tp")),
     "lamb-cpu": Run(
         Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
@@ -228,7 +228,7 @@ RUNS: Mapping[str, Run] = {
         tolerance=1e-5,
         not_on=("columns", "both-dims", "fsdp-and-tp"),
     ),
-    # Without a clip hardly a sum matters: rows of dim 0 are whole.
+    # Without a clip hardly any sum matters: rows of dim 0 are whole.
     "came-cpu-stochastic": Run(
         Came,
         {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
@@ -265,7 +265,7 @@ def assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> N
 
 
 def equals_the_unsharded_run(layout: Layout, run: Run) -> None:
-    """Parameters, state and telemetry."""
+    """Parameters, state and telemetry equal those of the unsharded run."""
     alone, sharded = Bag(SHAPES, run.dtype), Bag(SHAPES, run.dtype)
     layout(sharded)
     ours, theirs = run.optimizer(sharded), run.optimizer(alone)
@@ -295,7 +295,7 @@ def refuses_to_cut_blocks(layout: Layout, run: Run) -> None:
 
 
 def cost(optimizer: Optimizer) -> tuple[int, int]:
-    """The number of collectives of a step, and the bytes that a rank sends in them."""
+    """Return the number of collectives of a step, and the bytes that a rank sends in them."""
     given = []
     all_reduce = dist.all_reduce
 
@@ -334,7 +334,7 @@ def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int])
 
 
 def same_collectives(layout: Layout) -> None:
-    """All backends agree."""
+    """All backends have the same cost."""
     for kind in (Lamb, Came):
         costs = []
         for backend in ("reference", "cpu"):
@@ -355,7 +355,7 @@ COLLECTIVES: Mapping[int, Mapping[str, Callable[[], None]]] = {
 
 
 ALIKE = {2: ("fsdp", "columns", "half-plain"), 4: ("hybrid", "both-dims", "fsdp-and-tp")}
-"""Layouts in which backends are compared by what they exchange."""
+"""Layouts in which the costs of backends are compared."""
 
 
 def process_group() -> None:
@@ -373,7 +373,7 @@ def process_group() -> None:
 
 
 def replaced_state() -> None:
-    """Steps continue with state that was replaced, as by a program that moves it away and back."""
+    """Steps continue with state that was replaced, as by a program that moves it to other memory and back."""
     run, bags = Run(Lamb, {}), (Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64))
     for bag, replaces in zip(bags, (False, True), strict=True):
         fully_shard(bag)
@@ -390,7 +390,7 @@ def replaced_state() -> None:
 
 
 def tensor_parallel(kind: Kind, options: Mapping[str, Any]) -> None:
-    """Seven hidden units on two ranks, forward and backward through torch's own plan."""
+    """Seven hidden units on two ranks train forward and backward with torch's own plan."""
     inputs, alone = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mlp()
     sharded = mlp()
     # Without use_local_output=False a rank does not know how many units the other has (torch 2.13).
@@ -419,7 +419,7 @@ CHECKPOINTED = {
 
 
 def checkpoint(layout: Layout, run: Run, seed: int) -> tuple[Bag, Optimizer, dict[str, Any]]:
-    """A model, its optimizer, and the states of both for torch.distributed.checkpoint."""
+    """Return a model, its optimizer, and the states of both for torch.distributed.checkpoint."""
     bag = Bag(SHAPES, run.dtype, seed)
     layout(bag)
     optimizer = run.optimizer(bag)
@@ -433,7 +433,7 @@ def saves(layout: Layout, run: Run, folder: Path, in_background: bool = False) -
     """Save, and record the result of later steps, which a save in the background does not contain."""
     bag, optimizer, state = checkpoint(layout, run, seed=0)
     if in_background:
-        own = dist.new_group()  # its thread would take the place of steps' sums in the group of all ranks
+        own = dist.new_group()  # in the group of all ranks, its thread would interfere with the steps' sums
         written = async_save(state, checkpoint_id=folder / "checkpoint", process_group=own)
     else:
         save(state, checkpoint_id=folder / "checkpoint")
@@ -463,7 +463,7 @@ def loads(layout: Layout, run: Run, folder: Path) -> None:
 
 
 def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
-    """The scenarios of so many ranks, in order; two ranks must run first, since others load their checkpoints."""
+    """Return the scenarios of `world` ranks in order; two ranks must run first, since others load their checkpoints."""
     todo: dict[str, Callable[[], None]] = {}
     for on, layout in LAYOUTS[world].items():
         for name, run in RUNS.items() if world > 1 else ():

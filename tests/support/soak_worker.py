@@ -1,4 +1,4 @@
-"""Many steps of tiny parameters: at the end there is as much memory and there are as many objects as at the beginning.
+"""Many steps of tiny parameters: memory and the number of objects are the same at the end as at the beginning.
 
 `python soak_worker.py STEPS` steps whole parameters, `python soak_worker.py STEPS RANK WORLD STORE` shards of them.
 
@@ -21,7 +21,7 @@ from bighorn import Came, Lamb
 
 WARM_UP = 1000
 SLACK = 1 << 16
-"""Bytes. One object lost in each step would be above that: a tensor takes hundreds of bytes."""
+"""In bytes. One object lost in each step would exceed it: a tensor takes hundreds of bytes."""
 
 
 class MallocInfo(ctypes.Structure):
@@ -37,7 +37,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def allocated() -> int:
-    """The bytes that malloc has allocated. Resident memory is larger, and grows for longer under gloo's threads."""
+    """Return the bytes that malloc has allocated; resident memory is larger, and grows longer under gloo's threads."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = MallocInfo
     info = mallinfo2()
@@ -53,7 +53,7 @@ def optimizers(model: nn.Module) -> list[Lamb | Came]:
 
 
 def measured(step: Callable[[], None], steps: int) -> tuple[int, int]:
-    """Allocated bytes and Python objects after so many steps."""
+    """Return allocated bytes and Python objects after this number of steps."""
     for _ in range(steps):
         step()
     gc.collect()

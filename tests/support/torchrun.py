@@ -20,18 +20,18 @@ Job = dict[str, Any]
 
 
 def job(*command: str, **events: int) -> Job:
-    """A command, and the steps at which an event happens."""
+    """Return a command with the steps at which an event happens."""
     return {"command": list(command), **events}
 
 
 def under_torchrun(folder: Path, jobs: list[Job]) -> subprocess.CompletedProcess[str]:
-    """Run two processes under torchrun."""
+    """Run the jobs in two processes under torchrun."""
     command = [*TWO, str(WORKER), json.dumps(jobs)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=VARIABLES)
 
 
 def in_processes(count: int, folder: Path, jobs: list[Job]) -> list[Outcome]:
-    """Run processes without a supervisor."""
+    """Run the jobs in processes without a supervisor."""
     ended = outcomes(WORKER, [[json.dumps(jobs)]] * count, folder=folder)
     for number in range(len(jobs)):
         (folder / f"store-{number}").unlink(missing_ok=True)
@@ -44,9 +44,9 @@ def history(path: Path) -> dict[str, Any]:
 
 
 def assert_same_run(ours: Path, theirs: Path, coarse: bool) -> None:
-    """Losses, accuracies, tests and metrics agree at every step, up to rounding."""
+    """Check that losses, accuracies, tests and metrics agree at every step, up to rounding."""
     several, one = history(ours), history(theirs)
-    samples = 0.011 if coarse else 2e-3  # one of a hundred
+    samples = 0.011 if coarse else 2e-3  # one sample of a hundred
     assert several["loss"] == pytest.approx(one["loss"], rel=2e-3 if coarse else 1e-4)
     assert several["accuracy"] == pytest.approx(one["accuracy"], abs=samples)
     for name in ("lr", "scale", "skipped", "gauge_steps", "layers"):

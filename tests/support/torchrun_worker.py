@@ -67,7 +67,7 @@ def run(
         return write_data(self, *arguments)
 
     def meet(backend: str) -> None:
-        # torchrun's own store has one meeting's addresses for good.
+        # torchrun's own store keeps the addresses of one process group forever.
         join(backend, init_method=f"file://{Path.cwd()}/store-{number}", rank=RANK, world_size=WORLD)
 
     Interrupt.__enter__ = enter  # type: ignore[method-assign]

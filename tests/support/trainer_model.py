@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """Returns its loss, as the models of transformers do."""
+    """A model that returns its loss, as the models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def by_hand(
     clip: float | None = None,
     bf16: bool = False,
 ) -> Net:
-    """One epoch in a loop by hand; `decay` is the factor of the learning rate at a step."""
+    """Train one epoch in a loop by hand; `decay` is the factor of the learning rate at a step."""
     net = Net()
     optimizer = make(net)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
@@ -67,7 +67,7 @@ def by_hand(
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Parameters agree up to rounding, and the training moved every one."""
+    """Check that parameters agree up to rounding, and that the training changed every one."""
     for (name, a), b, c in zip(ours.named_parameters(), theirs.parameters(), Net().parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
         assert not a.equal(c), name

@@ -24,10 +24,11 @@ FEW_BITS: dict[str, dict[str, Any]] = {
     "kahan-float16": {"weight_rounding": "kahan", "state_dtype": "float16"},
     "master": {"weight_rounding": "master", "state_dtype": "bfloat16"},
 }
-"""For bfloat16 matrices, whose blocks do not fill the parts that threads take."""
+"""Options for bfloat16 matrices, whose blocks do not fill the parts that threads take."""
 SHAPES = ((1300, 1001), (300_000, 4), (600, 257), (70, 99))
 
-# Shared by all threads beyond 2**18 elements; beyond a million for each thread x is applied from the first block on,
+# All threads share tensors above 2**18 elements; above a million for each thread x is applied from the first block on,
+# and above 2 million in all the workspace for u is too small for all of it.
 # and beyond 2 million together the scratch for u is too small for all of it.
 SIZES = (3_000_000, 1_500_001, (1 << 18) + 1, 1 << 18, 100_000, 8193, 8192, 8191, *range(1, 40))
 
@@ -62,7 +63,7 @@ def train(params: list[Parameter], steps: int = 2, **options: Any) -> Lamb:
 
 
 def digest(params: list[Parameter], optimizer: Lamb) -> int:
-    """A digest of every bit of the parameters, the state and the telemetry."""
+    """Return a digest of every bit of the parameters, the state and the telemetry."""
     states = [value for p in params for _, value in sorted(optimizer.state[p].items())]
     summary = 0
     for tensor in (*params, *states, optimizer.telemetry().trust_ratio):
@@ -71,7 +72,7 @@ def digest(params: list[Parameter], optimizer: Lamb) -> int:
 
 
 def digests(threads: int) -> list[int]:
-    """One digest for each set of options."""
+    """Return one digest for each set of options."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     runs = [(parameters, OPTIONS[name]) for name in OPTIONS] + [(matrices, FEW_BITS[name]) for name in FEW_BITS]
     out = []

@@ -15,7 +15,7 @@ BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def use_driver(replacement: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the active driver; until 3.4 `active` is a plain attribute, and then a property of `_active`."""
+    """Replace the active driver; before 3.5 `active` is a plain attribute, and then a property of `_active`."""
     monkeypatch.setattr(driver, "_active" if VERSION >= (3, 5) else "active", replacement)
 
 
@@ -28,13 +28,13 @@ def on_compilation(hook: Callable[..., None] | None, monkeypatch: pytest.MonkeyP
 
 
 def loaded_binary() -> tuple[int, ...]:
-    """The return value of a driver's `load_binary`: module, function, registers, spills and, from 3.4 on, threads."""
+    """Return the value of a driver's `load_binary`: module, function, registers, spills and, from 3.4 on, threads."""
     return (1, 1, 32, 0, 1024) if VERSION >= (3, 4) else (1, 1, 32, 0)
 
 
 def missing(backend: str) -> str | None:
-    """The reason why this Triton cannot compile for a backend here, or None."""
-    if backend != "hip" or VERSION >= (3, 5):  # from 3.5 on the wheel links what it compiles for AMD
+    """Return the reason why this Triton cannot compile for a backend here, or None."""
+    if backend != "hip" or VERSION >= (3, 5):  # from 3.5 on the wheel links code for AMD
         return None
     from triton.backends.amd.compiler import HIPBackend
 

@@ -25,10 +25,10 @@ def mend() -> None:
 
     def cast_impl(builder: Any, source: Any, dtype: Any) -> Any:
         wanted, given = dtype.scalar, source.dtype.scalar
-        if (given, wanted) == (tl.float32, tl.bfloat16):  # the interpreter cuts the mantissa off
+        if (given, wanted) == (tl.float32, tl.bfloat16):  # the interpreter truncates the mantissa
             bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
             return interpreter.TensorHandle(bits, wanted)
-        if (given, wanted) == (tl.bfloat16, tl.float32):  # and it loses numbers below the normal ones
+        if (given, wanted) == (tl.bfloat16, tl.float32):  # the interpreter loses subnormal numbers
             bits = np.ascontiguousarray(source.data).astype(np.uint32) << 16
             return interpreter.TensorHandle(bits.view(np.float32), wanted)
         return cast(builder, source, dtype)
@@ -38,7 +38,7 @@ def mend() -> None:
     patched: set[str] = set()
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        # A launch patches what its kernel's module sees; functions of Triton's own that it calls see another module.
+        # A launch patches the names in the kernel's module, but functions of Triton that it calls are in other modules.
         module = function.fn.__module__
         if module.startswith("triton.") and module not in patched:
             interpreter._patch_lang(function.fn)
@@ -49,7 +49,7 @@ def mend() -> None:
 
 
 def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of more than two programs, of which there are `programs`, runs only the first and the last."""
+    """Make launches of more than two programs run only the first and the last of `programs`."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     launch = launch_group.LaunchGroup.launch

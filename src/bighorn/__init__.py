@@ -1,11 +1,11 @@
 """Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters live on."""
 
 from bighorn import groups, schedules, telemetry
+from bighorn.distributed import TailOverlap, release_gradients, shard_update
 from bighorn.optim.came import Came, CameTelemetry
-from bighorn.optim.foreign import ConvertedStateWarning
+from bighorn.optim.checkpointing import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
 from bighorn.optim.presets import PRESETS, Preset
-from bighorn.parallel import TailOverlap, release_gradients, shard_update
 from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [

@@ -129,6 +129,16 @@ def about(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
+def checked(checks: Mapping[str, Check], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given values that have a check, each in its canonical form.
+
+    Raises:
+        TypeError: One is of a wrong type.
+        ValueError: One is out of range.
+    """
+    return {name: checks[name](name, value) for name, value in given.items() if name in checks}
+
+
 # ---- numbers --------------------------------------------------------------------------------------------
 
 

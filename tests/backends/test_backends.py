@@ -20,7 +20,7 @@ from bighorn.kernels import codec, rounding
 from bighorn.kernels.codec import Dither
 from bighorn.kernels.reference import came as came_reference
 from bighorn.kernels.reference import lamb as reference
-from bighorn.state import BESIDE
+from bighorn.optim.state import AUX_STATE_NAMES
 from tests.support import scalar_formulas
 from tests.support.case_tensors import ZOO, Layout, arranged, double
 from tests.support.cases import CASES, Case, Kind, Optimizer, set_gradients
@@ -173,7 +173,7 @@ def assert_same_parameter(
 
 def unrounded(parameter: Tensor, state: State) -> Tensor:
     """Return the value that a parameter represents together with its aux state; without it, the parameter itself."""
-    kept = {name: value for name, value in state.items() if name in BESIDE}
+    kept = {name: value for name, value in state.items() if name in AUX_STATE_NAMES}
     return rounding.unrounded(parameter.detach(), kept) if kept else parameter.detach()
 
 
@@ -201,7 +201,7 @@ def copy_into(
         state = optimizer.state.get(parameter, {})
         exact.data.copy_(unrounded(parameter, state))
         for key, value in state.items():
-            if key not in BESIDE:
+            if key not in AUX_STATE_NAMES:
                 twin.state[exact][key].copy_(value)
 
 
@@ -270,7 +270,7 @@ def check_step(
         assert (parameter in optimizer.state) == (exact in twin.state), where
         apart = False
         if parameter in optimizer.state:
-            mine = {key: value for key, value in optimizer.state[parameter].items() if key not in BESIDE}
+            mine = {key: value for key, value in optimizer.state[parameter].items() if key not in AUX_STATE_NAMES}
             apart = assert_same_state(mine, twin.state[exact], state, bounds, where, roundings)
         kept = optimizer.state.get(parameter, {})
         assert_weights(case, parameter, kept, exact, old, apart=apart, what=where, roundings=roundings)

@@ -47,7 +47,7 @@ def bucket(
         form = codec.LAMB_FORMS[name][torch.uint8 if square and state_dtype == torch.int8 else state_dtype]
         coded = [codec.encode(torch.rand(shape) - (0 if square else 0.5), form) for shape in shapes]
         state |= {name: [codes for codes, _ in coded], f"{name}_scale": [scales for _, scales in coded]}
-    for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
+    for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(x.shape, dtype=kept) for x in params]
     steps = [torch.tensor(3.0) for _ in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -108,7 +108,7 @@ def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch
 
 def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
     """Return the state, and the values that parameters represent together with their aux state."""
-    kept = {name: of.state[name] for name in rounding.kept_for(of.options.weight_rounding)}
+    kept = {name: of.state[name] for name in rounding.AUX_STATE[of.options.weight_rounding]}
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
     weights = [rounding.unrounded(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
     return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}

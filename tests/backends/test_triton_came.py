@@ -50,7 +50,7 @@ def bucket(
         cols = [shape[1:] if factor == "matrix" else (*shape[:-2], shape[-1]) for shape in shapes]
         state[f"exp_avg_{of}_row"] = [torch.rand(shape) for shape in rows]
         state[f"exp_avg_{of}_col"] = [torch.rand(shape) for shape in cols]
-    for name, kept in rounding.kept_for(options.get("weight_rounding", "nearest")).items():
+    for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]
     options = {"factor": factor, **options}

@@ -17,7 +17,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb
-from bighorn.optim.foreign import FORMATS
+from bighorn.optim.checkpoint_formats import FORMATS
 from tests.support import peer_formulas
 from tests.support.case_tensors import FEW, Leaf
 from tests.support.cases import LEFT_OUT, Case, Kind, set_gradients

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb
 from bighorn.kernels import codec
-from bighorn.state import MOMENT_DTYPES
+from bighorn.optim.state import MOMENT_DTYPES
 from tests.support.case_tensors import BLOCKS, ZOO, Leaf, arranged
 from tests.support.cases import Case, Kind, Optimizer
 from tests.support.optimizer_runs import advance, assert_bitwise, assert_same_everything, backward, copies, model

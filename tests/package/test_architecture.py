@@ -23,20 +23,18 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"groups", "optim", "scaling", "parallel", "schedules", "telemetry"},
+    "bighorn": {"groups", "optim", "scaling", "distributed", "schedules", "telemetry"},
     "arguments": set(),
-    "late": set(),
-    "optim": {"arguments", "optim", "kernels", "sharding", "state", "names", "schedules"},
+    "deferred": set(),
+    "optim": {"arguments", "optim", "kernels", "distributed", "names", "schedules"},
     "kernels": {"arguments", "kernels"},
-    "sharding": {"kernels"},
-    "state": {"kernels", "sharding"},
     "groups": {"names"},
     "names": set(),
     "schedules": {"arguments"},
     "telemetry": {"arguments"},
     "integrations": {"arguments", "telemetry"},
-    "scaling": {"arguments", "late", "sharding"},
-    "parallel": {"late", "sharding"},
+    "scaling": {"arguments", "deferred", "distributed"},
+    "distributed": {"deferred", "kernels"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
     "cli": {"bighorn", "kernels", "schedules", "cli"},
 }

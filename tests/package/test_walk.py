@@ -74,6 +74,16 @@ FIRST_ARITHMETIC: dict[tuple[str, str], Function] = {
 }
 
 
+def test_a_load_is_a_short_walk(kind: Kind) -> None:
+    param = Parameter(torch.ones(4, 4))
+    optimizer = kind([("p", param)], lr=0.01, weight_decay=0.1)
+    param.grad = torch.ones(4, 4)
+    optimizer.step()
+    state_dict = optimizer.state_dict()
+    files, moves, _ = counts(calls(lambda: optimizer.load_state_dict(state_dict)))
+    assert (files <= 8, moves <= 20) == (True, True), (files, moves)
+
+
 def test_a_cached_step_is_a_short_walk(kind: Kind, backend: str) -> None:
     last = FIRST_ARITHMETIC[kind.algorithm.name, backend]
     files, moves, back = counts(cached_step(kind, [Parameter(torch.ones(4, 4))], backend=backend), last)

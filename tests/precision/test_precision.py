@@ -18,7 +18,7 @@ from bighorn.kernels import codec, rounding
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, SIGNED, UNSIGNED, Form
 from bighorn.kernels.rounding import LOW, Rounding
-from bighorn.state import Kept
+from bighorn.optim.state import StateTensorSpec
 from tests.support.cases import Kind
 
 FORMS: dict[str, Form] = {
@@ -221,7 +221,7 @@ def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
     moved = abs(steps * update)
     results: dict[str, Tensor] = {}
     for way in rounding.ROUNDING_MODES:
-        x, kept = start.clone(), {name: torch.zeros(count, dtype=of) for name, of in rounding.kept_for(way).items()}
+        x, kept = start.clone(), {name: torch.zeros(count, dtype=of) for name, of in rounding.AUX_STATE[way].items()}
         for step in range(steps):
             bits = bits_for((count,), t=step + 1) if way == "stochastic" else None
             kept = rounding.rounded(rounding.unrounded(x, kept) + update, dtype, way, bits)
@@ -262,7 +262,7 @@ def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> Non
         parameter.grad = torch.randn(8, 40).bfloat16()
         optimizer.step()
     written, before = torch.randn(4, 40).bfloat16() * 1e-3, parameter.detach().clone()
-    kept = {name: optimizer.state[parameter][name].clone() for name in rounding.kept_for(way)}
+    kept = {name: optimizer.state[parameter][name].clone() for name in rounding.AUX_STATE[way]}
     with torch.no_grad():
         parameter[:4] = written
     whole = rounding.unrounded(parameter.detach(), kept)
@@ -336,7 +336,7 @@ def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> N
     spec = kind(others, lr=0.01, **PRECISIONS[after])
     for ours, theirs in zip(parameters, others, strict=True):
         old, now = optimizer.state[ours], other.state[theirs]
-        kept: Mapping[str, Kept] = spec.algorithm.state_spec(spec.param_groups[0], theirs)
+        kept: Mapping[str, StateTensorSpec] = spec.algorithm.state_spec(spec.param_groups[0], theirs)
         declared = {"step": torch.zeros(()), **{name: each.like(theirs) for name, each in kept.items()}}
         assert {name: (value.dtype, value.shape) for name, value in now.items()} == {
             name: (value.dtype, value.shape) for name, value in declared.items()

@@ -86,7 +86,7 @@ class Bucket(Generic[Options]):
         state: Name to one tensor per row; every row has the same names. LAMB: `exp_avg`, `exp_avg_sq`, and
             `max_exp_avg_sq` for amsgrad, or `exp_avg_scale` and `exp_avg_sq_scale` where they are kept in blocks.
             CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either `exp_avg_sq_row`, `exp_avg_sq_col`,
-            `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: what `rounding.kept_for` names.
+            `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: what `rounding.AUX_STATE` names.
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
         counts: `steps` of the rows that have a gradient, without repetition; kernels advance each
             (`arithmetic.count_step`).

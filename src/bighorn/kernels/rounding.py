@@ -40,14 +40,13 @@ SMALLEST_NORMAL = 2.0**-14
 WORD = 0xFFFFFFFF
 
 
-def kept_for(rounding: Rounding) -> dict[str, torch.dtype]:
-    """What has to be kept beside a parameter, in its shape and memory order, and in which dtype.
-
-    Example:
-        >>> kept_for("kahan"), kept_for("stochastic")
-        ({'compensation': torch.int16}, {})
-    """
-    return {"kahan": {"compensation": torch.int16}, "master": {"master": torch.float32}}.get(rounding, {})
+AUX_STATE: Mapping[str, Mapping[str, torch.dtype]] = {
+    "nearest": {},
+    "stochastic": {},
+    "kahan": {"compensation": torch.int16},
+    "master": {"master": torch.float32},
+}
+"""The state that a rounding mode adds, in the shape and memory order of the parameter, with its dtypes."""
 
 
 def unrounded(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:

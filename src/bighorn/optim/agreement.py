@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from bighorn.distributed.sharding import Ranks
 from bighorn.optim.algorithm import Group
-from bighorn.optim.parts import Part
+from bighorn.optim.param_info import Part
 from bighorn.optim.settings import Settings
-from bighorn.sharding import Ranks
-from bighorn.state import whole_view
+from bighorn.optim.state import whole_view
 
 
 def check_agreement(parts: Iterable[Part], groups: list[Group], options: Iterable[str], settings: Settings) -> None:

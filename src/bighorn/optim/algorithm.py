@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bighorn.arguments import Check, choice, flag, learning_rate, schedulable, weight_decay
 from bighorn.kernels.options import Options, table
+from bighorn.optim.state import StateSpec, weight_spec, whole_view, why_unfit
 from bighorn.schedules import Values
-from bighorn.state import Spec, weight_spec, whole_view, why_unfit
 
 Group = dict[str, Any]
 """A parameter group, with every option that it can have."""
@@ -68,7 +68,7 @@ class Algorithm(ABC, Generic[Options]):
         """What the kernels are told, for one variant of a group."""
 
     @abstractmethod
-    def moments(self, group: Group, param: Tensor) -> Spec:
+    def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The state tensors of the algorithm for a parameter (a real one), besides `step`."""
 
     @abstractmethod
@@ -90,16 +90,7 @@ class Algorithm(ABC, Generic[Options]):
             **{name: group[name] for name in self.passed_on},
         }
 
-    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the given things that are options, each in its canonical form.
-
-        Raises:
-            TypeError: One is of a wrong type.
-            ValueError: One is out of range.
-        """
-        return {name: self.options[name](name, value) for name, value in given.items() if name in self.options}
-
-    def state_spec(self, group: Group, param: Tensor) -> Spec:
+    def state_spec(self, group: Group, param: Tensor) -> StateSpec:
         """The state tensors of a parameter, besides `step`."""
         whole = whole_view(param)
         return {**self.moments(group, whole), **weight_spec(whole, group["weight_rounding"])}

@@ -18,7 +18,15 @@ from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
-from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Kept, Spec, all_dims, moments_dtype, moments_spec
+from bighorn.optim.state import (
+    MIN_8BIT_SIZE,
+    MOMENT_DTYPES,
+    StateSpec,
+    StateTensorSpec,
+    all_dims,
+    moments_dtype,
+    moments_spec,
+)
 
 
 @dataclass(frozen=True)
@@ -65,19 +73,19 @@ class CameAlgorithm(Algorithm[CameOptions]):
             factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
         return factored, leading if factored else stacked
 
-    def moments(self, group: Group, param: Tensor) -> Spec:
+    def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The momentum, and averages of rows and columns, or the whole second moment where it is not factored."""
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
         dtypes, in_8_bits = {"exp_avg": moments_dtype(param, group["state_dtype"])}, group["state_dtype"] == "int8"
         spec = moments_spec(param, dtypes, in_8_bits, stacked, group["min_8bit_size"])
         if not self.shape_of(group, param)[0]:
-            return {**spec, "exp_avg_sq": Kept(wide, dims)}
+            return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
         if group["factor"] == "last_two":
             row, col = dims[:-1], (*dims[:-2], dims[-1])
         else:
             row, col = dims[: stacked + 1], (*dims[:stacked], *dims[stacked + 1 :])
-        averages = {"row": Kept(wide, row), "col": Kept(wide, col)}
+        averages = {"row": StateTensorSpec(wide, row), "col": StateTensorSpec(wide, col)}
         return {**spec, **{f"exp_avg_{of}_{name}": kept for of in ("sq", "res") for name, kept in averages.items()}}
 
     def kernel_options(self, group: Group, variant: Variant) -> CameOptions:

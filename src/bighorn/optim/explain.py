@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from bighorn import kernels
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.parts import Part, row_shard
+from bighorn.optim.param_info import Part, row_shard
+from bighorn.optim.state import STEP_BYTES, local_view
 from bighorn.optim.step_plan import StepPlan
-from bighorn.state import STEP_BYTES, local_view
 
 Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
 

@@ -18,7 +18,7 @@ from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
-from bighorn.state import MIN_8BIT_SIZE, MOMENT_DTYPES, Spec, moments_dtype, moments_spec
+from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateSpec, moments_dtype, moments_spec
 
 IN_BLOCKS = ("float16", "int8")
 """The values of state_dtype with which moments are kept in blocks."""
@@ -69,7 +69,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
             )
         return super().why_unfit(group, param)
 
-    def moments(self, group: Group, param: Tensor) -> Spec:
+    def moments(self, group: Group, param: Tensor) -> StateSpec:
         """Both moments, in the one dtype or in blocks, and amsgrad's maximum."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))

@@ -19,16 +19,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn import arguments as checks
-from bighorn import sharding
-from bighorn.optim import explain, foreign, order, param_groups, plan_builder
+from bighorn.distributed import sharding
+from bighorn.optim import explain, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
-from bighorn.optim.ahead import Ahead, check_ahead
 from bighorn.optim.algorithm import Algorithm, Variant
-from bighorn.optim.checkpoints import check_structure, loaded_states, only_initialises
+from bighorn.optim.checkpointing import check_structure, converted, loaded_states, only_initialises, wrap
 from bighorn.optim.eager import eager
-from bighorn.optim.parts import Part, Places, check_backend, parameters, part_of
+from bighorn.optim.param_groups import Order
+from bighorn.optim.param_info import Part, Places, check_backend, parameters, part_of
 from bighorn.optim.plan_cache import PlanCache, StepParams
 from bighorn.optim.settings import Settings
+from bighorn.optim.state import init_or_validate_state
 from bighorn.optim.step_options import (
     SCHEDULED,
     OptionGuard,
@@ -39,8 +40,8 @@ from bighorn.optim.step_options import (
     begin_step,
     value_at,
 )
+from bighorn.optim.step_param import Ahead, check_ahead
 from bighorn.optim.step_plan import StepPlan, scale_and_mask, square_sum_of
-from bighorn.state import complete, hold
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +66,7 @@ class KernelOptimizer(Optimizer):
     _default_schedules: dict[str, Any]
     _scheduled: list[ScheduledOptions]
     """The scheduled options of each group."""
-    _order: order.Order
+    _order: Order
     _guard: OptionGuard
     _plans: PlanCache
     _prefix: str | None = None
@@ -92,16 +93,16 @@ class KernelOptimizer(Optimizer):
         self._settings = Settings.of(arguments)
         self._scheduled, self._order = [], []
         self._forget()
-        params, ordered = order.split(params)
+        params, ordered = param_groups.split_order(params)
         params = param_groups.in_lists(params)
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
-        checked = self.algorithm.checked({**arguments, **self.algorithm.group_only})
+        checked = checks.checked(self.algorithm.options, {**arguments, **self.algorithm.group_only})
         self._prefix = param_groups.prefix_of(params, self._settings)
         self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked.get(name))}
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
         super().__init__(params, checked)
-        self._order = order.places(ordered, self.param_groups)
+        self._order = param_groups.order_indices(ordered, self.param_groups)
         if not partial:
             self._settings.check_exclusions(
                 [name for group in self.param_groups for name in group.get("param_names", ())]
@@ -210,7 +211,7 @@ class KernelOptimizer(Optimizer):
     def step_ahead(self, param: Tensor) -> None:
         """Step one parameter now and drop its gradient; a later `step()` takes the others and ends the step.
 
-        Options are those at the first call in a step. `bighorn.parallel.release_gradients` calls this inside backward.
+        Options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
 
         Args:
             param: One of this optimizer's, with a gradient.
@@ -372,7 +373,7 @@ class KernelOptimizer(Optimizer):
 
     def _complete(self, part: Part, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
         spec = self.algorithm.state_spec(self.param_groups[part.variant.group], part.param)
-        return complete(part.param, dense, spec, self.state.get(part.param, {}), part.label), list(spec)
+        return init_or_validate_state(part.param, dense, spec, self.state.get(part.param, {}), part.label), list(spec)
 
     def in_order(self) -> list[Tensor]:
         """Every parameter, in the order in which a step visits them: that of `order_params`, if given."""
@@ -468,8 +469,8 @@ class KernelOptimizer(Optimizer):
         """
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
-        state_dict = foreign.converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: hold(loaded))
+        state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: wrap(loaded))
         try:
             super().load_state_dict(state_dict)
         finally:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bighorn import sharding
-from bighorn.arguments import brief, integer, refuse_unknown
-from bighorn.names import common_prefix, named, names_of, unwrapped
-from bighorn.optim import foreign
+from bighorn.arguments import brief, checked, integer, refuse_unknown
+from bighorn.distributed import sharding
+from bighorn.names import common_prefix, listed, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.parts import label_of
-from bighorn.optim.settings import Settings
-from bighorn.optim.step_options import COUNT, NO_OPTIONS
-from bighorn.state import overlaps
+from bighorn.optim.settings import OF_THE_WHOLE, Settings
+from bighorn.optim.state import overlaps
+from bighorn.optim.step_options import COUNT, FORMAT, NO_OPTIONS, VERSION
+
+Order = list[tuple[int, int]]
+"""The indices of each parameter in the order that `order_params` gives; empty for that of the groups."""
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -48,6 +50,8 @@ def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
     lists = [names for group in groups if isinstance(names := group.get("param_names"), (list, tuple))]
     loaded = [name for names in lists for name in names if isinstance(name, str)]
     own = [name for group in current for name in group.get("param_names", ())]
+    if loaded == own:
+        return ""
     return common_prefix(loaded).removeprefix(common_prefix(own))
 
 
@@ -84,7 +88,7 @@ def joining(
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
     refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")
-    group.update(algorithm.checked(group))
+    group.update(checked(algorithm.options, group))
     group["params"] = named(group["params"], settings.names)
     pairs = [isinstance(param, tuple) for param in group["params"]]
     if any(pairs) and not all(pairs):
@@ -116,10 +120,15 @@ def joining(
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
         group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
     count = max((other[COUNT] for other in others), default=0)
-    complete = {**defaults, COUNT: count, **group, foreign.VERSION: foreign.FORMAT}
+    complete = {**defaults, COUNT: count, **group, VERSION: FORMAT}
     for position, tensor in enumerate(tensors):
         algorithm.refuse_unfit(complete, tensor, label_of(len(others), position, names))
     return complete, tensors
+
+
+def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
+    """The name of a parameter, or where the group has no names its indices."""
+    return (names[position] if names else "") or f"param_groups[{index}].params[{position}]"
 
 
 def check_parameter(name: object, param: object, *, stacked: bool) -> None:
@@ -175,19 +184,85 @@ def loaded(
         ValueError: It is of a newer format, or holds an option that cannot be used.
     """
     try:
-        group = settings.without_own(group) if settings else group
-        group = {foreign.VERSION: foreign.FORMAT, **{name: current[name] for name in algorithm.options}, **group}
+        if settings and not group.keys().isdisjoint(OF_THE_WHOLE):
+            group = settings.without_own(group)
+        group = {
+            VERSION: FORMAT,
+            **{name: current[name] for name in algorithm.options},
+            **group,
+        }
         known = {*NO_OPTIONS, *algorithm.options, *current}
         if others := [repr(name) for name in group if name not in known]:
             raise ValueError(
                 f"an unknown option {' and '.join(others[:2])}: the state is another optimizer's, so load it into that "
                 "one; or somebody noted this in its groups, so remove it there"
             )
-        if "param_names" in group:
+        if "param_names" in group and group["param_names"] != current.get("param_names"):
             group["param_names"] = _checked_names(group["param_names"], len(group["params"]), prefix)
-        group[foreign.VERSION] = foreign.check_version(group[foreign.VERSION])
+        group[VERSION] = check_version(group[VERSION])
         if COUNT in group:
             group[COUNT] = integer(COUNT, group[COUNT])
-        return {**group, **algorithm.checked(group)}
+        return {**group, **checked(algorithm.options, group)}
     except (TypeError, ValueError) as error:
         raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+
+
+def check_version(value: object) -> int:
+    """The version of a loaded group, if this package reads it.
+
+    Raises:
+        ValueError: It is newer, or not a version.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= FORMAT:
+        raise ValueError(
+            f"{VERSION}={value!r}, but this bighorn reads {FORMAT} and older: load it with the one that wrote it"
+        )
+    return FORMAT
+
+
+def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:
+    """Parameters or groups without the dict that orders them, and the tensors in the order that it asks for.
+
+    Raises:
+        TypeError: There is no list of parameters, or it names something that is no tensor.
+        ValueError: There are two such dicts, or it names a tensor twice.
+    """
+    params = listed(params)
+    orders = [group for group in params if isinstance(group, dict) and "order_params" in group]
+    if not orders:
+        return params, None
+    if len(orders) > 1:
+        raise ValueError(f"order_params is given {len(orders)} times: one dict among the groups orders all of them")
+    ignored = [str(key) for key in orders[0] if key != "order_params"]
+    if ignored:
+        warnings.warn(
+            f"the group with order_params has other keys too, which mean nothing there: {', '.join(ignored)}",
+            stacklevel=4,
+        )
+    ordered = listed(orders[0]["order_params"], "order_params")
+    tensors = [item[1] if isinstance(item, tuple) else item for item in ordered]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"order_params must hold the parameters of the other groups, not {tensor!r}")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("order_params names a parameter twice: each one must be there once")
+    return [group for group in params if group is not orders[0]], tensors
+
+
+def order_indices(ordered: list[Tensor] | None, groups: list[dict[str, Any]]) -> Order:
+    """The indices of the ordered tensors in the groups.
+
+    Raises:
+        ValueError: They are not exactly the parameters of the groups.
+    """
+    if ordered is None:
+        return []
+    found = {id(param): (i, j) for i, group in enumerate(groups) for j, param in enumerate(group["params"])}
+    if {id(tensor) for tensor in ordered} != found.keys():
+        strangers = sum(id(tensor) not in found for tensor in ordered)
+        raise ValueError(
+            f"order_params must name every parameter of the other groups and no others: of its {len(ordered)}, "
+            f"{strangers} are in no group, and "
+            f"{len(found) - len(ordered) + strangers} of the groups' {len(found)} are not among them"
+        )
+    return [found[id(tensor)] for tensor in ordered]

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn import kernels, sharding
+from bighorn import kernels
 from bighorn.arguments import about
+from bighorn.distributed import sharding
+from bighorn.distributed.sharding import Cut, Ranks
 from bighorn.kernels import Bucket
 from bighorn.kernels.storage import has_memory
 from bighorn.optim.algorithm import Variant
-from bighorn.optim.parts import Part, row_shard
+from bighorn.optim.param_info import Part, row_shard
+from bighorn.optim.state import REAL_DTYPES, local_view, overlaps, refuse_freed
 from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepPlan
-from bighorn.sharding import Cut, Ranks
-from bighorn.state import REAL_DTYPES, local_view, overlaps, refuse_freed
 
 State = dict[str, Any]
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bighorn import sharding
+from bighorn.distributed import sharding
+from bighorn.distributed.sharding import PLAIN
 from bighorn.kernels.storage import address_of
 from bighorn.optim.algorithm import Group
 from bighorn.optim.step_plan import StepPlan
-from bighorn.sharding import PLAIN
 
 MOST_PLANS = 8
 """How many plans are remembered for each part of a step, where sets of parameters alternate."""
@@ -84,11 +85,11 @@ class StepParams(NamedTuple):
         return cut
 
 
+@dataclass
 class PlanCache:
     """Plans by their parameters."""
 
-    def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = {}
+    _plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = field(default_factory=dict)
 
     def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
         """The plan of these parameters, bound to this step's gradients, if all is as it was when it was made."""

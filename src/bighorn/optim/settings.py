@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from bighorn import sharding
 from bighorn.arguments import choice, flag, max_norm
+from bighorn.distributed import sharding
 from bighorn.kernels import BACKENDS
 from bighorn.kernels.options import Option, table
 from bighorn.names import Exclusion, Names, check_exclusion, check_matches, common_prefix, names_of, unwrapped

@@ -6,13 +6,12 @@ keeps this part of a `state_dict`; the schedules are code, are not saved, and ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from bighorn.arguments import StepFunction, about, number, refuse_misspelt
-from bighorn.optim import foreign
+from bighorn.arguments import StepFunction, about, checked, number, refuse_misspelt
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
@@ -28,8 +27,14 @@ LABELS = ("params", "param_names", "name")
 SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
 """Keys that schedulers keep in a group: torch's, and timm's `lr_scale`."""
 
-NO_OPTIONS = (*LABELS, *SCHEDULERS, COUNT, foreign.VERSION)
-"""Every key that a group may be given beside options; we keep the last two, since every way of saving keeps groups."""
+VERSION = "format_version"
+"""The key of a group that says how its state is to be read."""
+
+FORMAT = 1
+"""The version that is written."""
+
+NO_OPTIONS = (*LABELS, *SCHEDULERS, COUNT, VERSION)
+"""Every key that a group can have beside options. Bighorn writes the last two: every way of saving keeps groups."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
@@ -126,14 +131,14 @@ REMOVED = object()
 """Stands for an option that a program has taken out of a group; it will be the default's again."""
 
 
+@dataclass
 class OptionGuard:
     """The options of the groups as the last step saw them, since any program may write into groups."""
 
-    def __init__(self) -> None:
-        self._keys: dict[int, tuple[str, ...]] = {}
-        self._seen: dict[int, tuple[object, ...]] = {}
-        self.version = 0
-        """It grows with every change of an option."""
+    version: int = 0
+    """It grows with every change of an option."""
+    _keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _seen: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
     def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings) -> bool:
         """Check options that have changed, and write their canonical form; whether plans still hold.
@@ -154,12 +159,12 @@ class OptionGuard:
             if isinstance(group.get("lr"), Tensor) or not _same(values, self._seen.get(index)):
                 values = tuple([(defaults | group)[name] for name in algorithm.options])
                 with about(f"param_groups[{index}]"):
-                    fresh[index] = algorithm.checked(dict(zip(algorithm.options, values, strict=True))), values
+                    fresh[index] = checked(algorithm.options, dict(zip(algorithm.options, values, strict=True))), values
         plans_hold = True
-        for index, (checked, values) in fresh.items():
+        for index, (options, values) in fresh.items():
             old = dict(zip(algorithm.options, self._seen.get(index, ()), strict=False))
-            plans_hold &= all(old.get(name) == checked[name] for name in algorithm.options if name not in NUMBERS)
-            groups[index].update(checked)
+            plans_hold &= all(old.get(name) == options[name] for name in algorithm.options if name not in NUMBERS)
+            groups[index].update(options)
             self._seen[index] = values
             self.version += 1
         return plans_hold
@@ -210,5 +215,5 @@ def attach_all(
         values = [group.setdefault(name, defaults.get(name)) for name in SCHEDULED]
         if not all(isinstance(value, (float, int, Tensor)) for value in values):
             with about(f"param_groups[{index}]"):
-                group.update(algorithm.checked({name: group[name] for name in SCHEDULED}))
+                group.update(checked(algorithm.options, {name: group[name] for name in SCHEDULED}))
                 attach_schedules(group, own)

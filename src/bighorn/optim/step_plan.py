@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bighorn.distributed.sharding import Cut, Ranks
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.settings import Settings
-from bighorn.sharding import Cut, Ranks
-from bighorn.state import real_view
+from bighorn.optim.state import real_view
 
 LARGEST_NORM = 2.0**53
 """Up to this 2-norm of all gradients no square leaves float32, in which moments are.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn import sharding
+from bighorn.distributed import sharding
 
 MOST_NAMES = 5
 """How many overflowed parameters of a rank an error names."""

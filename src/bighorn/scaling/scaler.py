@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from bighorn.arguments import flag, integer, unknown_name
-from bighorn.late import Late
+from bighorn.deferred import DeferredScalar
 from bighorn.scaling.overflow import Suspects, batches, group_of, local_grads, names_of, unscale
 from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
 
@@ -101,7 +101,7 @@ class LossScaler(GradScaler):
         super().__init__("cpu", init_scale=policy.init_scale, enabled=enabled)
         self._bad_steps: Tensor | int = 0
         self._overflows: Tensor | int = 0
-        self._late_overflows: Late | None = None
+        self._late_overflows: DeferredScalar | None = None
         self._suspects: list[Suspects] = []
 
     def _check_bounds(self, name: str, value: object) -> float:
@@ -216,7 +216,7 @@ class LossScaler(GradScaler):
             good_steps.copy_(after.good_steps)
             self._bad_steps = after.bad_steps
             self._overflows = torch.where(overflow, self._overflows + 1, 0)
-            self._late_overflows = None if self.max_consecutive_overflows is None else Late(self._overflows)
+            self._late_overflows = None if self.max_consecutive_overflows is None else DeferredScalar(self._overflows)
         else:
             if not isinstance(new_scale, Tensor):
                 scale.fill_(self._check_bounds("new_scale", new_scale))

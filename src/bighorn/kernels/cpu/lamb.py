@@ -15,7 +15,7 @@ from bighorn.kernels.cpu.library import address, loaded, scratch
 from bighorn.kernels.cpu.stepper import Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 from bighorn.kernels.options import LambOptions
-from bighorn.kernels.rounding import kept_for
+from bighorn.kernels.rounding import AUX_STATE
 
 BOTH, FIRST, SECOND = 0, 1, 2
 """Phases of a step, as in csrc/abi.h."""
@@ -42,7 +42,7 @@ class Lamb(Stepper[LambOptions]):
     @staticmethod
     def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
         """As `Stepper.make_row`."""
-        x, beside = bucket.params[i], kept_for(bucket.options.weight_rounding)
+        x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
         return abi.LambRow(
             weights=weights(bucket, i, places),

@@ -14,7 +14,7 @@ from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.abi import Gradient, Weights
 from bighorn.kernels.options import CameOptions, LambOptions, Options
 from bighorn.kernels.reference.stepper import draws
-from bighorn.kernels.rounding import kept_for
+from bighorn.kernels.rounding import AUX_STATE
 
 BLOCK_ELEMS = 8192  # of csrc/run.h
 LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
@@ -60,7 +60,7 @@ def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weigh
     x, way = bucket.params[i], bucket.options.weight_rounding
     return Weights(
         data=x.data_ptr(),
-        aux=next((bucket.state[name][i].data_ptr() for name in kept_for(way)), None),
+        aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
         layout=places.buffer_info()[0] if places else None,
         offset=first_place(bucket, i) if draws(bucket) else 0,
         param_id=bucket.numbers[i] if draws(bucket) else 0,

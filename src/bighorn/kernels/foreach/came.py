@@ -20,7 +20,7 @@ from bighorn.kernels.codec import rounded, stored
 from bighorn.kernels.foreach import pieces
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
-from bighorn.kernels.rounding import kept_for, places, random_bits, stream, unrounded
+from bighorn.kernels.rounding import AUX_STATE, places, random_bits, stream, unrounded
 from bighorn.kernels.rounding import rounded as rounded_weight
 
 CHUNK = pieces.CHUNK // 4
@@ -234,7 +234,7 @@ class Batch:
 
     def beside(self, at: Index) -> dict[str, Tensor]:
         """A piece of what is kept beside the parameter."""
-        return {name: self.arrays[name][at] for name in kept_for(self.options.weight_rounding)}
+        return {name: self.arrays[name][at] for name in AUX_STATE[self.options.weight_rounding]}
 
     def bits(self, at: Index) -> Tensor | None:
         """Random bits for a piece, where its rounding takes any."""

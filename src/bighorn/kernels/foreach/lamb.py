@@ -22,7 +22,7 @@ from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, 
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 from bighorn.kernels.reference.stepper import draws
-from bighorn.kernels.rounding import dither, kept_for, random_bits, stream, unrounded
+from bighorn.kernels.rounding import AUX_STATE, dither, random_bits, stream, unrounded
 from bighorn.kernels.rounding import rounded as rounded_weight
 
 WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
@@ -166,7 +166,7 @@ class Batch:
 
     def _weights(self, piece: Piece) -> list[Tensor]:
         """What the parameters of a piece stand for: themselves, or float32 made from what is kept beside them."""
-        kept = kept_for(self.bucket.options.weight_rounding)
+        kept = AUX_STATE[self.bucket.options.weight_rounding]
         if not kept:
             return piece.x
         beside = [{name: state[name].view(-1) for name in kept} for state in piece.state]

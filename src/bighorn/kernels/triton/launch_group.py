@@ -12,7 +12,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import draws
-from bighorn.kernels.rounding import kept_for, stream
+from bighorn.kernels.rounding import AUX_STATE, stream
 from bighorn.kernels.triton.device import Launch, compiled
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
 
@@ -151,7 +151,7 @@ class LaunchGroup(Generic[Options]):
             stop = first + programs
             row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.norms[i].data_ptr()]
             row += step not in unique_steps, index
-            row.append(sum(bucket.state[name][i].data_ptr() for name in kept_for(bucket.options.weight_rounding)))
+            row.append(sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]))
             row.append(max(1, math.prod(x.shape[1:])))
             row += random_columns(bucket, i) if draws(bucket) else [0] * 6
             row += own

@@ -5,8 +5,8 @@ then the optimizer starts. With TailOverlap `backward()` returns at once, and th
 The idea is the tailing optimisation of Ascend's NPUOptimizer.
 """
 
-from bighorn.parallel.overlap import TailOverlap
-from bighorn.parallel.release import Release, release_gradients
-from bighorn.parallel.shard_update import shard_update
+from bighorn.distributed.gradient_release import Release, release_gradients
+from bighorn.distributed.overlap import TailOverlap
+from bighorn.distributed.shard_update import shard_update
 
 __all__ = ["Release", "TailOverlap", "release_gradients", "shard_update"]

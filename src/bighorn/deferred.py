@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Late:
+class DeferredScalar:
     """Such a number, on its way to the host; when it is read it has long been computed."""
 
     def __init__(self, value: Tensor) -> None:

@@ -1,31 +1,18 @@
-"""Checkpoints of other optimizers: how each is told, and what its options and state are here. And our own's version.
-
-`load_state_dict` converts what a row of FORMATS recognises. What a checkpoint does not hold stays as constructed, and
-whole-optimizer options are in none; where either makes the next steps others than the peer's, the note says so.
-"""
+"""The checkpoint formats of other optimizers: how each is detected, and its options and state as ours."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bighorn.optim.step_options import VERSION
+
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
 
-VERSION = "format_version"
-"""The key of a group that says how its state is to be read. Groups survive every way of saving, sharded ones too."""
-
-FORMAT = 1
-"""The version that is written."""
-
 NOT_FOREIGN = (VERSION, "stacked")
-"""Our groups have at least one of these keys, of the time before versions too; nobody else's has."""
-
-
-class ConvertedStateWarning(UserWarning):
-    """`load_state_dict` was given another optimizer's checkpoint and converted it; the message says how."""
+"""Each of our groups has at least one of these keys, also before versions were written; no other optimizer's has."""
 
 
 @dataclass(frozen=True)
@@ -161,96 +148,4 @@ FORMATS = (
         state_left_out=("RMS",),
     ),
 )
-"""THE table of foreign checkpoints; the first row that recognises one is it."""
-
-
-def converted(
-    state_dict: dict[str, Any], algorithm: str, current: Iterable[Group], max_grad_norm: float | None
-) -> dict[str, Any]:
-    """A checkpoint as one of ours: converted with a warning if it is foreign, as it is if it is not.
-
-    Args:
-        state_dict: `state` and `param_groups`.
-        algorithm: The one that it is loaded into.
-        current: The groups of the optimizer that it is loaded into.
-        max_grad_norm: That optimizer's.
-
-    Raises:
-        ValueError: It is of an optimizer whose state another algorithm has, or has an option that is not known here.
-    """
-    groups = state_dict["param_groups"]
-    row = _recognised(groups)
-    if row is None:
-        return state_dict
-    if row.algorithm != algorithm:
-        raise ValueError(
-            f"state_dict is a checkpoint of {row.name}, whose state is not {algorithm.capitalize()}'s: load it into "
-            f"{row.algorithm.capitalize()}, or load the model alone and start the optimizer afresh"
-        )
-    ours = [row.group(group) for group in groups]
-    states = dict(state_dict["state"])
-    for group in groups:
-        for key in group["params"]:
-            if isinstance(states.get(key), dict) and states[key]:
-                states[key] = row.state(group, states[key])
-    warnings.warn(_note(row, groups, current, max_grad_norm), ConvertedStateWarning, stacklevel=3)
-    return {**state_dict, "state": states, "param_groups": ours}
-
-
-def check_version(value: object) -> int:
-    """The version in a loaded group, if it can be read here.
-
-    Raises:
-        ValueError: It is a newer one, or none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= FORMAT:
-        raise ValueError(
-            f"{VERSION}={value!r}, but this bighorn reads {FORMAT} and older: load it with the one that wrote it"
-        )
-    return FORMAT
-
-
-def _recognised(groups: Any) -> Format | None:
-    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
-        return None
-    if any(key in group for group in groups for key in NOT_FOREIGN):
-        return None
-    return next((row for row in FORMATS if row.recognises(groups)), None)
-
-
-def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_norm: float | None) -> str:
-    """What was done, and in what the next steps will differ from the peer's."""
-    renamed = [
-        f"{key}={group[key]!r} is {_listed(change(group[key]))}"
-        for group in groups
-        for key, change in row.becomes.items()
-        if key in group and change(group[key])
-    ]
-    if any("step" in group for group in groups):
-        renamed.append("each group's count of steps is its parameters' own")
-    if row.adds:
-        renamed.append(f"its state means {_listed(row.adds)}")
-    differing = [
-        f"{name}={here[name]!r} stays, where {row.name} has {' or '.join(map(repr, values))}"
-        for group, here in zip(groups, current, strict=False)
-        for name, values in row.implied.items()
-        if name not in row.options(group) and here[name] not in values
-    ]
-    differing += [
-        f"max_grad_norm={group['max_grad_norm']!r} is for the constructor, which was given {max_grad_norm!r}"
-        for group in groups
-        if group.get("max_grad_norm", max_grad_norm) != max_grad_norm
-    ]
-    if row.unsaved:
-        differing.append(f"checkpoints of {row.name} do not tell {row.unsaved}")
-    counted = f"{len(groups)} group{'s' * (len(groups) != 1)}"
-    parts = [f"state_dict is a checkpoint of {row.name} ({counted}), and was converted", *_each_once(renamed)]
-    return "; ".join(parts) + "".join(f". Note: {text}" for text in _each_once(differing))
-
-
-def _listed(options: Group) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-
-def _each_once(texts: list[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
+"""The first format that recognises a checkpoint is its format."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn import sharding
+from bighorn.distributed import sharding
+from bighorn.distributed.sharding import PLAIN
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.rounding import Rounding
 from bighorn.kernels.storage import is_freed
@@ -37,7 +38,7 @@ STEP_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateTensorSpec:
     """A state tensor of a parameter.
 
     Attributes:
@@ -61,7 +62,7 @@ class Kept:
         return torch.empty_like(torch.empty_strided(shape, stride, device="meta"), dtype=self.dtype)
 
 
-Spec = Mapping[str, Kept]
+StateSpec = Mapping[str, StateTensorSpec]
 """A parameter's state tensors by name, besides `step`."""
 
 
@@ -99,7 +100,7 @@ def all_dims(param: Tensor) -> tuple[int, ...]:
 
 def moments_spec(
     param: Tensor, dtypes: Mapping[str, torch.dtype], in_blocks: bool, stacked: int, min_8bit_size: int
-) -> Spec:
+) -> StateSpec:
     """A parameter's moments, with the scales of their blocks.
 
     Args:
@@ -111,19 +112,20 @@ def moments_spec(
     """
     dims = all_dims(param)
     if not in_blocks:
-        return {name: Kept(dtype, dims) for name, dtype in dtypes.items()}
+        return {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
     if param.dim() - stacked < 2 or param.numel() < min_8bit_size:
-        return {name: Kept(torch.float32, dims) for name in dtypes}
-    scales = {f"{name}_scale": Kept(torch.float32, dims[: stacked + 1], scales=True) for name in dtypes}
-    return {**{name: Kept(dtype, dims) for name, dtype in dtypes.items()}, **scales}
+        return {name: StateTensorSpec(torch.float32, dims) for name in dtypes}
+    scales = {f"{name}_scale": StateTensorSpec(torch.float32, dims[: stacked + 1], scales=True) for name in dtypes}
+    return {**{name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}, **scales}
 
 
-def weight_spec(param: Tensor, weight_rounding: Rounding) -> Spec:
-    """What is kept beside a parameter, so that storing it loses nothing."""
-    return {name: Kept(dtype, all_dims(param)) for name, dtype in rounding.kept_for(weight_rounding).items()}
+def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
+    """The aux state of a parameter, with which storing it loses nothing."""
+    dims, aux = all_dims(param), rounding.AUX_STATE[weight_rounding]
+    return {name: StateTensorSpec(dtype, dims) for name, dtype in aux.items()}
 
 
-def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> dict[str, Any]:
+def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> dict[str, Any]:
     """A state whose moments are in blocks where `spec` says so, and nowhere else, whatever they were saved in.
 
     What was kept beside a parameter, and is not any more, goes.
@@ -131,10 +133,10 @@ def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> 
     Raises:
         ValueError: There are scales that do not fit their codes.
     """
-    out = {name: value for name, value in state.items() if name in spec or name not in BESIDE}
+    out = {name: value for name, value in state.items() if name in spec or name not in AUX_STATE_NAMES}
     for name in ("exp_avg", "exp_avg_sq"):
         values, scales = state.get(name), state.get(f"{name}_scale")
-        if name not in spec or not isinstance(values, Tensor):
+        if name not in spec or not isinstance(values, Tensor) or (f"{name}_scale" not in spec and scales is None):
             continue
         new = codec.form_of(name, spec)
         if isinstance(scales, Tensor):
@@ -152,8 +154,8 @@ def recoded(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> 
     return out
 
 
-BESIDE = tuple(name for way in rounding.ROUNDING_MODES for name in rounding.kept_for(way))
-"""What may be kept beside a parameter. Zeros are a start, whenever that is."""
+AUX_STATE_NAMES = tuple(name for mode in rounding.ROUNDING_MODES for name in rounding.AUX_STATE[mode])
+"""The aux state of all rounding modes. It can begin as zeros at any step."""
 
 
 def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
@@ -188,21 +190,26 @@ def real_view(tensor: Tensor) -> Tensor:
 
 def whole_view(param: Tensor) -> Tensor:
     """The shape, strides and dtype of all of a parameter, as a real one."""
-    return real_view(sharding.whole(param))
+    return real_view(param if type(param) in PLAIN else sharding.whole(param))
 
 
 def local_view(param: Tensor) -> Tensor:
     """What lies here of a parameter, as a real one, in the same memory."""
-    return real_view(sharding.local(param))
+    return real_view(param if type(param) in PLAIN else sharding.local(param))
 
 
 def refuse_freed(tensor: Tensor, what: str) -> None:
     """Raise a ValueError for a tensor whose memory was freed."""
     if is_freed(tensor):
-        raise ValueError(
-            f"{what} has no memory: its storage was freed, as untyped_storage().resize_(0) does. Give it its memory "
-            "back before the step"
-        )
+        raise freed(what)
+
+
+def freed(what: str) -> ValueError:
+    """The error about a tensor whose memory was freed."""
+    return ValueError(
+        f"{what} has no memory: its storage was freed, as untyped_storage().resize_(0) does. Give it its memory back "
+        "before the step"
+    )
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -229,32 +236,41 @@ def in_layout_of(like: Tensor, value: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(value)
 
 
-def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A parameter's whole state: what is there, checked and placed; zeros where there is nothing yet.
+def init_or_validate_state(
+    param: Tensor, dense: Tensor, spec: StateSpec, state: Mapping[str, Any], what: str
+) -> dict[str, Any]:
+    """The whole state of a parameter: the present tensors, checked and in their dtypes, or zeros if there are none.
 
     Args:
-        param: The parameter. If it is distributed, so is its state.
-        dense: What lies here of it, as kernels see it (real, dense).
+        param: The parameter. If it is distributed, its state is distributed in the same way.
+        dense: The shard on this rank, or all of it, as kernels see it (real, dense).
         spec: The tensors that the optimizer keeps for it, besides `step`.
-        state: What there is.
+        state: The present state.
         what: The parameter's name for messages.
 
     Raises:
-        ValueError: A tensor of another shape or distributed in another way, a `step` that is no count, or a part of a
-            state.
+        ValueError: A tensor of another shape or distributed in another way, a `step` that is not a count, or a state
+            that lacks a tensor.
     """
     _check_blocks(param, spec, what)
     fresh = not any(name in state for name in (*spec, "step"))
-    likes = {name: kept.like(dense) for name, kept in spec.items()}
-    wholes = {name: kept.like(whole_view(param)) for name, kept in spec.items()}
-    out = recoded(_local(state, param, spec, wholes, what), likes, what)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    plain = set(map(type, (param, *tensors.values()))) <= PLAIN
+    _refuse_without_values(tensors, param, spec, what, plain=plain)
+    likes = {name: each.like(dense) for name, each in spec.items()}
+    whole = whole_view(param)
+    wholes = {} if plain else {name: each.like(whole) for name, each in spec.items()}
+    local = dict(state)
+    for name, value in tensors.items():
+        local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
+    out = requantized(local, likes, what)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad from now on
     if fresh or "step" in out:
         out["step"] = _count(out.get("step", 0), dense, what)
     for name, like in likes.items():
-        if fresh or (name in BESIDE and name not in out):
-            # Of the parameter's own kind: state of a wrapper subclass holds as many tensors.
+        if fresh or (name in AUX_STATE_NAMES and name not in out):
+            # Of the parameter's own kind: the state of a wrapper subclass holds as many tensors.
             out[name] = dense.new_empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)
@@ -265,15 +281,15 @@ def complete(param: Tensor, dense: Tensor, spec: Spec, state: Mapping[str, Any],
             "was made with other options, and going on would take steps of a wrong size. Load the matching "
             "checkpoint, or drop optimizer.state of this parameter"
         )
-    return out | {
-        name: sharding.distributed(out[name], param, kept.dims, wholes[name], state.get(name))
-        for name, kept in spec.items()
-    }
+    if not plain:
+        for name, each in spec.items():
+            out[name] = sharding.distributed(out[name], param, each.dims, wholes[name], state.get(name))
+    return out
 
 
-def _check_blocks(param: Tensor, spec: Spec, what: str) -> None:
-    layout = sharding.layout_of(param)
-    scales = next((kept for kept in spec.values() if kept.scales), None)
+def _check_blocks(param: Tensor, spec: StateSpec, what: str) -> None:
+    scales = next((each for each in spec.values() if each.scales), None)
+    layout = sharding.layout_of(param) if scales is not None else None
     if layout is not None and scales is not None and not layout.shard(param.shape).split <= set(scales.dims):
         raise ValueError(
             f"{what} is distributed as {layout}, which cuts through the blocks that its rows are kept in: "
@@ -281,38 +297,33 @@ def _check_blocks(param: Tensor, spec: Spec, what: str) -> None:
         )
 
 
-def _local(
-    state: Mapping[str, Any], param: Tensor, spec: Spec, wholes: Mapping[str, Tensor], what: str
-) -> dict[str, Any]:
-    """What lies here of a state."""
-    parts = dict(state)
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            continue
-        if name in spec or name == "step" or str(name).endswith("_scale"):
-            _refuse_without_values(value, param, f"state {name!r} of {what}")
-        value = real_view(value)
-        if name not in spec:
-            parts[name] = sharding.local(value)
-            continue
-        try:
-            parts[name] = sharding.part_of(value, param, spec[name].dims, wholes[name].shape)
-        except ValueError as error:
-            raise ValueError(f"state {name!r} of {what} {error}; or drop optimizer.state of this parameter") from None
-    return parts
+def _local(name: str, value: Tensor, param: Tensor, spec: StateSpec, wholes: Mapping[str, Tensor], what: str) -> Tensor:
+    """The shard of a state tensor on this rank."""
+    if name not in spec:
+        return sharding.local(value)
+    try:
+        return sharding.part_of(value, param, spec[name].dims, wholes[name].shape)
+    except ValueError as error:
+        raise ValueError(f"state {name!r} of {what} {error}; or drop optimizer.state of this parameter") from None
 
 
-def _refuse_without_values(value: Tensor, param: Tensor, what: str) -> None:
+def _refuse_without_values(
+    tensors: Mapping[str, Tensor], param: Tensor, spec: StateSpec, what: str, *, plain: bool
+) -> None:
     """Raise a ValueError for a state tensor that is not dense, or holds no values where its parameter does."""
-    kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-    if kind == "strided" and value.is_meta and not param.is_meta:
-        kind = "on the meta device"
-    if kind != "strided":
-        raise ValueError(
-            f"{what} is a tensor that is {kind}, expected a dense one with values: it is damaged. Load another "
-            "checkpoint, or drop optimizer.state of this parameter"
-        )
-    refuse_freed(sharding.local(value), what)
+    for name, value in tensors.items():
+        if not (name in spec or name == "step" or str(name).endswith("_scale")):
+            continue
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        if kind == "strided" and value.is_meta and not param.is_meta:
+            kind = "on the meta device"
+        if kind != "strided":
+            raise ValueError(
+                f"state {name!r} of {what} is a tensor that is {kind}, expected a dense one with values: it is "
+                "damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+            )
+        if is_freed(value if plain else sharding.local(value)):
+            raise freed(f"state {name!r} of {what}")
 
 
 def _placed(name: str, value: object, like: Tensor, device: torch.device, what: str) -> Tensor:
@@ -355,34 +366,3 @@ def _count(step: object, param: Tensor, what: str) -> Tensor:
             "another checkpoint, or drop optimizer.state of this parameter"
         )
     return value.reshape(()).to(device=param.device, dtype=torch.float32)
-
-
-class Held:
-    """Carries a tensor through `Optimizer.load_state_dict`, which casts tensors to the parameter's dtype.
-
-    Torch calls its cast on `Optimizer` by name, so that overriding it does nothing (torch 2.13); a type that it
-    does not know it leaves alone.
-    """
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def hold(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose state tensors are held."""
-
-    def held(state: object) -> object:
-        if not isinstance(state, dict):
-            return state
-        return {name: Held(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    return {**state_dict, "state": {key: held(state) for key, state in state_dict["state"].items()}}
-
-
-def release(state: object) -> object:
-    """One parameter's state with its tensors let go, each a copy of its own, as torch makes them."""
-    if not isinstance(state, dict):
-        return state
-    return {name: value.tensor.clone() if isinstance(value, Held) else value for name, value in state.items()}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from bighorn import kernels, sharding
+from bighorn import kernels
+from bighorn.distributed import sharding
+from bighorn.distributed.sharding import Cut, Layout
 from bighorn.kernels.bucket import Shard
 from bighorn.names import excludes
 from bighorn.optim.algorithm import Algorithm, Group, Variant
-from bighorn.optim.order import Order
+from bighorn.optim.param_groups import Order, label_of
 from bighorn.optim.settings import Settings
-from bighorn.sharding import Cut, Layout
-from bighorn.state import local_view, whole_view
+from bighorn.optim.state import local_view, whole_view
 
 Places = dict[int, tuple[int, int]]
 """By a parameter's id: its group and its position there."""
@@ -51,11 +52,6 @@ def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Te
     return (
         (index, position, param) for index, group in enumerate(groups) for position, param in enumerate(group["params"])
     )
-
-
-def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
-    """What a parameter is called: its name, where the group has names, or its place."""
-    return (names[position] if names else "") or f"param_groups[{index}].params[{position}]"
 
 
 def part_of(param: Tensor, group: Group, place: tuple[int, int], algorithm: Algorithm[Any], settings: Settings) -> Part:

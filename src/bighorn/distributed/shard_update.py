@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn import sharding
+from bighorn.distributed import sharding
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from bighorn.parallel.parts import StepsInParts
+from bighorn.distributed.step_in_parts import StepsInParts
 
 
 def refuse_closure() -> None:

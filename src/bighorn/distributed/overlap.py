@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from bighorn.parallel.flight import Flight
-from bighorn.parallel.parts import StepsInParts, step_in_parts
-from bighorn.parallel.refusals import agree, check_types, refuse_closure, why_not
-from bighorn.parallel.scaled import Scaled, unscale
+from bighorn.distributed.grad_scaler import Scaled, unscale
+from bighorn.distributed.in_flight import Flight
+from bighorn.distributed.refusals import agree, check_types, refuse_closure, why_not
+from bighorn.distributed.step_in_parts import StepsInParts, step_in_parts
 
 
 class TailOverlap:

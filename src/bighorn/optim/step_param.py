@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bighorn.optim.parts import Places
+from bighorn.optim.param_info import Places
 from bighorn.optim.step_options import ScheduleStep
 from bighorn.optim.step_plan import StepPlan
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bighorn.late import Late
+from bighorn.deferred import DeferredScalar
 
 if TYPE_CHECKING:
-    from bighorn.parallel.overlap import TailOverlap
+    from bighorn.distributed.overlap import TailOverlap
 
 
 class Scaled:
@@ -31,7 +31,7 @@ class Scaled:
         self.verdict: tuple[dist.Work, Tensor] | None = None
         self.inv_scale: Tensor | None = None
         self.late: Tensor | None = None
-        self.late_before: Late | None = None
+        self.late_before: DeferredScalar | None = None
         """Whether the last step has used sums that overflowed."""
 
     def launch_verdict(self, overflows: list[Tensor]) -> None:
@@ -81,7 +81,7 @@ class Scaled:
         finally:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
-        self.late_before = Late(self.late * (self.found_inf == 0))
+        self.late_before = DeferredScalar(self.late * (self.found_inf == 0))
 
     def on_arrival(self, buffer: Tensor) -> None:
         """Unscale what has come, unless the optimizer does, and note where it is not finite."""

@@ -1,0 +1,202 @@
+"""Checkpoints: a `state_dict` is checked, converted and loaded; and the step that only creates state for one."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from bighorn.distributed import sharding
+from bighorn.optim.algorithm import Algorithm, Group
+from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
+from bighorn.optim.param_groups import label_of
+from bighorn.optim.state import init_or_validate_state, local_view
+from bighorn.optim.step_options import COUNT
+from bighorn.optim.step_plan import StepPlan
+
+
+class ConvertedStateWarning(UserWarning):
+    """`load_state_dict` was given another optimizer's checkpoint and converted it; the message says how."""
+
+
+def check_structure(state_dict: object) -> None:
+    """Refuse what no optimizer's `state_dict()` has returned.
+
+    Raises:
+        ValueError: It is another thing, or it holds state of parameters that are in none of its groups.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("state_dict must be what optimizer.state_dict() returned, with 'state' and 'param_groups'")
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+        raise ValueError(
+            "state_dict must hold a dict, 'state', and a list, 'param_groups', not a "
+            f"{type(states).__name__} and a {type(groups).__name__}"
+        )
+    for index, group in enumerate(groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"param_groups[{index}] of state_dict must be a dict with a list of 'params'")
+    known = {param for group in groups for param in group["params"]}
+    for param, state in states.items():
+        if param not in known:
+            raise ValueError(
+                f"state_dict is damaged: it has a state of {param!r}, which is in none of its param_groups"
+            )
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state_dict is damaged: its state of {param!r} is a {type(state).__name__}, not a dict")
+
+
+def converted(
+    state_dict: dict[str, Any], algorithm: str, current: Iterable[Group], max_grad_norm: float | None
+) -> dict[str, Any]:
+    """A checkpoint as one of ours: that of another optimizer is converted, with a warning that says how.
+
+    An option that the checkpoint does not hold stays as it was constructed; no checkpoint holds those of the whole
+    optimizer. The warning names each one with which the next steps differ from those of the other optimizer.
+
+    Args:
+        state_dict: `state` and `param_groups`.
+        algorithm: The one that it is loaded into.
+        current: The groups of the optimizer that it is loaded into.
+        max_grad_norm: That optimizer's.
+
+    Raises:
+        ValueError: It is of an optimizer whose state another algorithm has, or has an option that is not known here.
+    """
+    groups = state_dict["param_groups"]
+    row = _detected(groups)
+    if row is None:
+        return state_dict
+    if row.algorithm != algorithm:
+        raise ValueError(
+            f"state_dict is a checkpoint of {row.name}, whose state is not {algorithm.capitalize()}'s: load it into "
+            f"{row.algorithm.capitalize()}, or load the model alone and start the optimizer afresh"
+        )
+    ours = [row.group(group) for group in groups]
+    states = dict(state_dict["state"])
+    for group in groups:
+        for key in group["params"]:
+            if isinstance(states.get(key), dict) and states[key]:
+                states[key] = row.state(group, states[key])
+    warnings.warn(_note(row, groups, current, max_grad_norm), ConvertedStateWarning, stacklevel=3)
+    return {**state_dict, "state": states, "param_groups": ours}
+
+
+class OpaqueTensor:
+    """Carries a tensor through `Optimizer.load_state_dict`, which casts tensors to the parameter's dtype.
+
+    Torch calls its cast on `Optimizer` by name, so that overriding it does nothing (torch 2.13); a type that it
+    does not know it leaves alone.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def wrap(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose state tensors are opaque."""
+
+    def wrapped(state: object) -> object:
+        if not isinstance(state, dict):
+            return state
+        return {name: OpaqueTensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    return {**state_dict, "state": {key: wrapped(state) for key, state in state_dict["state"].items()}}
+
+
+def unwrap(state: object) -> object:
+    """One parameter's state with copies of the wrapped tensors, as torch makes them."""
+    if not isinstance(state, dict):
+        return state
+    return {name: value.tensor.clone() if isinstance(value, OpaqueTensor) else value for name, value in state.items()}
+
+
+def loaded_states(groups: list[Group], loaded: Mapping[Any, Any], algorithm: Algorithm[Any]) -> defaultdict[Any, Any]:
+    """Every parameter's state, checked, in the dtypes that are declared for it. Sets the schedule step of the groups.
+
+    Args:
+        groups: The loaded groups, with the parameters themselves.
+        loaded: The loaded states, with opaque tensors.
+        algorithm: It declares the state tensors.
+
+    Raises:
+        ValueError: A state does not fit its parameter.
+    """
+    states: defaultdict[Any, Any] = defaultdict(dict)
+    states.update({param: unwrap(value) for param, value in loaded.items()})
+    for index, group in enumerate(groups):
+        steps = 0.0
+        for position, param in enumerate(group["params"]):
+            what = label_of(index, position, group.get("param_names"))
+            algorithm.refuse_unfit(group, param, what)
+            if isinstance(states.get(param), dict) and states[param]:
+                spec = algorithm.state_spec(group, param)
+                states[param] = init_or_validate_state(param, local_view(param), spec, states[param], what)
+                steps = max(steps, float(states[param]["step"]))
+        group.setdefault(COUNT, int(steps))  # other optimizers' checkpoints count for each parameter only
+    return states
+
+
+def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[StepPlan]) -> bool:
+    """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
+
+    Such a step has lr 0 and gradients that are zero. If it were counted, the first real step would be the second. The
+    host waits for the gradients at most once in an optimizer's life, in a first step at lr 0.
+    """
+    if any(float(group["lr"]) != 0 for group in groups):
+        return False
+    moves = any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
+    for ranks in [ranks for plan in plans for ranks in plan.meshes]:
+        moves = ranks.any(moves)  # all of them step, or none
+    return not moves
+
+
+def _detected(groups: Any) -> Format | None:
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        return None
+    if any(key in group for group in groups for key in NOT_FOREIGN):
+        return None
+    return next((row for row in FORMATS if row.recognises(groups)), None)
+
+
+def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_norm: float | None) -> str:
+    """What was done, and in what the next steps will differ from the peer's."""
+    renamed = [
+        f"{key}={group[key]!r} is {_listed(change(group[key]))}"
+        for group in groups
+        for key, change in row.becomes.items()
+        if key in group and change(group[key])
+    ]
+    if any("step" in group for group in groups):
+        renamed.append("each group's count of steps is its parameters' own")
+    if row.adds:
+        renamed.append(f"its state means {_listed(row.adds)}")
+    differing = [
+        f"{name}={here[name]!r} stays, where {row.name} has {' or '.join(map(repr, values))}"
+        for group, here in zip(groups, current, strict=False)
+        for name, values in row.implied.items()
+        if name not in row.options(group) and here[name] not in values
+    ]
+    differing += [
+        f"max_grad_norm={group['max_grad_norm']!r} is for the constructor, which was given {max_grad_norm!r}"
+        for group in groups
+        if group.get("max_grad_norm", max_grad_norm) != max_grad_norm
+    ]
+    if row.unsaved:
+        differing.append(f"checkpoints of {row.name} do not tell {row.unsaved}")
+    counted = f"{len(groups)} group{'s' * (len(groups) != 1)}"
+    parts = [f"state_dict is a checkpoint of {row.name} ({counted}), and was converted", *_each_once(renamed)]
+    return "; ".join(parts) + "".join(f". Note: {text}" for text in _each_once(differing))
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _each_once(texts: list[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

@@ -143,7 +143,7 @@ def measured(task: str, steps: int) -> dict[str, dict[str, float]]:
             assert x.grad is not None
             exact: tuple[Tensor, Tensor] | None = None
             places = torch.arange(x.numel()).view_as(x)
-            dither = rounding.dither(rounding.stream(0, i), torch.tensor(t), places)
+            dither = rounding.dither(rounding.rng_key(0, i), torch.tensor(t), places)
             for name, (round_m, round_v) in FORMS.items():
                 m, v = moments[name][i]
                 m = round_m(BETA1 * m + (1 - BETA1) * x.grad, dither)

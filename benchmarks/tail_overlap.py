@@ -79,7 +79,7 @@ class Training:
 
     def step(self) -> None:
         if self.overlap is not None:
-            self.buckets = [flight.buffer.nbytes for flight in self.overlap._flights]
+            self.buckets = [flight.buffer.nbytes for flight in self.overlap._in_flight]
             self.overlap.step()
         else:
             self.scaler.step(self.optimizer)
@@ -95,7 +95,7 @@ class Training:
         return time.perf_counter() - start
 
     def seconds_alone(self) -> tuple[float, float]:
-        """Forward and backward, and the optimizer, with nothing on the wire."""
+        """Forward and backward, and the optimizer, with nothing in flight."""
         dist.barrier()
         start = time.perf_counter()
         with self.model.no_sync():

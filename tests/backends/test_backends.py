@@ -83,10 +83,10 @@ def rounding_watched() -> Iterator[Bounds]:
     bounds: Bounds = {}
 
     def rounded(name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST) -> dict[str, Tensor]:
-        new, form = codec.rounded(name, values, like, dither), codec.form_of(name, like)
+        new, form = codec.quantize(name, values, like, dither), codec.form_of(name, like)
         if form is not None and form.dtype not in LOW:
             top = codec.decode(torch.full_like(new[name], torch.iinfo(form.dtype).max), new[f"{name}_scale"], form)
-            slack = ROUNDING_OF_A_MOMENT * (values.abs() + codec.stored(name, like).abs()).copysign(values)
+            slack = ROUNDING_OF_A_MOMENT * (values.abs() + codec.dequantize(name, like).abs()).copysign(values)
             least = -top if form.dtype.is_signed else torch.where(values > 0, torch.finfo(torch.float32).tiny, 0)
             ends = []
             for way in (-1, 1):
@@ -99,7 +99,7 @@ def rounding_watched() -> Iterator[Bounds]:
             bounds[like[name].data_ptr()] = torch.minimum(*ends), torch.maximum(*ends)
         return new
 
-    with mock.patch.object(reference, "rounded", rounded), mock.patch.object(came_reference, "rounded", rounded):
+    with mock.patch.object(reference, "quantize", rounded), mock.patch.object(came_reference, "quantize", rounded):
         yield bounds
 
 
@@ -171,17 +171,17 @@ def assert_same_parameter(
         assert_norm(mine, true, step_bound * moved + stored, f"{what} against the step")
 
 
-def unrounded(parameter: Tensor, state: State) -> Tensor:
+def load_weight(parameter: Tensor, state: State) -> Tensor:
     """Return the value that a parameter represents together with its aux state; without it, the parameter itself."""
     kept = {name: value for name, value in state.items() if name in AUX_STATE_NAMES}
-    return rounding.unrounded(parameter.detach(), kept) if kept else parameter.detach()
+    return rounding.load_weight(parameter.detach(), kept) if kept else parameter.detach()
 
 
 def assert_weights(
     case: Case, ours: Tensor, state: State, exact: Tensor, before: Tensor, *, apart: bool, what: str, roundings: float
 ) -> None:
     """Check a parameter as its rounding mode requires."""
-    whole, loose = unrounded(ours, state), roundings * LOOSE[case.kind]
+    whole, loose = load_weight(ours, state), roundings * LOOSE[case.kind]
     if case.options.get("weight_rounding") == "stochastic" and not apart:
         mine, true, old = real(whole), real(exact), real(before)
         away = (ordinal(mine) - ordinal(true.to(mine.dtype))).abs()
@@ -199,7 +199,7 @@ def copy_into(
     """Copy the parameters and the state of the optimizer under test to its float64 twin."""
     for exact, parameter in zip(twins, parameters, strict=True):
         state = optimizer.state.get(parameter, {})
-        exact.data.copy_(unrounded(parameter, state))
+        exact.data.copy_(load_weight(parameter, state))
         for key, value in state.items():
             if key not in AUX_STATE_NAMES:
                 twin.state[exact][key].copy_(value)

@@ -129,7 +129,7 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
     twin = bucket_of([x.double() for x in bucket.params], bucket.options, average if average != torch.float32 else None)
     for i, name in itertools.product(rows, bucket.state):
         twin.state[name][i].copy_(state[i][name])
-    twin.steps = twin.counts = [step.clone() for step in bucket.steps]
+    twin.steps = twin.unique_steps = [step.clone() for step in bucket.steps]
     twin.grads = [g.double() for g in bucket.grads]
     old = [x.clone() for x in twin.params]
     averages = [stored(row) for row in state]
@@ -146,7 +146,7 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
         assert_stored(state[i], m, averages[i], leaves[i].name)
         return {name: state[i][name] for name in ("exp_avg", "exp_avg_scale") if name in state[i]}
 
-    monkeypatch.setattr(specification, "rounded", rounded)
+    monkeypatch.setattr(specification, "quantize", rounded)
     reference.Came([twin]).step(0.5)
     for i, leaf in enumerate(leaves):
         what = f"{leaf.name}, step {bucket.steps[i]:.0f}"
@@ -168,7 +168,7 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
             assert found.dtype == torch.float32
             limit = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # the terms of the average may cancel
             assert size(found.double() - true) <= limit, f"{what}: {name}"
-        assert bucket.norms[i].tolist() == pytest.approx(twin.norms[i].tolist(), rel=1e-5), what
+        assert bucket.metrics[i].tolist() == pytest.approx(twin.metrics[i].tolist(), rel=1e-5), what
     assert torch.equal(torch.stack(bucket.steps), torch.stack(twin.steps))
 
 
@@ -262,7 +262,12 @@ def test_nothing_is_written_without_commit() -> None:
     bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
     kernel = prepared(bucket)
     kernel.step()
-    everything = [*bucket.params, *(t for column in bucket.state.values() for t in column), *bucket.steps, bucket.norms]
+    everything = [
+        *bucket.params,
+        *(t for column in bucket.state.values() for t in column),
+        *bucket.steps,
+        bucket.metrics,
+    ]
     before = [tensor.clone() for tensor in everything]
     kernel.step(1.0, torch.tensor(False))
     assert all(torch.equal(tensor, old) for tensor, old in zip(everything, before, strict=True))
@@ -290,7 +295,7 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
         bucket.grads[0][3, 5] = value
         prepared(bucket).step()
         assert bucket.params[0].isnan().any()
-        assert bucket.norms[0].isnan().any()
+        assert bucket.metrics[0].isnan().any()
         assert bucket.params[1].isfinite().all()
 
 
@@ -331,7 +336,7 @@ def digest(threads: int) -> list[int]:
             bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
             kernel = kernel or prepared(bucket)
             kernel.step()
-        for tensor in (*bucket.params, *(t for column in bucket.state.values() for t in column), bucket.norms):
+        for tensor in (*bucket.params, *(t for column in bucket.state.values() for t in column), bucket.metrics):
             summary = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, summary)
         summaries.append(summary)
     return summaries
@@ -367,13 +372,13 @@ def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:
         for bucket, box in zip(buckets, boxes, strict=True):
             bucket.grads = [g.take(box)]
         ranks = ranks or [prepared(bucket) for bucket in buckets]
-        for sums in zip(*(rank.rounds() for rank in ranks), strict=True):
+        for sums in zip(*(rank.sharded_step() for rank in ranks), strict=True):
             total = torch.stack(sums).sum(dim=0)
             for part in sums:
                 part.copy_(total)
     for bucket, box in zip(buckets, boxes, strict=True):
         x.put_(box, bucket.params[0])
-    return [x, *(bucket.norms for bucket in buckets)]
+    return [x, *(bucket.metrics for bucket in buckets)]
 
 
 @pytest.mark.parametrize("parts", [(2, 1), (1, 2), (2, 2)], ids=str)

@@ -85,11 +85,11 @@ def test_foreach_equals_the_reference(case: Case, dtype: str) -> None:
         bucket.grads = case.gradients(of_grad)
         twin.grads = [g.clone() for g in bucket.grads]
         scale: float | Tensor = (1.0, 0.25, torch.tensor(0.5, dtype=torch.float64))[step]
-        commit = torch.tensor(True) if step == 2 else None
+        apply_mask = torch.tensor(True) if step == 2 else None
         for kernel in kernels:
-            kernel.step(scale, commit)
+            kernel.step(scale, apply_mask)
         assert torch.equal(torch.stack(bucket.steps), torch.stack(twin.steps))
-        assert_stored_alike(bucket.norms, twin.norms, 1e-30, slack, "figures")
+        assert_stored_alike(bucket.metrics, twin.metrics, 1e-30, slack, "figures")
         for i, leaf in enumerate(case.leaves):
             what = f"{leaf.name}, step {step}"
             for name in twin.state:
@@ -113,7 +113,12 @@ def test_nothing_is_written_without_commit(case: Case, average: torch.dtype | No
     kernel = make([bucket])
     bucket.grads = case.gradients(torch.float32)
     kernel.step()
-    everything = [*bucket.params, *(t for column in bucket.state.values() for t in column), *bucket.steps, bucket.norms]
+    everything = [
+        *bucket.params,
+        *(t for column in bucket.state.values() for t in column),
+        *bucket.steps,
+        bucket.metrics,
+    ]
     before = [tensor.clone() for tensor in everything]
     bucket.grads = [g * torch.inf for g in case.gradients(torch.float32)]
     kernel.step(1.0, torch.tensor(False))
@@ -173,6 +178,6 @@ def test_the_residual_is_that_of_the_average_as_stored() -> None:
     u = g.double() * (row / row.mean()).rsqrt().unsqueeze(1) * col.rsqrt()
     m = codec.decode(state["exp_avg"], state["exp_avg_scale"]).double()
     as_stored = ((u - m) ** 2).mean(dim=1) * 1e-4
-    unrounded = ((u - 0.1 * u) ** 2).mean(dim=1) * 1e-4
+    load_weight = ((u - 0.1 * u) ** 2).mean(dim=1) * 1e-4
     torch.testing.assert_close(state["exp_avg_res_row"].double(), as_stored, rtol=1e-5, atol=0)
-    assert largest(unrounded / as_stored - 1) > 1e-4
+    assert largest(load_weight / as_stored - 1) > 1e-4

@@ -54,12 +54,12 @@ def bucket(
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
     options = {"blocks": blocks, **options}
     return Bucket(
-        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, numbers=numbers, firsts=firsts
+        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
     )
 
 
 def everything(of: Bucket[LambOptions]) -> list[Tensor]:
-    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.norms]
+    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.metrics]
 
 
 def stepped(of: Bucket[LambOptions], *arguments: Any, kernel: Any = lamb.Lamb) -> list[Tensor]:
@@ -97,7 +97,7 @@ def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch
     )
     stepped(ours)
     kernels.BACKENDS["reference"].lamb([exact]).step()
-    torch.testing.assert_close(ours.norms, exact.norms, rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours.metrics, exact.metrics, rtol=1e-4, atol=0)
     for name, columns in columns_of(ours).items():
         for mine, true in zip(columns, columns_of(exact)[name], strict=True):
             apart = (mine.double() - true.double()).abs()
@@ -110,7 +110,7 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
     """Return the state, and the values that parameters represent together with their aux state."""
     kept = {name: of.state[name] for name in rounding.AUX_STATE[of.options.weight_rounding]}
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
-    weights = [rounding.unrounded(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
+    weights = [rounding.load_weight(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
     return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}
 
 
@@ -230,7 +230,7 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
     kernel.step()
     monkeypatch.undo()
     stepped(small)
-    torch.testing.assert_close(big.norms, small.norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(big.metrics, small.metrics, rtol=1e-6, atol=0)
     for ours, theirs in zip(arrays(big), arrays(small), strict=True):
         assert torch.cat([ours[end] for end in ends]).equal(theirs)
 
@@ -247,18 +247,18 @@ GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this
 
 @compiled
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lamb.why_not(CPU, OPTIONS) == "it lies on cpu, not on a GPU"
+    assert lamb.unsupported_reason(CPU, OPTIONS) == "it lies on cpu, not on a GPU"
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert lamb.why_not(GPU, OPTIONS) is None
-    assert lamb.why_not(GPU.double(), OPTIONS) == "its dtype is torch.float64"
-    assert "cautious" in str(lamb.why_not(GPU, replace(OPTIONS, cautious=True)))
-    assert "centralisation" in str(lamb.why_not(GPU, replace(OPTIONS, centre=True)))
-    assert lamb.why_not(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
+    assert lamb.unsupported_reason(GPU, OPTIONS) is None
+    assert lamb.unsupported_reason(GPU.double(), OPTIONS) == "its dtype is torch.float64"
+    assert "cautious" in str(lamb.unsupported_reason(GPU, replace(OPTIONS, cautious=True)))
+    assert "centralisation" in str(lamb.unsupported_reason(GPU, replace(OPTIONS, centre=True)))
+    assert lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
     long = torch.empty(2, 2**31, device="meta")
-    assert "32 bits" in str(lamb.why_not(long, replace(OPTIONS, blocks=True)))
+    assert "32 bits" in str(lamb.unsupported_reason(long, replace(OPTIONS, blocks=True)))
     monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
-    assert "older" in str(lamb.why_not(GPU, OPTIONS))
+    assert "older" in str(lamb.unsupported_reason(GPU, OPTIONS))
     kernels._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
         picked = kernels.pick("auto", GPU, OPTIONS)
@@ -320,8 +320,8 @@ def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch
 
 @interpreted
 def test_the_interpreter_serves_the_cpu_alone() -> None:
-    assert lamb.why_not(CPU, OPTIONS) is None
-    assert "unset it" in str(lamb.why_not(GPU, OPTIONS))
+    assert lamb.unsupported_reason(CPU, OPTIONS) is None
+    assert "unset it" in str(lamb.unsupported_reason(GPU, OPTIONS))
 
 
 PROGRAM = """

@@ -44,7 +44,7 @@ def stacked(make: Make) -> Make:
 
     def made() -> Bucket[Any]:
         of = make()
-        return replace(of, steps=[of.steps[0], *of.steps[:1], *of.steps[2:]], counts=[of.steps[0], *of.steps[2:]])
+        return replace(of, steps=[of.steps[0], *of.steps[:1], *of.steps[2:]], unique_steps=[of.steps[0], *of.steps[2:]])
 
     return made
 
@@ -124,17 +124,17 @@ def present(of: Bucket[Any]) -> Bucket[Any]:
         grads=chosen(of.grads),
         state={name: chosen(column) for name, column in of.state.items()},
         steps=steps,
-        counts=list({step.data_ptr(): step for step in steps}.values()),
-        norms=of.norms[rows],
+        unique_steps=list({step.data_ptr(): step for step in steps}.values()),
+        metrics=of.metrics[rows],
         shards=chosen(of.shards),
-        numbers=chosen(of.numbers),
-        firsts=chosen(of.firsts),
+        param_ids=chosen(of.param_ids),
+        row_offsets=chosen(of.row_offsets),
     )
 
 
 def bits(of: Bucket[Any]) -> list[list[Tensor]]:
     """Return copies of everything that a step writes, row by row."""
-    columns = [of.params, *of.state.values(), of.steps, [*of.norms]]
+    columns = [of.params, *of.state.values(), of.steps, [*of.metrics]]
     return [[tensor.clone() for tensor in row] for row in zip(*columns, strict=True)]
 
 
@@ -144,7 +144,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def missing_sets(of: Bucket[Any]) -> Iterator[set[int]]:
     """Yield the rows that are missing at each step; slices of one parameter are missing together."""
-    together = len(of.counts) < len(of.steps)
+    together = len(of.unique_steps) < len(of.steps)
     yield {2}
     yield {0, 1} if together else {0, *range(3, len(of.params))}
 
@@ -277,13 +277,13 @@ def test_a_step_count_without_rows_advances_while_it_is_among_the_counts() -> No
     """The count belongs to a stacked parameter without slices, which has no row that could miss a gradient."""
     of = KINDS["lamb"][1]()
     count = torch.tensor(3.0)
-    of.counts = [*of.counts, count]
+    of.unique_steps = [*of.unique_steps, count]
     kernel = kernels.BACKENDS["triton"].lamb([of])
     for expected in (4, 5):
         kernel.prepare()
         kernel.step()
         assert count == expected
-    of.counts = of.counts[:-1]
+    of.unique_steps = of.unique_steps[:-1]
     kernel.prepare()
     kernel.step()
     assert count == 5
@@ -339,8 +339,8 @@ def test_shards_without_a_gradient_stay_as_they_are(kind: str) -> None:
         others = [triton([rank]) for rank in left]
         for each in itertools.chain(running, others):
             each.prepare()
-        totals = [*rounds([each.rounds(0.5) for each in running])]
-        theirs = [*rounds([each.rounds(0.5) for each in others])]
+        totals = [*rounds([each.sharded_step(0.5) for each in running])]
+        theirs = [*rounds([each.sharded_step(0.5) for each in others])]
         if len(totals) == len(theirs):  # both need the same rounds
             for total, their in zip(totals, theirs, strict=True):
                 assert total[total != 0].sort().values.equal(their[their != 0].sort().values)

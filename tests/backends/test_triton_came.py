@@ -56,12 +56,12 @@ def bucket(
     options = {"factor": factor, **options}
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
     return Bucket(
-        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, numbers=numbers, firsts=firsts
+        replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
     )
 
 
 def everything(of: Bucket[CameOptions]) -> list[Tensor]:
-    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.norms]
+    return [*of.params, *itertools.chain.from_iterable(of.state.values()), *of.steps, of.metrics]
 
 
 def stepped(of: Bucket[CameOptions], *arguments: Any) -> list[Tensor]:
@@ -117,7 +117,7 @@ def test_a_step_equals_the_reference(kind: str) -> None:
     ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
     stepped(ours)
     kernels.BACKENDS["reference"].came([exact]).step()
-    torch.testing.assert_close(ours.norms, exact.norms, rtol=2e-5 if kind.startswith("int8") else 1e-6, atol=0)
+    torch.testing.assert_close(ours.metrics, exact.metrics, rtol=2e-5 if kind.startswith("int8") else 1e-6, atol=0)
     for name, columns in ours.state.items():
         for mine, true in zip(columns, exact.state[name], strict=True):
             if mine.dtype == INT8:
@@ -177,8 +177,8 @@ GPU = torch.zeros(70, 70, 3, 3, device="meta")  # represents a tensor on a devic
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert came.why_not(GPU, OPTIONS) is None
-    assert came.why_not(GPU[0], replace(OPTIONS, factor="last_two")) is None
-    assert "centralisation" in str(came.why_not(GPU, replace(OPTIONS, centre=True)))
+    assert came.unsupported_reason(GPU, OPTIONS) is None
+    assert came.unsupported_reason(GPU[0], replace(OPTIONS, factor="last_two")) is None
+    assert "centralisation" in str(came.unsupported_reason(GPU, replace(OPTIONS, centre=True)))
     name, reason = kernels.pick("auto", GPU, replace(OPTIONS, factor="last_two"))
     assert (name, "4900 matrices of 3 x 3 are too many" in reason) == ("foreach", True)

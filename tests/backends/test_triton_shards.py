@@ -65,10 +65,17 @@ def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
             for name, values in columns.items()
         }
         params, grads, steps = state.pop("x"), state.pop("g"), [step.clone() for step in whole.steps]
-        norms = whole.norms.clone()
+        norms = whole.metrics.clone()
         buckets.append(
             replace(
-                whole, params=params, grads=grads, state=state, steps=steps, counts=steps, norms=norms, shards=[*mine]
+                whole,
+                params=params,
+                grads=grads,
+                state=state,
+                steps=steps,
+                unique_steps=steps,
+                metrics=norms,
+                shards=[*mine],
             )
         )
     return buckets
@@ -80,7 +87,7 @@ def together(buckets: list[Bucket[Any]], kernel: Any, *arguments: Any) -> list[t
     for bucket in buckets:
         each = kernel([bucket])
         each.prepare()
-        running.append(each.rounds(*arguments))
+        running.append(each.sharded_step(*arguments))
     while parts := [part for rounds in running if (part := next(rounds, None)) is not None]:
         assert len(parts) == len(running)
         total = torch.stack(parts).sum(0)
@@ -151,7 +158,7 @@ def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str,
     assert together(ranks, came.Came, 0.5) == together(theirs, kernels.BACKENDS["reference"].came, 0.5)
     test_triton_came.stepped(whole, 0.5)
     for rank in ranks:
-        torch.testing.assert_close(rank.norms, whole.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(rank.metrics, whole.metrics, rtol=1e-5, atol=0)
         assert all(a.equal(b) for a, b in zip(rank.steps, whole.steps, strict=True))
     for name, values in all_ranks(whole, ranks).items():
         for ours, theirs_ in zip(values, {"x": whole.params, **whole.state}[name], strict=True):

@@ -59,7 +59,7 @@ def test_one_after_the_other_is_all_at_once(backend: str, case: Case) -> None:
             set_gradients(parameters, case.gradients(step))
         for parameter in reversed(single):
             if parameter.grad is not None:
-                optimizers[1].step_ahead(parameter)
+                optimizers[1].step_param(parameter)
                 assert parameter.grad is None
         for optimizer in optimizers:
             optimizer.step()
@@ -297,7 +297,7 @@ def test_what_is_no_such_thing() -> None:
         release_gradients(list(net.parameters()), Lamb(net.parameters(), lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not Sequential"):
         release_gradients(net, net)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"AdamW, which has no step_ahead.*: use Lamb or Came"):
+    with pytest.raises(ValueError, match=r"AdamW, which has no step_param.*: use Lamb or Came"):
         release_gradients(net, torch.optim.AdamW(net.parameters()))
 
 
@@ -310,7 +310,7 @@ def test_a_gradient_that_nobody_would_take(kind: Kind) -> None:
     with pytest.raises(ValueError, match=r"0.weight has a hook for its gradient already"):
         release_gradients(net, optimizer)
     with pytest.raises(ValueError, match="is no parameter of this optimizer"):
-        optimizer.step_ahead(torch.ones(3, requires_grad=True))
+        optimizer.step_param(torch.ones(3, requires_grad=True))
 
 
 def test_gradients_cannot_be_accumulated(kind: Kind) -> None:

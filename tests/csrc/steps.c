@@ -170,7 +170,7 @@ static void add_lamb(int64_t height, int64_t width, int stored, int state_type, 
         .exp_avg_sq_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
         .inner = in_blocks ? width : 0,
         .step = &steps[rows],
-        .norms = norms[rows],
+        .metrics = norms[rows],
         .state_type = state_type,
     };
     add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
@@ -235,7 +235,7 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
         .exp_avg_res_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
         .exp_avg_res_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
         .step = &steps[rows],
-        .norms = norms[rows],
+        .metrics = norms[rows],
         .matrices = matrices,
         .height = height,
         .width = width,

@@ -106,7 +106,7 @@ def waits(make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[l
         with monkeypatch.context() as patched:
             patched.setattr(dist, "all_reduce", wire.all_reduce)
             overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step)))
-        sizes = [len(flight.params) for flight in overlap._flights]
+        sizes = [len(flight.params) for flight in overlap._in_flight]
         overlap.step()
         overlap.zero_grad()
         assert all(p.isfinite().all() for p in ddp.parameters())
@@ -195,7 +195,7 @@ def test_plans_are_kept_however_many_buckets_there_are() -> None:
     plans: list[set[int]] = []
     for step in range(4):
         overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step).float()))
-        buckets = len(overlap._flights)
+        buckets = len(overlap._in_flight)
         overlap.step()
         overlap.zero_grad()
         plans.append({id(plan) for plan in optimizer._last})
@@ -300,4 +300,4 @@ def test_a_scaler_that_is_not_enabled_is_none() -> None:
     overlap = TailOverlap(ddp, SGD(ddp.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=False))
     overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
     overlap.step()
-    assert overlap._flights == []
+    assert overlap._in_flight == []

@@ -49,8 +49,8 @@ def test_one_process(scenario: str, folder: Path) -> None:
 # ---- one process: a step in reduction rounds, whose sums are already complete -------------------------------------
 
 
-def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
-    for _ in kernel.rounds(grad_scale, commit):
+def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
+    for _ in kernel.sharded_step(grad_scale, apply_mask):
         pass
 
 

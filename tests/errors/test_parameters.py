@@ -292,9 +292,9 @@ def test_a_parameter_that_cannot_be_stepped_ahead(kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     parameters[0].grad = None
     with refused(parameters, optimizer, ValueError, r"params\[0\] has no gradient"):
-        optimizer.step_ahead(parameters[0])
+        optimizer.step_param(parameters[0])
     with refused(parameters, optimizer, ValueError, "^3 is no parameter"):
-        optimizer.step_ahead(3)  # type: ignore[arg-type]
+        optimizer.step_param(3)  # type: ignore[arg-type]
 
 
 def test_parts_that_leave_out_a_gradient(kind: Kind) -> None:

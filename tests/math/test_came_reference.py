@@ -59,7 +59,7 @@ def test_reference_equals_the_scalar_witness(case: Case) -> None:
             expected = torch.tensor(witness.x, dtype=torch.float64).view(leaf.shape)
             assert_moved_alike(tensors[i], expected, starts[i], 1e-14, what)
             told = (figures.update_rms, figures.clip, figures.confidence)
-            assert bucket.norms[i].tolist() == pytest.approx(told, rel=1e-6), what
+            assert bucket.metrics[i].tolist() == pytest.approx(told, rel=1e-6), what
             state = {name: column[i] for name, column in bucket.state.items()}
             for name, values in witness_state(witness).items():
                 exact = torch.tensor(values, dtype=torch.float64).view_as(state[name])

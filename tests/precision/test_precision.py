@@ -45,7 +45,7 @@ def floats(dtype: torch.dtype) -> Tensor:
 
 def bits_for(shape: tuple[int, ...], t: int = 1, seed: int = 0) -> Tensor:
     index = torch.arange(math.prod(shape)).view(shape)
-    return rounding.random_bits(rounding.stream(seed, 0), torch.tensor(float(t)), index)
+    return rounding.random_bits(rounding.rng_key(seed, 0), torch.tensor(float(t)), index)
 
 
 # ---- codes ------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_a_second_moment_in_8_bits_is_its_mean() -> None:
     """With dither, the mean over steps is the value, even if rounding to the nearest code would never change it."""
     values = torch.logspace(-7, 0, 256).unsqueeze(0)
     steps = 1 << 12
-    dither = rounding.dither(rounding.stream(5, 0), torch.arange(steps).unsqueeze(1), torch.arange(256))
+    dither = rounding.dither(rounding.rng_key(5, 0), torch.arange(steps).unsqueeze(1), torch.arange(256))
     decoded = codec.decode(*codec.encode(values.expand(steps, 256), UNSIGNED, dither), UNSIGNED).double()
     error = (decoded.mean(dim=0) / values[0] - 1).abs()
     assert error.max() < 1e-3
@@ -111,7 +111,7 @@ def test_a_second_moment_in_8_bits_is_its_mean() -> None:
 
 def test_dither_is_spread_evenly() -> None:
     """Over any 256 steps of an element, and any 256 elements of a step, it fills 64 bins evenly; its mean is a half."""
-    for key, t, first in ((0, 1, 0), (rounding.stream(7, 3), 10**6, 2**32 - 100)):
+    for key, t, first in ((0, 1, 0), (rounding.rng_key(7, 3), 10**6, 2**32 - 100)):
         index, steps = first + torch.arange(256), t + torch.arange(256)
         for drawn in (rounding.dither(key, steps, index[0]), rounding.dither(key, steps[0], index)):
             assert abs(drawn.double().mean() / codec.NEAREST - 1) < 0.02
@@ -137,7 +137,7 @@ def test_a_second_moment_that_shrinks(state_dtype: str, backend: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
     state, truth = (dict(each.state[p]) for each, p in zip(optimizers, (parameter, exact), strict=True))
-    ratio = codec.stored("exp_avg_sq", state).float().mean() / truth["exp_avg_sq"].mean()
+    ratio = codec.dequantize("exp_avg_sq", state).float().mean() / truth["exp_avg_sq"].mean()
     if state_dtype == "bfloat16":
         assert ratio > 1.3
     else:
@@ -152,9 +152,9 @@ def test_a_second_moment_that_shrinks(state_dtype: str, backend: str) -> None:
 def test_every_16_bit_float_is_stored_as_it_is(way: Rounding, dtype: torch.dtype) -> None:
     values = floats(dtype)
     for bits in (0, rounding.WORD):
-        stored = rounding.rounded(values.float(), dtype, way, torch.full(values.shape, bits))
+        stored = rounding.store_weight(values.float(), dtype, way, torch.full(values.shape, bits))
         assert stored.pop("x").equal(values)
-        assert rounding.unrounded(values, stored).equal(values.float())
+        assert rounding.load_weight(values, stored).equal(values.float())
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -193,8 +193,8 @@ def test_random_bits_are_what_was_asked_for() -> None:
     drawn = bits_for(shape)
     assert drawn.equal(bits_for(shape))
     others = [bits_for(shape, seed=2**40), bits_for(shape, t=2), bits_for(shape, seed=1)]
-    others.append(rounding.random_bits(rounding.stream(0, 1), torch.tensor(1.0), torch.arange(*shape)))
-    others.append(rounding.random_bits(rounding.stream(0, 0), torch.tensor(1.0), torch.arange(*shape) + 2**32))
+    others.append(rounding.random_bits(rounding.rng_key(0, 1), torch.tensor(1.0), torch.arange(*shape)))
+    others.append(rounding.random_bits(rounding.rng_key(0, 0), torch.tensor(1.0), torch.arange(*shape) + 2**32))
     for a, b in itertools.combinations([drawn, *others, drawn.roll(1)], 2):
         assert abs((a == b).double().mean().item()) < 1e-3
         correlation = torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1].item()
@@ -224,9 +224,9 @@ def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
         x, kept = start.clone(), {name: torch.zeros(count, dtype=of) for name, of in rounding.AUX_STATE[way].items()}
         for step in range(steps):
             bits = bits_for((count,), t=step + 1) if way == "stochastic" else None
-            kept = rounding.rounded(rounding.unrounded(x, kept) + update, dtype, way, bits)
+            kept = rounding.store_weight(rounding.load_weight(x, kept) + update, dtype, way, bits)
             x = kept.pop("x")
-        results[way] = rounding.unrounded(x, kept).double()
+        results[way] = rounding.load_weight(x, kept).double()
     assert results["nearest"].equal(start.double())
     for way in ("kahan", "master"):
         # Each addition in float32 rounds to half of 2**-24 at these sizes.
@@ -265,10 +265,10 @@ def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> Non
     kept = {name: optimizer.state[parameter][name].clone() for name in rounding.AUX_STATE[way]}
     with torch.no_grad():
         parameter[:4] = written
-    whole = rounding.unrounded(parameter.detach(), kept)
+    whole = rounding.load_weight(parameter.detach(), kept)
     ulp = 2.0 ** (written.float().abs().log2().floor() - 7)
     assert ((whole[:4] - written).abs() <= (0 if way == "master" else ulp / 2)).all()
-    assert whole[4:].equal(rounding.unrounded(before, kept)[4:])
+    assert whole[4:].equal(rounding.load_weight(before, kept)[4:])
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert (parameter[:4].float() - written).abs().max() < 0.02
@@ -287,7 +287,7 @@ def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kin
     assert (kept["compensation"] < 0).any()
     with torch.no_grad():
         parameter.fill_(zero)
-    assert rounding.unrounded(parameter.detach(), kept).count_nonzero() == 0
+    assert rounding.load_weight(parameter.detach(), kept).count_nonzero() == 0
     optimizer.step()
     if isinstance(optimizer, Lamb):
         assert optimizer.telemetry().weight_norm.tolist() == [0]
@@ -342,7 +342,7 @@ def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> N
             name: (value.dtype, value.shape) for name, value in declared.items()
         }
         for name in {"exp_avg", "exp_avg_sq"} & now.keys():
-            a, b = codec.stored(name, old).float(), codec.stored(name, now).float()
+            a, b = codec.dequantize(name, old).float(), codec.dequantize(name, now).float()
             torch.testing.assert_close(b, a, rtol=2**-7, atol=float(a.abs().max()) / 100)
     optimizer.param_groups[0].update(new)
     for each, tensors in ((optimizer, parameters), (other, others)):

@@ -204,8 +204,8 @@ def bucket_of(tensors: list[Tensor], options: CameOptions, average: torch.dtype 
         params=tensors,
         state={name: [state[name] for state in states] for name in states[0]},
         steps=steps,
-        counts=steps,
-        norms=torch.zeros(len(tensors), 3),
+        unique_steps=steps,
+        metrics=torch.zeros(len(tensors), 3),
     )
 
 

@@ -38,7 +38,7 @@ class ExactLamb(Lamb):
     """Also steps float64 parameters with 8-bit state, which users cannot: it computes the expected result."""
 
     class Unrestricted(LambAlgorithm):
-        def why_unfit(self, *_: object) -> None:
+        def unsupported_reason(self, *_: object) -> None:
             return None
 
     algorithm = Unrestricted()
@@ -48,7 +48,7 @@ class ExactCame(Came):
     """As `ExactLamb`."""
 
     class Unrestricted(CameAlgorithm):
-        def why_unfit(self, *_: object) -> None:
+        def unsupported_reason(self, *_: object) -> None:
             return None
 
     algorithm = Unrestricted()

@@ -91,7 +91,7 @@ def compare(make: Make, freeze: bool = False, accumulate: int = 1, schedule: boo
             with ddp.no_sync() if part < accumulate - 1 else contextlib.nullcontext():
                 backward(loss(ddp, mine(samples)) / accumulate)
             backward(loss(alone, samples) / accumulate)
-        buckets = max(buckets, len(overlap._flights))
+        buckets = max(buckets, len(overlap._in_flight))
         overlap.step()
         reference.step()
         overlap.zero_grad()
@@ -221,7 +221,7 @@ def changed_on_the_wire() -> None:
         backward(loss(ddp, mine(batch(0))))
         change(inner)
         for look in (overlap.step, overlap.synchronize):
-            with raises(RuntimeError, "on the wire", "overlap.synchronize()", "overlap.zero_grad()"):
+            with raises(RuntimeError, "in flight", "overlap.synchronize()", "overlap.zero_grad()"):
                 look()
         torch.testing.assert_close(inner.get_parameter("0.0.bias"), alone.get_parameter("0.0.bias"), rtol=0, atol=0)
         overlap.zero_grad()
@@ -240,7 +240,7 @@ def two_backwards() -> None:
     both.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     with contextlib.suppress(RuntimeError):
         backward(both)
-    with raises(RuntimeError, "on the wire", "overlap.synchronize()"):
+    with raises(RuntimeError, "in flight", "overlap.synchronize()"):
         overlap.step()
     overlap.zero_grad()
 
@@ -337,7 +337,7 @@ def unscaled_on_the_wire() -> None:
             scaler.step(optimizer)
         with raises(RuntimeError, "unscale_", "overlap.synchronize()") if attached else contextlib.nullcontext():
             overlap.step()
-        for flight in overlap._flights:
+        for flight in overlap._in_flight:
             flight.wait()
 
 

@@ -27,7 +27,7 @@ class NPUOptimizer:
         loss_scale_manager: A FixedLossScaleManager or ExponentialUpdateLossScaleManager. Default: None.
         is_distributed: The model is trained by all ranks together. Default: False.
         is_loss_scale: Scale the loss as `loss_scale_manager` says. Default: False.
-        is_tailing_optimization: Step gradients that have arrived while later ones are on the wire, by
+        is_tailing_optimization: Step gradients that have arrived while later ones are in flight, by
             `bighorn.TailOverlap`. Without `is_distributed` there is nothing to wait for: it warns. Default: False.
         name: Kept as an attribute. Default: None.
         model: The DistributedDataParallel, for `is_distributed`; `gradient_as_bucket_view=True` for the tailing

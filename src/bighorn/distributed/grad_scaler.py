@@ -1,4 +1,4 @@
-"""A GradScaler over gradients that are still on the wire."""
+"""A GradScaler over gradients that are still in flight."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Scaled:
         work = dist.all_reduce(verdict, dist.ReduceOp.MAX, self.overlap._group, async_op=True)
         self.verdict = work, verdict
 
-    def step_all(self, on_wire: bool) -> None:
+    def step_all(self, in_flight: bool) -> None:
         """Step as `scaler.step(optimizer)` does."""
         if self.late_before is not None and self.late_before.read():
-            self.overlap.synchronize()  # a process that ends with gradients on the wire may be aborted by gloo
+            self.overlap.synchronize()  # a process that ends with gradients in flight may be aborted by gloo
             raise RuntimeError(
                 "gradients that were finite on every rank overflowed as they were summed, at the top of their dtype, "
                 "and the last step has used them: go back to a checkpoint, and set a lower scale"
             )
-        if not on_wire or self.verdict is None:
+        if not in_flight or self.verdict is None:
             self.scaler.step(self.overlap.optimizer)
             return
         if self.scaler._per_optimizer_states.get(id(self.overlap.optimizer), {}).get("found_inf_per_device"):
             raise RuntimeError(
-                "scaler.unscale_(optimizer) was called while gradients were on the wire: call overlap.synchronize() "
+                "scaler.unscale_(optimizer) was called while gradients were in flight: call overlap.synchronize() "
                 "before it"
             )
         work, verdict = self.verdict
@@ -77,7 +77,7 @@ class Scaled:
         if fused:
             vars(optimizer).update(grad_scale=self.grad_scale, found_inf=self.found_inf)
         try:
-            self.overlap._step_flights()
+            self.overlap._step_in_flight()
         finally:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 class StepsAhead(Protocol):
     """An optimizer that can step a parameter before the gradients of the others are there."""
 
-    def step_ahead(self, param: Tensor) -> None:
+    def step_param(self, param: Tensor) -> None:
         """Step one parameter and drop its gradient; a later `step()` ends the step."""
 
-    def why_whole(self) -> str | None:
+    def whole_step_reason(self) -> str | None:
         """Why every gradient must be there first, or None."""
 
 
@@ -84,14 +84,14 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if not isinstance(optimizer, StepsAhead):
-        raise ValueError(f"optimizer is {type(optimizer).__name__}, which has no step_ahead(param): use Lamb or Came")
-    if (reason := optimizer.why_whole() or _why_not(model, optimizer, set(held))) is not None:
+        raise ValueError(f"optimizer is {type(optimizer).__name__}, which has no step_param(param): use Lamb or Came")
+    if (reason := optimizer.whole_step_reason() or _why_not(model, optimizer, set(held))) is not None:
         raise ValueError(f"gradients cannot be released: {reason}")
     # Weak: Python's garbage collector does not see what a parameter's hooks hold (torch 2.13).
-    step_ahead = weakref.WeakMethod(optimizer.step_ahead)
+    step_param = weakref.WeakMethod(optimizer.step_param)
 
     def release(param: Tensor) -> None:
-        if (step := step_ahead()) is not None:
+        if (step := step_param()) is not None:
             step(param)
 
     hooks = [param.register_post_accumulate_grad_hook(release) for param in held]
@@ -114,7 +114,7 @@ def _why_not(model: nn.Module, optimizer: Optimizer, held: set[Tensor]) -> str |
 
 DDP = (
     "DistributedDataParallel averages them after they are there, so that every rank would step with its own: use "
-    "fully_shard, which hands over averages, or TailOverlap, which steps while they are on the wire"
+    "fully_shard, which hands over averages, or TailOverlap, which steps while they are in flight"
 )
 
 

@@ -1,4 +1,4 @@
-"""Gradients on the wire."""
+"""Gradients in flight."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 @dataclass
-class Flight:
-    """A bucket on the wire. Gradients of its parameters are views of its buffer."""
+class InFlightBucket:
+    """A bucket in flight. Gradients of its parameters are views of its buffer."""
 
     work: dist.Work | None
     params: list[Tensor]
@@ -36,11 +36,11 @@ class Flight:
         self.work = None
 
     def check_untouched(self) -> None:
-        """Refuse gradients that were changed on the wire: every rank would go on with others."""
+        """Refuse gradients that were changed in flight: every rank would go on with others."""
         replaced = any(p.grad is not None and not within(p.grad, self.buffer) for p in self.params)
         if replaced or self.buffer._version != self.version:
             raise RuntimeError(
-                "gradients were changed while they were on the wire (clip_grad_norm_ and the like between backward() "
+                "gradients were changed while they were in flight (clip_grad_norm_ and the like between backward() "
                 "and step()): call overlap.synchronize() before that; overlap.zero_grad() forgets these"
             )
 

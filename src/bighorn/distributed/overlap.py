@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from bighorn.distributed.grad_scaler import Scaled, unscale
-from bighorn.distributed.in_flight import Flight
-from bighorn.distributed.refusals import agree, check_types, refuse_closure, why_not
+from bighorn.distributed.in_flight import InFlightBucket
+from bighorn.distributed.refusals import agree, check_types, refuse_closure, unsupported_reason
 from bighorn.distributed.step_in_parts import StepsInParts, step_in_parts
 
 
@@ -66,13 +66,17 @@ class TailOverlap:
         check_types(ddp_model, optimizer, scaler)
         if scaler is not None and not scaler.is_enabled():
             scaler = None
-        agree(ddp_model.process_group, why_not(ddp_model, optimizer), (type(optimizer).__name__, scaler is not None))
+        agree(
+            ddp_model.process_group,
+            unsupported_reason(ddp_model, optimizer),
+            (type(optimizer).__name__, scaler is not None),
+        )
         self.optimizer = optimizer
         self._scaled = Scaled(self, scaler) if scaler is not None else None
         # Not the model itself: it holds its hook where Python's garbage collector does not see it.
         self._group = ddp_model.process_group
         self._world = dist.get_world_size(self._group)
-        self._flights: list[Flight] = []
+        self._in_flight: list[InFlightBucket] = []
         self._stepping = False
         # With this the optimizer's own hooks run, once for a whole step.
         self._step_with_hooks = Optimizer.profile_hook_step(self._step_in_parts)
@@ -86,7 +90,7 @@ class TailOverlap:
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Take the optimizer's step, bucket by bucket, as gradients arrive. Its hooks run once.
 
-        Without gradients on the wire, and where a pre-hook of the optimizer's may look at them, it is
+        Without gradients in flight, and where a pre-hook of the optimizer's may look at them, it is
         `optimizer.step()` (or `scaler.step(optimizer)`).
 
         Args:
@@ -94,24 +98,24 @@ class TailOverlap:
 
         Raises:
             ValueError: A closure.
-            RuntimeError: Another rank has stopped; gradients were changed on the wire; or those of the last step had
+            RuntimeError: Another rank has stopped; gradients were changed in flight; or those of the last step had
                 overflowed as they were summed.
         """
         if closure is not None:
             refuse_closure()
-        for flight in self._flights:
+        for flight in self._in_flight:
             flight.check_untouched()
         if len(self.optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks:
             self.synchronize()
         if self._scaled is not None:
-            self._scaled.step_all(bool(self._flights))
-        elif self._flights:
-            self._step_flights()
+            self._scaled.step_all(bool(self._in_flight))
+        elif self._in_flight:
+            self._step_in_flight()
         else:
             self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those on the wire too, whatever was done to them.
+        """Forget the gradients, those in flight too, whatever was done to them.
 
         Args:
             set_to_none: As of `optimizer.zero_grad`. Default: True.
@@ -124,23 +128,23 @@ class TailOverlap:
 
         A scaler's gradients are then for the scaler: `scaler.unscale_(optimizer)`, if at all, before `step()`.
         """
-        for flight in self._flights:
+        for flight in self._in_flight:
             flight.check_untouched()
         self._land()
 
     def _land(self) -> None:
-        for flight in self._flights:
+        for flight in self._in_flight:
             flight.wait()
-        self._flights.clear()
+        self._in_flight.clear()
 
     # ---- where torch calls ------------------------------------------------------------------------------------
 
     def _launch(self, bucket: Any) -> Future[Tensor]:
         """The communication hook: start to average a bucket, and let `backward()` go on as if it were done."""
         buffer = bucket.buffer()
-        if any(flight.buffer.data_ptr() == buffer.data_ptr() for flight in self._flights):
+        if any(flight.buffer.data_ptr() == buffer.data_ptr() for flight in self._in_flight):
             raise RuntimeError(
-                "a second backward() has added to gradients that are on the wire: call overlap.synchronize() between "
+                "a second backward() has added to gradients that are in flight: call overlap.synchronize() between "
                 "the two, or run the first one under no_sync()"
             )
         overflow = None
@@ -150,9 +154,11 @@ class TailOverlap:
             overflow = torch.zeros((), device=buffer.device)
             unscale(buffer, overflow, torch.full((), 1 / self._world, device=buffer.device))
             if bucket.is_last():
-                self._scaled.launch_verdict([*[f.overflow for f in self._flights if f.overflow is not None], overflow])
+                self._scaled.launch_verdict(
+                    [*[f.overflow for f in self._in_flight if f.overflow is not None], overflow]
+                )
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        self._flights.append(Flight(work, bucket.parameters(), buffer, overflow))
+        self._in_flight.append(InFlightBucket(work, bucket.parameters(), buffer, overflow))
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type != "cpu" else None)
         future.set_result(buffer)
         return future
@@ -164,39 +170,39 @@ class TailOverlap:
         self.synchronize()
 
     def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse an `optimizer.step()`, whoever calls it, that would use gradients on the wire."""
+        """Refuse an `optimizer.step()`, whoever calls it, that would use gradients in flight."""
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
             refuse_closure()
-        if self._flights and not self._stepping:
+        if self._in_flight and not self._stepping:
             raise RuntimeError(
-                "optimizer.step() was called while gradients are on the wire: call overlap.step(), or "
+                "optimizer.step() was called while gradients are in flight: call overlap.step(), or "
                 "overlap.synchronize() before anything else that uses gradients; a GradScaler's unscale_() and step() "
                 "are such, unless it is passed as TailOverlap's scaler"
             )
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def _step_flights(self) -> None:
+    def _step_in_flight(self) -> None:
         self._stepping = True
         try:
             self._step_with_hooks(self.optimizer)
         finally:
             self._stepping = False
-        self._flights.clear()
+        self._in_flight.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
 
     def _step_in_parts(self, optimizer: Optimizer) -> None:
-        sent = [[p for p in flight.params if p.grad is not None] for flight in self._flights]
-        on_wire = {p for part in sent for p in part}
+        sent = [[p for p in flight.params if p.grad is not None] for flight in self._in_flight]
+        in_flight = {p for part in sent for p in part}
         here = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in on_wire
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in in_flight
         ]
 
         def wait(part: int) -> None:
-            if part > 0 and self._flights[part - 1].work is not None:
-                self._flights[part - 1].wait()
+            if part > 0 and self._in_flight[part - 1].work is not None:
+                self._in_flight[part - 1].wait()
                 if self._scaled is not None:
-                    self._scaled.on_arrival(self._flights[part - 1].buffer)
+                    self._scaled.on_arrival(self._in_flight[part - 1].buffer)
 
         if isinstance(optimizer, StepsInParts):
             optimizer.step_in_parts([here, *sent], wait)

@@ -49,7 +49,7 @@ def agree(group: Any, reason: str | None, setup: tuple[object, ...]) -> None:
             )
 
 
-def why_not(model: DistributedDataParallel, optimizer: Optimizer) -> str | None:
+def unsupported_reason(model: DistributedDataParallel, optimizer: Optimizer) -> str | None:
     """Why the two cannot be overlapped, and what to do about it, or None."""
     if not model.gradient_as_bucket_view:
         return (
@@ -74,19 +74,19 @@ def why_not(model: DistributedDataParallel, optimizer: Optimizer) -> str | None:
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) is True:
             return f"{name or 'the model'} has sparse gradients, which have no buckets: make it with sparse=False"
-    if (reason := why_whole(optimizer)) is not None:
+    if (reason := whole_step_reason(optimizer)) is not None:
         return f"optimizer is {type(optimizer).__name__}, which cannot step part of its parameters: {reason}"
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for name, param in model.module.named_parameters():
         if param.requires_grad and name not in model.parameters_to_ignore and param not in held:
             return (
                 f"optimizer does not hold the trainable parameter {name}, so something else would use its gradient "
-                "while it is on the wire: add it to the optimizer, or freeze it before the model is wrapped"
+                "while it is in flight: add it to the optimizer, or freeze it before the model is wrapped"
             )
     return None
 
 
-def why_whole(optimizer: Optimizer) -> str | None:
+def whole_step_reason(optimizer: Optimizer) -> str | None:
     """Why an optimizer must see all gradients at once, or None."""
     if isinstance(optimizer, StepsInParts):
         return None

@@ -36,18 +36,20 @@ class Layout:
     placements: tuple[Any, ...]
 
     @property
-    def cut(self) -> Cut | None:
+    def sharded_dims(self) -> ShardedDims | None:
         """Along what ranks hold different parts; None if each has all of it."""
         dims = [dim for dim, placement in enumerate(self.placements) if _split(placement) >= 0]
         along = tuple(dim for dim in dims if self.mesh.size(dim) > 1)
-        return Cut(self.mesh, along) if along else None
+        return ShardedDims(self.mesh, along) if along else None
 
     def shard(self, shape: torch.Size) -> Shard:
         """What of a tensor of this shape lies here."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         size, offset = compute_local_shape_and_global_offset(shape, self.mesh, self.placements)
-        split = frozenset(_split(self.placements[dim]) for dim in (self.cut.along if self.cut else ()))
+        split = frozenset(
+            _split(self.placements[dim]) for dim in (self.sharded_dims.along if self.sharded_dims else ())
+        )
         return Shard(tuple(shape), tuple(size), tuple(offset), split)
 
     def of_dims(self, dims: Sequence[int]) -> Layout:
@@ -58,42 +60,42 @@ class Layout:
         return f"{list(self.placements)} on a mesh of {' x '.join(map(str, self.mesh.shape))}"
 
 
-class Cut(NamedTuple):
+class ShardedDims(NamedTuple):
     """Along which dims of a mesh a tensor is cut up."""
 
     mesh: DeviceMesh
     along: tuple[int, ...]
 
 
-class Ranks(NamedTuple):
+class ReduceGroup(NamedTuple):
     """Those who add up what they know of tensors on one mesh: all along any dim that a tensor is cut up along."""
 
     mesh: DeviceMesh
     along: tuple[int, ...]
 
     @classmethod
-    def of(cls, cuts: Sequence[Cut]) -> Ranks:
+    def of(cls, dims: Sequence[ShardedDims]) -> ReduceGroup:
         """The ranks for tensors on one mesh."""
-        return cls(cuts[0].mesh, tuple(sorted({dim for cut in cuts for dim in cut.along})))
+        return cls(dims[0].mesh, tuple(sorted({dim for cut in dims for dim in cut.along})))
 
-    def add_up(self, parts: Sequence[tuple[Cut, Tensor]]) -> None:
+    def all_reduce(self, parts: Sequence[tuple[ShardedDims, Tensor]]) -> None:
         """Replace each tensor, in place, by its sum over the ranks: one collective for all.
 
         Where ranks hold the same part of a tensor, one of them counts.
         """
-        sums = torch.cat([(part if self._counts(cut) else torch.zeros_like(part)).view(-1) for cut, part in parts])
+        sums = torch.cat([(part if self._counts(dims) else torch.zeros_like(part)).view(-1) for dims, part in parts])
         for (_, part), total in zip(
-            parts, torch.split(self._add_up(sums), [part.numel() for _, part in parts]), strict=True
+            parts, torch.split(self._all_reduce(sums), [part.numel() for _, part in parts]), strict=True
         ):
             part.copy_(total.view(part.shape))
 
-    def total(self, parts: Sequence[tuple[Cut, Tensor]]) -> Tensor:
+    def total(self, parts: Sequence[tuple[ShardedDims, Tensor]]) -> Tensor:
         """The sum of numbers, 0-dim, over the ranks, in one collective."""
-        return self._add_up(
-            torch.stack([part if self._counts(cut) else torch.zeros_like(part) for cut, part in parts]).sum()
+        return self._all_reduce(
+            torch.stack([part if self._counts(dims) else torch.zeros_like(part) for dims, part in parts]).sum()
         )
 
-    def _add_up(self, sums: Tensor) -> Tensor:
+    def _all_reduce(self, sums: Tensor) -> Tensor:
         sums = sums.to(self.mesh.device_type)
         dist.all_reduce(sums, group=self._group())
         return sums
@@ -129,9 +131,9 @@ class Ranks(NamedTuple):
                     "the optimizer in the same way on every rank"
                 )
 
-    def _counts(self, cut: Cut) -> bool:
+    def _counts(self, dims: ShardedDims) -> bool:
         here = self.mesh.get_coordinate() or ()
-        return all(here[dim] == 0 for dim in self.along if dim not in cut.along)
+        return all(here[dim] == 0 for dim in self.along if dim not in dims.along)
 
     def _group(self) -> Any:
         """The process group, made when it is needed first, by all its ranks at once."""
@@ -152,7 +154,7 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary(
 """Process groups by their ranks, for as long as the group of all ranks lives."""
 
 
-def why_refused(param: Tensor) -> str | None:
+def unsupported_reason(param: Tensor) -> str | None:
     """Why a parameter's layer-wise norm cannot be taken from what lies on this rank and on others, or None."""
     if getattr(param, "_fsdp_flattened", False):
         return (
@@ -183,7 +185,7 @@ def why_refused(param: Tensor) -> str | None:
 def adds_up_over(param: Tensor, group: Any) -> bool:
     """Whether sums over a parameter are taken over several ranks of a group already."""
     layout = layout_of(param)
-    if layout is None or layout.cut is None:
+    if layout is None or layout.sharded_dims is None:
         return False
     return len(set(layout.mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group))) > 1
 
@@ -208,7 +210,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
 def shard_of(param: Tensor) -> Shard | None:
     """What of it, as a real tensor, lies here; None if all of it does."""
     layout = layout_of(param)
-    if layout is None or layout.cut is None:
+    if layout is None or layout.sharded_dims is None:
         return None
     return layout.shard(torch.Size((*param.shape, 2)) if param.is_complex() else param.shape)
 
@@ -290,11 +292,11 @@ def _is_distributed(tensor: Tensor) -> bool:
 
 
 def _split(placement: Any) -> int:
-    """The dim of a tensor that a placement cuts up, or -1."""
-    from torch.distributed.tensor.placement_types import Shard as Cut
+    """The dim of a tensor that a placement dims up, or -1."""
+    from torch.distributed.tensor.placement_types import Shard as ShardedDims
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return placement.dim if isinstance(placement, Cut | _StridedShard) else -1
+    return placement.dim if isinstance(placement, ShardedDims | _StridedShard) else -1
 
 
 def _kept(placement: Any, dims: Sequence[int]) -> Any:

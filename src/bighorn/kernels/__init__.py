@@ -1,8 +1,8 @@
 """The backends, and the one place that finds out which of them work here.
 
-A backend is a package with `why_not(param, options)` and one class per algorithm, in a file of its own, that is made
-from buckets when tensors change and then steps them; `bucket.py` says what it is handed, `reference` what it must
-compute.
+A backend is a package with `unsupported_reason(param, options)` and one class per algorithm, in a file of its own, that
+is made from buckets when tensors change and then steps them. `bucket.py` describes its input, and `reference` computes
+the expected result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -45,14 +45,14 @@ class Kernel(Protocol):
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, 0-dim, in float64 where the device has it."""
 
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
-        """One step of whole tensors, in place; nothing is written where `commit` is False."""
+    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
+        """One step of whole tensors, in place; nothing is written where `apply_mask` is False."""
 
 
 class ShardKernel(Kernel, Protocol):
     """A kernel that serves shards, too."""
 
-    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
         """One step of shards: yields sums, 1-dim, that must be added up over all ranks, in place, before it goes on.
 
         On every rank there are as many, of the same sizes.
@@ -61,23 +61,30 @@ class ShardKernel(Kernel, Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """Where an algorithm runs. A new algorithm is a new field, None by default: where there are no kernels of it."""
+    """Where an algorithm runs: a field for each algorithm, None where a backend has no kernels of it."""
 
-    why_not: Callable[[Tensor, Any], str | None]
+    unsupported_reason: Callable[[Tensor, Any], str | None]
     """Why it cannot serve such a tensor, or None."""
 
-    why_not_shard: Callable[[Shard, Any], str | None]
+    unsupported_shard_reason: Callable[[Shard, Any], str | None]
     """Why it cannot serve a shard of a tensor that it could serve whole, or None."""
 
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
     came: Callable[[list[Bucket[CameOptions]]], Kernel]
 
+    @classmethod
+    def of(cls, package: Any) -> Backend:
+        """The backend of a package, which has a class for each algorithm that it serves."""
+        algorithms = [field.name for field in fields(cls) if not field.name.startswith("unsupported")]
+        kernels: dict[str, Any] = {name: getattr(package, name.capitalize(), None) for name in algorithms}
+        return cls(package.unsupported_reason, package.unsupported_shard_reason, **kernels)
+
 
 BACKENDS = {
-    "cpu": Backend(cpu.why_not, cpu.why_not_shard, cpu.Lamb, cpu.Came),
-    "triton": Backend(triton.why_not, triton.why_not_shard, triton.Lamb, triton.Came),
-    "foreach": Backend(foreach.why_not, foreach.why_not_shard, foreach.Lamb, foreach.Came),
-    "reference": Backend(reference.why_not, reference.why_not_shard, reference.Lamb, reference.Came),
+    "cpu": Backend.of(cpu),
+    "triton": Backend.of(triton),
+    "foreach": Backend.of(foreach),
+    "reference": Backend.of(reference),
 }
 """By name, in the order in which `auto` prefers them."""
 
@@ -132,13 +139,13 @@ def pick(
     if solid is None:
         solid = has_memory(param)
     if backend != "auto":
-        reason = _why_not(backend, param, options, shard, solid)
+        reason = _unsupported_reason(backend, param, options, shard, solid)
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
     refusals: list[str] = []
     for name in BACKENDS:
-        reason = _why_not(name, param, options, shard, solid)
+        reason = _unsupported_reason(name, param, options, shard, solid)
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         if name == "triton" and param.device.type in device.DEVICES and reason == device.broken(param.device):
@@ -157,7 +164,7 @@ def _warn_of(failure: str) -> None:
     )
 
 
-def _why_not(
+def _unsupported_reason(
     name: str, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None, solid: bool
 ) -> str | None:
     backend = BACKENDS[name]
@@ -165,5 +172,5 @@ def _why_not(
         return f"it has no kernels for {options.algorithm}"
     if name != SERVES_WRAPPERS and not solid:
         return "its tensors are wrappers without memory of their own"
-    reason = backend.why_not(param, options)
-    return reason if reason or shard is None else backend.why_not_shard(shard, options)
+    reason = backend.unsupported_reason(param, options)
+    return reason if reason or shard is None else backend.unsupported_shard_reason(shard, options)

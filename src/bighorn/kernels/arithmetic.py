@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def write(out: Tensor, value: Tensor, commit: Tensor | None) -> None:
+def write(out: Tensor, value: Tensor, apply_mask: Tensor | None) -> None:
     """Store `value`, rounded to the dtype of `out`."""
-    out.copy_(value if commit is None else torch.where(commit, value.to(out.dtype), out))
+    out.copy_(value if apply_mask is None else torch.where(apply_mask, value.to(out.dtype), out))
 
 
 PAST_COUNTING = 1.5 * 2.0**-24
 """A float32 above 2^24 that grows by this part of itself becomes the next float32."""
 
 
-def count_step(counts: list[Tensor], commit: Tensor | None) -> None:
+def count_step(counts: list[Tensor], apply_mask: Tensor | None) -> None:
     """Count a step: by 1 up to 2^24, from where on float32 does not hold every integer, to the next float32.
 
     A count that stands still would draw the same random bits at every step, so that some weights never move.
@@ -24,8 +24,8 @@ def count_step(counts: list[Tensor], commit: Tensor | None) -> None:
         return
     growth = torch._foreach_mul(counts, PAST_COUNTING)
     torch._foreach_clamp_min_(growth, 1.0)
-    if commit is not None:  # as a list, since the host would wait for a tensor alone on CUDA (torch 2.11)
-        torch._foreach_mul_(growth, [commit.to(growth[0].dtype)] * len(growth))
+    if apply_mask is not None:  # as a list, since the host would wait for a tensor alone on CUDA (torch 2.11)
+        torch._foreach_mul_(growth, [apply_mask.to(growth[0].dtype)] * len(growth))
     torch._foreach_add_(counts, growth)
 
 

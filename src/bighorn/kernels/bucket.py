@@ -88,9 +88,9 @@ class Bucket(Generic[Options]):
             CAME: `exp_avg` (with `exp_avg_scale` where it is int8), and either `exp_avg_sq_row`, `exp_avg_sq_col`,
             `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: what `rounding.AUX_STATE` names.
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share theirs.
-        counts: `steps` of the rows that have a gradient, without repetition; kernels advance each
+        unique_steps: `steps` of the rows that have a gradient, without repetition; kernels advance each
             (`arithmetic.count_step`).
-        norms: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
+        metrics: Float32, `[rows, 3]`; kernels write what telemetry shows. LAMB: weight norm, update norm, trust ratio.
             CAME: RMS of u before it is clipped, what clipping multiplied it with, mean confidence.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
             None for a row that takes no part in this step: its parameter, state, step count and norms stay as they
@@ -98,20 +98,20 @@ class Bucket(Generic[Options]):
             whenever a row has one later, its dtype and strides are those.
         shards: Where each row, with its gradient, lies in the whole tensor; empty if every row is whole. A tensor of
             the state has some of its parameter's dims, and is cut up along these as the parameter is.
-        numbers: One 32-bit number per row, its parameter's, which tells the random bits of parameters apart.
-        firsts: The place of each row's first element in its parameter, for the same end.
+        param_ids: One 32-bit number per row, its parameter's, which tells the random bits of parameters apart.
+        row_offsets: The position of each row's first element in its parameter, for the same end.
     """
 
     options: Options
     params: list[Tensor]
     state: dict[str, list[Tensor]]
     steps: list[Tensor]
-    counts: list[Tensor]
-    norms: Tensor
+    unique_steps: list[Tensor]
+    metrics: Tensor
     grads: list[Any] = field(default_factory=list)
     shards: list[Shard] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
+    param_ids: list[int] = field(default_factory=list)
+    row_offsets: list[int] = field(default_factory=list)
 
     def with_grad(self) -> Bucket[Options]:
         """The rows that have a gradient, with norms of their own: the bucket itself if all rows have one."""
@@ -127,11 +127,11 @@ class Bucket(Generic[Options]):
             params=of(self.params),
             state={name: of(tensors) for name, tensors in self.state.items()},
             steps=of(self.steps),
-            norms=self.norms[rows],
+            metrics=self.metrics[rows],
             grads=of(self.grads),
             shards=of(self.shards),
-            numbers=of(self.numbers),
-            firsts=of(self.firsts),
+            param_ids=of(self.param_ids),
+            row_offsets=of(self.row_offsets),
         )
 
 

@@ -117,7 +117,7 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     return LAMB_FORMS[name].get(state[name].dtype) if "exp_avg_sq_scale" in state else LINEAR
 
 
-def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
+def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
     """A moment as it is stored, under its names: rounded to its dtype, or as codes and scales."""
     form = form_of(name, like)
     if form is None:
@@ -126,7 +126,7 @@ def rounded(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dithe
     return {name: codes, f"{name}_scale": scales}
 
 
-def stored(name: str, state: Mapping[str, Tensor]) -> Tensor:
+def dequantize(name: str, state: Mapping[str, Tensor]) -> Tensor:
     """A moment as it was stored, in a floating dtype."""
     form = form_of(name, state)
     return state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)

@@ -49,7 +49,7 @@ AUX_STATE: Mapping[str, Mapping[str, torch.dtype]] = {
 """The state that a rounding mode adds, in the shape and memory order of the parameter, with its dtypes."""
 
 
-def unrounded(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+def load_weight(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
     """What a parameter stands for, in the dtype of the arithmetic; `x` itself where that is what it is."""
     value = x.to(compute_dtype(x))
     if "compensation" in kept:
@@ -63,7 +63,7 @@ def unrounded(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
     return value
 
 
-def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding, bits: Tensor | None) -> dict[str, Tensor]:
+def store_weight(value: Tensor, dtype: torch.dtype, rounding: Rounding, bits: Tensor | None) -> dict[str, Tensor]:
     """What is stored for a value: the parameter under "x", and what is kept beside it.
 
     Args:
@@ -111,7 +111,7 @@ def stochastic(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return torch.where(value.isfinite(), moved.view(torch.float32) - shift, value).to(dtype)
 
 
-def stream(seed: int, number: int) -> int:
+def rng_key(seed: int, number: int) -> int:
     """What the random bits of a parameter start from, 32 bits: a seed of up to 64, and the parameter's number."""
     return _mix_int((seed & WORD) ^ _mix_int((seed >> 32) ^ _mix_int(number)))
 
@@ -120,9 +120,9 @@ def random_bits(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
     """32 random bits, in int64, for elements of a parameter at step `t`.
 
     Args:
-        key: From `stream`.
+        key: From `rng_key`.
         t: The step, from 1, in any dtype; it broadcasts with `index`.
-        index: The elements' places in their parameter, int64.
+        index: The positions of the elements in their parameter, int64.
     """
     at_step = _mix((key + t.to(torch.int64)) & WORD)
     return _mix((index & WORD) ^ _mix((at_step + (index >> 32)) & WORD))
@@ -137,17 +137,17 @@ def dither(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
     return ((key + t.to(torch.int64) * 0x9E3779B9 + (index & WORD) * 0xC13FA9A9) & WORD) >> 16
 
 
-def places(size: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
-    """Each element's place in a tensor of the shape `whole`, counted along its rows, for a box in it; int64.
+def positions(size: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+    """The position of each element in a tensor of the shape `whole`, counted along its rows, for a box in it; int64.
 
     Args:
         size: Of the box.
         offset: Where in the tensor it begins.
         whole: The tensor's shape.
-        device: Where the places are wanted.
+        device: Where the positions are needed.
 
     Example:
-        >>> places((2, 2), (1, 1), (3, 4), torch.device("cpu"))
+        >>> positions((2, 2), (1, 1), (3, 4), torch.device("cpu"))
         tensor([[ 5,  6],
                 [ 9, 10]])
     """

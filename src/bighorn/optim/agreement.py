@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bighorn.distributed.sharding import Ranks
+from bighorn.distributed.sharding import ReduceGroup
 from bighorn.optim.algorithm import Group
-from bighorn.optim.param_info import Part
+from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import whole_view
 
 
-def check_agreement(parts: Iterable[Part], groups: list[Group], options: Iterable[str], settings: Settings) -> None:
+def check_agreement(
+    infos: Iterable[ParamInfo], groups: list[Group], options: Iterable[str], settings: Settings
+) -> None:
     """Compare what the ranks of each mesh are about to step: one collective for each mesh, if they agree.
 
     Args:
-        parts: Every parameter, in the order in which a step visits them.
+        infos: Every parameter, in the order in which a step visits them.
         groups: Their groups.
         options: The names of the groups' options.
         settings: Options of the whole optimizer, of which some ask for sums of their own.
@@ -27,25 +29,28 @@ def check_agreement(parts: Iterable[Part], groups: list[Group], options: Iterabl
     Raises:
         ValueError: They differ; every rank raises, and names the first difference.
     """
-    on_meshes: dict[object, list[Part]] = {}
-    for part in parts:
-        if part.cut is not None:
-            on_meshes.setdefault(part.cut.mesh, []).append(part)
-    meshes = [(Ranks.of([part.cut for part in mine if part.cut is not None]), mine) for mine in on_meshes.values()]
+    on_meshes: dict[object, list[ParamInfo]] = {}
+    for info in infos:
+        if info.sharded_dims is not None:
+            on_meshes.setdefault(info.sharded_dims.mesh, []).append(info)
+    meshes = [
+        (ReduceGroup.of([info.sharded_dims for info in mine if info.sharded_dims is not None]), mine)
+        for mine in on_meshes.values()
+    ]
     names = list(options)
     whole = [f"{name}={getattr(settings, name)!r}" for name in ("max_grad_norm", "skip_nonfinite")]
-    for ranks, mine in sorted(meshes, key=lambda pair: (pair[0].mesh.mesh.flatten().tolist(), pair[0].along)):
-        ranks.check_same([*whole, *_described(mine, groups, names)])
+    for reduce_group, mine in sorted(meshes, key=lambda pair: (pair[0].mesh.mesh.flatten().tolist(), pair[0].along)):
+        reduce_group.check_same([*whole, *_described(mine, groups, names)])
 
 
-def _described(parts: list[Part], groups: list[Group], options: list[str]) -> Iterator[str]:
+def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) -> Iterator[str]:
     """A line for each option of a group, ahead of the group's first parameter, and for each parameter."""
     seen = set()
-    for part in parts:
-        index, what = part.variant.group, f"param_groups[{part.variant.group}]"
+    for info in infos:
+        index, what = info.variant.group, f"param_groups[{info.variant.group}]"
         if index not in seen:
             seen.add(index)
             yield from (f"{what}: {name}={groups[index][name]!r}" for name in options)
-        flags = [name for name, value in part.variant._asdict().items() if value is True]
-        shape = tuple(whole_view(part.param).shape)
-        yield f"{what}: {part.label} of shape {shape} as {part.layout} ({', '.join(flags)})"
+        flags = [name for name, value in info.variant._asdict().items() if value is True]
+        shape = tuple(whole_view(info.param).shape)
+        yield f"{what}: {info.label} of shape {shape} as {info.layout} ({', '.join(flags)})"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bighorn.arguments import Check, choice, flag, learning_rate, schedulable, weight_decay
 from bighorn.kernels.options import Options, table
-from bighorn.optim.state import StateSpec, weight_spec, whole_view, why_unfit
+from bighorn.optim.state import StateSpec, unsupported_reason, weight_spec, whole_view
 from bighorn.schedules import Values
 
 Group = dict[str, Any]
@@ -75,9 +75,9 @@ class Algorithm(ABC, Generic[Options]):
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
         """Whether a parameter (a real one) is factored, and how many leading dims must be the outermost in memory."""
 
-    def why_unfit(self, group: Group, param: Tensor) -> str | None:
+    def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """Why a parameter cannot be optimized with a group's options, with the remedy, or None."""
-        return why_unfit(param, group["state_dtype"], group["weight_rounding"])
+        return unsupported_reason(param, group["state_dtype"], group["weight_rounding"])
 
     def shared_options(self, group: Group, variant: Variant) -> dict[str, Any]:
         """What kernels of every algorithm are told."""
@@ -101,5 +101,5 @@ class Algorithm(ABC, Generic[Options]):
 
     def refuse_unfit(self, group: Group, param: Tensor, what: str) -> None:
         """Raise a ValueError for a parameter that cannot be optimized with a group's options."""
-        if (reason := self.why_unfit(group, param)) is not None:
+        if (reason := self.unsupported_reason(group, param)) is not None:
             raise ValueError(f"{what} cannot be optimized as asked for: {reason}")

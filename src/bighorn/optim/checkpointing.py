@@ -151,8 +151,8 @@ def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[
     if any(float(group["lr"]) != 0 for group in groups):
         return False
     moves = any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
-    for ranks in [ranks for plan in plans for ranks in plan.meshes]:
-        moves = ranks.any(moves)  # all of them step, or none
+    for reduce_group in [each for plan in plans for each in plan.meshes]:
+        moves = reduce_group.any(moves)  # all of them step, or none
     return not moves
 
 

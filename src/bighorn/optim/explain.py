@@ -11,24 +11,24 @@ from torch.nn import Parameter
 
 from bighorn import kernels
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.param_info import Part, row_shard
+from bighorn.optim.param_info import ParamInfo, row_shard
 from bighorn.optim.state import STEP_BYTES, local_view
 from bighorn.optim.step_plan import StepPlan
 
 Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
 
 
-def explained(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[Any], backend: str) -> str:
+def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str) -> str:
     """One line for each kind of tensor: its backend, and why.
 
     Raises:
         ValueError: The backend that is asked for does not serve a tensor.
     """
     kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
-    for part in parts:
-        view, index = local_view(part.param), part.variant.group
-        options = algorithm.kernel_options(groups[index], part.variant)
-        name, why = kernels.pick(backend, view, options, row_shard(part.param, part.stacked))
+    for info in infos:
+        view, index = local_view(info.param), info.variant.group
+        options = algorithm.kernel_options(groups[index], info.variant)
+        name, why = kernels.pick(backend, view, options, row_shard(info.param, info.stacked))
         kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
     lines = [
         f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
@@ -38,15 +38,15 @@ def explained(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[A
     return "\n".join(lines)
 
 
-def bytes_of_state(parts: Iterable[Part], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:
+def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:
     """By a parameter's label: how large its state will be here, those of one name added up. Frozen ones get none."""
     sizes: dict[str, int] = {}
-    for part in parts:
-        if isinstance(part.param, Parameter) and not part.param.requires_grad:
+    for info in infos:
+        if isinstance(info.param, Parameter) and not info.param.requires_grad:
             continue
-        spec, here = algorithm.state_spec(groups[part.variant.group], part.param), local_view(part.param)
+        spec, here = algorithm.state_spec(groups[info.variant.group], info.param), local_view(info.param)
         size = STEP_BYTES + sum(kept.like(here).nbytes for kept in spec.values())
-        sizes[part.label] = sizes.get(part.label, 0) + size
+        sizes[info.label] = sizes.get(info.label, 0) + size
     return sizes
 
 

@@ -60,14 +60,14 @@ class LambAlgorithm(Algorithm[LambOptions]):
     }
     group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
 
-    def why_unfit(self, group: Group, param: Tensor) -> str | None:
+    def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """As for every algorithm; and a running maximum in blocks."""
         if group["second_moment"] == "amsgrad" and group["state_dtype"] in IN_BLOCKS:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
             )
-        return super().why_unfit(group, param)
+        return super().unsupported_reason(group, param)
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """Both moments, in the one dtype or in blocks, and amsgrad's maximum."""

@@ -26,7 +26,7 @@ from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpointing import check_structure, converted, loaded_states, only_initialises, wrap
 from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
-from bighorn.optim.param_info import Part, Places, check_backend, parameters, part_of
+from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
@@ -40,7 +40,7 @@ from bighorn.optim.step_options import (
     begin_step,
     value_at,
 )
-from bighorn.optim.step_param import Ahead, check_ahead
+from bighorn.optim.step_param import BegunStep, check_step_param
 from bighorn.optim.step_plan import StepPlan, scale_and_mask, square_sum_of
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class KernelOptimizer(Optimizer):
     """What wrappers put in front of every parameter's name, which groups hold without it; None without names."""
     _agreed: bool = False
     """Other ranks have the same parameters and options: asked at the first step, and after groups were added."""
-    _ahead: Ahead | None = None
-    """The step that `step_ahead` has begun and `step` has not ended."""
+    _begun: BegunStep | None = None
+    """The step that `step_param` has begun and `step` has not ended."""
     _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one for each part of it."""
     _skipped: Tensor | None = None
@@ -208,7 +208,7 @@ class KernelOptimizer(Optimizer):
 
     @eager
     @torch.no_grad()
-    def step_ahead(self, param: Tensor) -> None:
+    def step_param(self, param: Tensor) -> None:
         """Step one parameter now and drop its gradient; a later `step()` takes the others and ends the step.
 
         Options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
@@ -220,12 +220,12 @@ class KernelOptimizer(Optimizer):
             RuntimeError: As `step`; or the parameter has taken this step already.
             ValueError: As `step`; or an option needs every gradient before the first parameter is written.
         """
-        if (reason := self.why_whole()) is not None:
+        if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
-        ahead, places = self._ahead, self._places() if self._ahead is None else self._ahead.places
-        check_ahead(param, places, ahead, lambda place: self._part(*place, param).label)
-        schedule, [plan] = self._prepare([param], None, None if ahead is None else ahead.schedule, places)
-        self._ahead = ahead = ahead or Ahead(schedule, places)
+        ahead, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
+        check_step_param(param, indices, ahead, lambda at: self._param_info(*at, param).label)
+        schedule, [plan] = self._prepare([param], None, None if ahead is None else ahead.schedule, indices)
+        self._begun = ahead = ahead or BegunStep(schedule, indices)
         for _, kernel in plan.kernels:
             kernel.step()
         plan.step_shards(1.0, None)
@@ -235,7 +235,7 @@ class KernelOptimizer(Optimizer):
         # What autograd has saved of the parameter is not what it was; compiled kernels do not say so by themselves.
         torch.autograd.graph.increment_version(param)
 
-    def why_whole(self) -> str | None:
+    def whole_step_reason(self) -> str | None:
         """Why every gradient must be there before the first parameter is written, or None."""
         for name in ("max_grad_norm", "skip_nonfinite"):
             if getattr(self._settings, name):
@@ -244,7 +244,7 @@ class KernelOptimizer(Optimizer):
 
     def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
         """One step; of all parameters together where there are no parts."""
-        ahead, grad_scale, found_inf = self._ahead, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        ahead, grad_scale, found_inf = self._begun, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if ahead is not None and found_inf is not None:
             raise RuntimeError(
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
@@ -283,7 +283,7 @@ class KernelOptimizer(Optimizer):
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         earlier = list(ahead.plans.values()) if ahead is not None else []
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
-        self._ahead = None
+        self._begun = None
 
     # ---- what a step is made of ---------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class KernelOptimizer(Optimizer):
         try:
             if not self._agreed:
                 if sharding.any_distributed(self.in_order()):
-                    check_agreement(self._parts(), self.param_groups, self.algorithm.options, self._settings)
+                    check_agreement(self._param_infos(), self.param_groups, self.algorithm.options, self._settings)
                 self._agreed = True
         except BaseException:
             schedule.undo()
@@ -309,7 +309,7 @@ class KernelOptimizer(Optimizer):
         params: list[Tensor],
         parts: list[list[Tensor]] | None,
         schedule: ScheduleStep | None,
-        places: Places | None = None,
+        indices: Indices | None = None,
     ) -> tuple[ScheduleStep, list[StepPlan]]:
         """The options of a step, unless it has begun already, and a plan for each of its parts.
 
@@ -324,7 +324,7 @@ class KernelOptimizer(Optimizer):
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
                 if plan is None:
-                    mine, plan, states = self._new_plan(mine, places or self._places())
+                    mine, plan, states = self._new_plan(mine, indices or self._indices())
                     built.append((mine, plan, states))
                 elif plan.options_version != self._guard.version:
                     plan.set_options(self._options_of(plan.variants()), self._guard.version)
@@ -340,40 +340,40 @@ class KernelOptimizer(Optimizer):
             raise
         for mine, plan, states in built:
             self.state.update(states)
-            self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(places or ())))
+            self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(indices or ())))
         return schedule, plans
 
-    def _new_plan(self, mine: StepParams, places: Places) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
+    def _new_plan(self, mine: StepParams, indices: Indices) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
         """A plan, the parameters that it has, and the states that belong to it.
 
         A parameter without a gradient, which may have been freed or replaced meanwhile, keeps no other one from its
         step: then the plan is without it.
         """
         try:
-            return mine, *self._build(mine, places)
+            return mine, *self._build(mine, indices)
         except (RuntimeError, ValueError):
             present = mine.with_grad()
             if len(present.params) == len(mine.params):
                 raise
-            return present, *self._build(present, places)
+            return present, *self._build(present, indices)
 
-    def _build(self, mine: StepParams, places: Places) -> tuple[StepPlan, dict[Tensor, Any]]:
-        parts = [self._part(*places[id(param)], param) for param in mine.params]
-        options = self._options_of({part.variant for part in parts})
+    def _build(self, mine: StepParams, indices: Indices) -> tuple[StepPlan, dict[Tensor, Any]]:
+        infos = [self._param_info(*indices[id(param)], param) for param in mine.params]
+        options = self._options_of({info.variant for info in infos})
         plan, states = plan_builder.build(
-            parts, mine.expected(), options, self._guard.version, self._complete, self._settings.backend
+            infos, mine.expected(), options, self._guard.version, self._init_state, self._settings.backend
         )
         plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads])
-        return plan, {part.param: state for part, state in zip(parts, states, strict=True)}
+        return plan, {info.param: state for info, state in zip(infos, states, strict=True)}
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:
         return {
             variant: self.algorithm.kernel_options(self.param_groups[variant.group], variant) for variant in variants
         }
 
-    def _complete(self, part: Part, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        spec = self.algorithm.state_spec(self.param_groups[part.variant.group], part.param)
-        return init_or_validate_state(part.param, dense, spec, self.state.get(part.param, {}), part.label), list(spec)
+    def _init_state(self, info: ParamInfo, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
+        spec = self.algorithm.state_spec(self.param_groups[info.variant.group], info.param)
+        return init_or_validate_state(info.param, dense, spec, self.state.get(info.param, {}), info.label), list(spec)
 
     def in_order(self) -> list[Tensor]:
         """Every parameter, in the order in which a step visits them: that of `order_params`, if given."""
@@ -381,17 +381,17 @@ class KernelOptimizer(Optimizer):
             return [param for _, _, param in parameters(self.param_groups, self._order)]
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
 
-    def _places(self) -> Places:
+    def _indices(self) -> Indices:
         return {id(param): (index, position) for index, position, param in parameters(self.param_groups, self._order)}
 
-    def _part(self, index: int, position: int, param: Tensor) -> Part:
-        return part_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
+    def _param_info(self, index: int, position: int, param: Tensor) -> ParamInfo:
+        return info_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
 
-    def _parts(self) -> Iterator[Part]:
-        return itertools.starmap(self._part, parameters(self.param_groups, self._order))
+    def _param_infos(self) -> Iterator[ParamInfo]:
+        return itertools.starmap(self._param_info, parameters(self.param_groups, self._order))
 
     def _forget(self) -> None:
-        self._guard, self._ahead = OptionGuard(), None
+        self._guard, self._begun = OptionGuard(), None
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -434,7 +434,7 @@ class KernelOptimizer(Optimizer):
         for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
             options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
-        return explain.bytes_of_state(optimizer._parts(), optimizer.param_groups, cls.algorithm)
+        return explain.bytes_of_state(optimizer._param_infos(), optimizer.param_groups, cls.algorithm)
 
     def explain(self) -> str:
         """Which backend serves which tensors, and why: one line for each kind of tensor.
@@ -445,7 +445,7 @@ class KernelOptimizer(Optimizer):
         attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
         if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
             self._forget_plans()
-        return explain.explained(self._parts(), self.param_groups, self.algorithm, self._settings.backend)
+        return explain.explained(self._param_infos(), self.param_groups, self.algorithm, self._settings.backend)
 
     # ---- state in and out -----------------------------------------------------------------------------------
 

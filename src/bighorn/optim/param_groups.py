@@ -147,7 +147,7 @@ def check_parameter(name: object, param: object, *, stacked: bool) -> None:
         raise ValueError(f"{what} is no leaf: it was computed from others, which get the gradients; pass those")
     if param.layout != torch.strided:
         raise ValueError(f"{what} has layout {param.layout}; only dense parameters can be optimized")
-    reason = sharding.why_refused(param)
+    reason = sharding.unsupported_reason(param)
     if reason:
         raise ValueError(f"{what} cannot be optimized here: {reason}")
     if overlaps(param) or param.is_neg() or param.is_conj():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.distributed import sharding
-from bighorn.distributed.sharding import Cut, Layout
+from bighorn.distributed.sharding import Layout, ShardedDims
 from bighorn.kernels.bucket import Shard
 from bighorn.names import excludes
 from bighorn.optim.algorithm import Algorithm, Group, Variant
@@ -19,7 +19,7 @@ from bighorn.optim.param_groups import Order, label_of
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import local_view, whole_view
 
-Places = dict[int, tuple[int, int]]
+Indices = dict[int, tuple[int, int]]
 """By a parameter's id: its group and its position there."""
 
 CENTRED_FROM = {False: math.inf, True: 2, "conv": 3}
@@ -27,7 +27,7 @@ CENTRED_FROM = {False: math.inf, True: 2, "conv": 3}
 
 
 @dataclass
-class Part:
+class ParamInfo:
     """A parameter that takes part in a step."""
 
     param: Tensor
@@ -40,9 +40,9 @@ class Part:
     """How it is distributed; None if it is not."""
 
     @property
-    def cut(self) -> Cut | None:
+    def sharded_dims(self) -> ShardedDims | None:
         """Along what it is cut up over ranks; None if all of it lies here."""
-        return self.layout.cut if self.layout else None
+        return self.layout.sharded_dims if self.layout else None
 
 
 def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Tensor]]:
@@ -54,13 +54,15 @@ def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Te
     )
 
 
-def part_of(param: Tensor, group: Group, place: tuple[int, int], algorithm: Algorithm[Any], settings: Settings) -> Part:
-    """A parameter as it takes part, with the group that it stands in and its place there.
+def info_of(
+    param: Tensor, group: Group, indices: tuple[int, int], algorithm: Algorithm[Any], settings: Settings
+) -> ParamInfo:
+    """A parameter as it takes part, with the group that it stands in and its indices there.
 
     Raises:
         ValueError: It cannot be optimized with the group's options, or the group's parameters were replaced.
     """
-    index, position = place
+    index, position = indices
     if "param_names" in group and len(group["param_names"]) != len(group["params"]):
         raise ValueError(
             f"param_groups[{index}] has {len(group['param_names'])} names for {len(group['params'])} parameters, "
@@ -83,7 +85,7 @@ def part_of(param: Tensor, group: Group, place: tuple[int, int], algorithm: Algo
     # Blocks and random bits run in logical order.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
     leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
-    return Part(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
+    return ParamInfo(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
 
 
 def row_shard(param: Tensor, stacked: bool) -> Shard | None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.arguments import about
 from bighorn.distributed import sharding
-from bighorn.distributed.sharding import Cut, Ranks
+from bighorn.distributed.sharding import ReduceGroup, ShardedDims
 from bighorn.kernels import Bucket
 from bighorn.kernels.storage import has_memory
 from bighorn.optim.algorithm import Variant
-from bighorn.optim.param_info import Part, row_shard
+from bighorn.optim.param_info import ParamInfo, row_shard
 from bighorn.optim.state import REAL_DTYPES, local_view, overlaps, refuse_freed
 from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepPlan
 
@@ -27,21 +27,21 @@ State = dict[str, Any]
 
 
 def build(
-    parts: list[Part],
+    infos: list[ParamInfo],
     grads: list[Tensor],
     options: dict[Variant, Any],
     options_version: int,
-    complete: Callable[[Part, Tensor], tuple[State, list[str]]],
+    init_state: Callable[[ParamInfo, Tensor], tuple[State, list[str]]],
     backend: str,
 ) -> tuple[StepPlan, list[State]]:
-    """A plan for the parts, and each part's state, complete but not yet the optimizer's: nothing has changed so far.
+    """A plan for the infos, and each info's state, complete but not yet the optimizer's: nothing has changed so far.
 
     Args:
-        parts: What takes part, in the optimizer's order.
+        infos: What takes info, in the optimizer's order.
         grads: Their gradients, or tensors like those that are expected; the plan is bound to them.
         options: The options of each variant.
         options_version: Which ones these are.
-        complete: Gives the state of a part whose parameter kernels will see as the tensor that is handed over, and
+        init_state: Gives the state of a info whose parameter kernels will see as the tensor that is handed over, and
             the names of the tensors in it that kernels work on.
         backend: The one that is asked for, or "auto".
 
@@ -51,67 +51,67 @@ def build(
             does not serve one.
     """
     bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
-    backends: dict[tuple[str, torch.device, Cut | None], list[Bucket[Any]]] = {}
+    backends: dict[tuple[str, torch.device, ShardedDims | None], list[Bucket[Any]]] = {}
     states: list[State] = []
     bindings: list[tuple[ParamBinding, BucketPlan]] = []
     wrappers: list[tuple[BucketPlan, str]] = []
-    for index, (part, grad) in enumerate(zip(parts, grads, strict=True)):
-        _check_grad(part, grad)
-        view, grad = local_view(part.param), sharding.local(grad)
-        refuse_freed(view, part.label)
-        refuse_freed(grad, f"the gradient of {part.label}")
+    for index, (info, grad) in enumerate(zip(infos, grads, strict=True)):
+        _check_grad(info, grad)
+        view, grad = local_view(info.param), sharding.local(grad)
+        refuse_freed(view, info.label)
+        refuse_freed(grad, f"the gradient of {info.label}")
         if overlaps(view):
-            raise ValueError(f"{part.label} has elements that share memory (an expanded tensor): clone() it first")
-        dense = view if is_dense(view, part.leading) else view.clone(memory_format=torch.contiguous_format)
-        state, kept = complete(part, dense)
+            raise ValueError(f"{info.label} has elements that share memory (an expanded tensor): clone() it first")
+        dense = view if is_dense(view, info.leading) else view.clone(memory_format=torch.contiguous_format)
+        state, kept = init_state(info, dense)
         states.append(state)
         mine = {entry: sharding.local(state[entry]) for entry in kept}
-        shard, solid = row_shard(part.param, part.stacked), all(map(has_memory, (dense, grad, *mine.values())))
-        with about(part.label):
-            name, _ = kernels.pick(backend, dense, options[part.variant], shard, solid)
+        shard, solid = row_shard(info.param, info.stacked), all(map(has_memory, (dense, grad, *mine.values())))
+        with about(info.label):
+            name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
         wrapper = None if solid else index  # its kind of tensor has its own bucket
-        key = (part.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, part.cut, wrapper, *kept)
+        key = (info.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, info.sharded_dims, wrapper, *kept)
         if key not in bucket_plans:
-            bucket_plans[key] = BucketPlan(Bucket(options[part.variant], [], {}, [], [], torch.empty(0)), part.variant)
-            backends.setdefault((name, dense.device, part.cut), []).append(bucket_plans[key].bucket)
+            bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
+            backends.setdefault((name, dense.device, info.sharded_dims), []).append(bucket_plans[key].bucket)
         bucket_plan = bucket_plans[key]
         if not solid:
-            wrappers.append((bucket_plan, part.label))
-        binding = ParamBinding(index, view, dense, state["step"], part.stacked, sharding.shard_of(part.param))
-        bucket_plan.add(binding, mine, zlib.crc32(part.label.encode()))
-        bucket_plan.direct &= not part.stacked and dense is view and not part.param.is_complex() and not grad.is_neg()
+            wrappers.append((bucket_plan, info.label))
+        binding = ParamBinding(index, view, dense, state["step"], info.stacked, sharding.shard_of(info.param))
+        bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
+        bucket_plan.direct &= not info.stacked and dense is view and not info.param.is_complex() and not grad.is_neg()
         bindings.append((binding, bucket_plan))
-    _check_disjoint([(part, binding) for part, (binding, _) in zip(parts, bindings, strict=True)])
+    _check_disjoint([(info, binding) for info, (binding, _) in zip(infos, bindings, strict=True)])
 
     for (_, device, _), buckets in backends.items():
         for bucket in buckets:
-            bucket.norms = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
+            bucket.metrics = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
     sizes = [len(bucket_plan.bucket.params) for bucket_plan in bucket_plans.values()]
     starts = dict(zip(map(id, bucket_plans.values()), itertools.accumulate(sizes, initial=0), strict=False))
     plan = StepPlan(
         buckets=list(bucket_plans.values()),
         kernels=[],
         meshes={},
-        labels=[_labels(part, len(binding.rows)) for part, (binding, _) in zip(parts, bindings, strict=True)],
-        places=[[starts[id(bucket_plan)] + row for row in binding.rows] for binding, bucket_plan in bindings],
+        labels=[_labels(info, len(binding.rows)) for info, (binding, _) in zip(infos, bindings, strict=True)],
+        row_indices=[[starts[id(bucket_plan)] + row for row in binding.rows] for binding, bucket_plan in bindings],
         options_version=options_version,
     )
     plan.bind(list(map(sharding.local, grads)))
     for bucket_plan, label in wrappers:
         _try_on_copies(bucket_plan.bucket, label)
-    cuts = [cut for _, _, cut in backends if cut is not None]
-    for (name, device, cut), buckets in backends.items():
+    sharded_dims = [dims for _, _, dims in backends if dims is not None]
+    for (name, device, dims), buckets in backends.items():
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
-        if cut is None:
+        if dims is None:
             plan.kernels.append((device, kernel))
         else:
-            ranks = Ranks.of([other for other in cuts if other.mesh == cut.mesh])
-            plan.meshes.setdefault(ranks, []).append(ShardLaunch(kernel, device, cut))
+            reduce_group = ReduceGroup.of([other for other in sharded_dims if other.mesh == dims.mesh])
+            plan.meshes.setdefault(reduce_group, []).append(ShardLaunch(kernel, device, dims))
     return plan, states
 
 
-def _labels(part: Part, rows: int) -> list[str]:
-    return [f"{part.label}[{i}]" for i in range(rows)] if part.stacked else [part.label]
+def _labels(info: ParamInfo, rows: int) -> list[str]:
+    return [f"{info.label}[{i}]" for i in range(rows)] if info.stacked else [info.label]
 
 
 def _try_on_copies(bucket: Bucket[Any], label: str) -> None:
@@ -125,17 +125,17 @@ def _try_on_copies(bucket: Bucket[Any], label: str) -> None:
         return [tensor.clone() for tensor in tensors]
 
     try:
-        counts = copies(bucket.counts)
+        counts = copies(bucket.unique_steps)
         trial = replace(
             bucket,
             params=copies(bucket.params),
             state={name: copies(tensors) for name, tensors in bucket.state.items()},
             steps=counts * len(bucket.params),
-            counts=counts,
-            norms=bucket.norms.clone(),
+            unique_steps=counts,
+            metrics=bucket.metrics.clone(),
             grads=copies(bucket.grads),
         )
-        for _ in getattr(kernels.BACKENDS["reference"], bucket.options.algorithm)([trial]).rounds():
+        for _ in getattr(kernels.BACKENDS["reference"], bucket.options.algorithm)([trial]).sharded_step():
             pass
     except Exception as error:
         kinds = {type(tensor).__name__ for tensor in (*bucket.params, *bucket.grads)}
@@ -145,34 +145,34 @@ def _try_on_copies(bucket: Bucket[Any], label: str) -> None:
         ) from error
 
 
-def _check_grad(part: Part, grad: Tensor) -> None:
-    param = part.param
+def _check_grad(info: ParamInfo, grad: Tensor) -> None:
+    param = info.param
     if grad.layout is not torch.strided:
         raise RuntimeError(
-            f"the gradient of {part.label} has layout {grad.layout}, but only dense gradients are supported: build the "
+            f"the gradient of {info.label} has layout {grad.layout}, but only dense gradients are supported: build the "
             "embedding with sparse=False, or give its parameters to torch.optim.SparseAdam"
         )
-    layout, its = part.layout, sharding.layout_of(grad)
+    layout, its = info.layout, sharding.layout_of(grad)
     if layout != its:
         raise ValueError(
-            f"the gradient of {part.label} lies as {its or 'a plain tensor'}, the parameter as "
+            f"the gradient of {info.label} lies as {its or 'a plain tensor'}, the parameter as "
             f"{layout or 'a plain tensor'}: redistribute it first, "
             "p.grad = p.grad.redistribute(placements=p.placements)"
         )
     fits = grad.shape == param.shape and grad.is_complex() == param.is_complex() and grad.device == param.device
     if not fits or not (grad.is_complex() or grad.dtype in REAL_DTYPES):
         raise ValueError(
-            f"the gradient of {part.label} has shape {tuple(grad.shape)} and dtype {grad.dtype} on {grad.device}, the "
+            f"the gradient of {info.label} has shape {tuple(grad.shape)} and dtype {grad.dtype} on {grad.device}, the "
             f"parameter {tuple(param.shape)} and {param.dtype} on {param.device}: compute it anew, after zero_grad(), "
             "in a floating dtype of 16 bits or more"
         )
 
 
-def _check_disjoint(bindings: list[tuple[Part, ParamBinding]]) -> None:
+def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
     """Two parameters in the same memory would be stepped twice, by two threads at once."""
     spans = sorted(
-        (binding.view.data_ptr(), binding.view.data_ptr() + binding.view.nbytes, part.label)
-        for part, binding in bindings
+        (binding.view.data_ptr(), binding.view.data_ptr() + binding.view.nbytes, info.label)
+        for info, binding in bindings
         if binding.view.device.type != "meta"
         and binding.view.numel()
         and has_memory(binding.view)

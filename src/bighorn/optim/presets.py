@@ -24,7 +24,7 @@ class Preset:
         name: What `Lamb.like` calls it.
         options: What to give to `Lamb` beyond its defaults.
         differs: How it differs from version 5 of the paper, in words.
-        source: Where it was read: repository, file and commit, or package and version.
+        source: Where it was read: repository, file and apply_mask, or package and version.
         aliases: Others that do the same.
         complete: Options that follow from the parameters and from what the caller gave. Default: None.
     """

@@ -66,7 +66,7 @@ StateSpec = Mapping[str, StateTensorSpec]
 """A parameter's state tensors by name, besides `step`."""
 
 
-def why_unfit(param: Tensor, state_dtype: str | None, weight_rounding: str) -> str | None:
+def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: str) -> str | None:
     """Why a parameter cannot be optimized in such a precision, with the remedy, or None."""
     if not (param.dtype in REAL_DTYPES or param.is_complex()):
         return (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.distributed.sharding import Cut, Ranks
+from bighorn.distributed.sharding import ReduceGroup, ShardedDims
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
@@ -42,7 +42,7 @@ class ParamBinding:
     """The rows of the bucket."""
 
     def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """A tensor that has the parameter's dims, or some of them, as rows; slices of other ranks are empty here."""
+        """A tensor that has the parameter's dims, or some of them, as rows; slices on other ranks are empty here."""
         if not self.stacked:
             return (tensor,)
         if self.shard is None:
@@ -82,7 +82,7 @@ class BucketPlan:
     """Parameters and gradients are used as they are."""
     indices: list[int] = field(default_factory=list)
     """The parameters, among those of the plan."""
-    all_counts: list[Tensor] = field(default_factory=list)
+    all_unique_steps: list[Tensor] = field(default_factory=list)
     """The counts of steps of all parameters."""
     bound: list[ParamBinding] = field(default_factory=list)
     """The parameters that take part in this step."""
@@ -92,23 +92,23 @@ class BucketPlan:
         bucket, first = self.bucket, len(self.bucket.params)
         self.bindings.append(binding)
         self.indices.append(binding.index)
-        self.all_counts.append(binding.step)
+        self.all_unique_steps.append(binding.step)
         bucket.params += binding.slices(binding.dense)
         bucket.shards += binding.row_shards()
         for name, value in moments.items():
             bucket.state.setdefault(name, []).extend(binding.slices(value))
         binding.rows = range(first, len(bucket.params))
         bucket.steps += [binding.step] * len(binding.rows)
-        bucket.numbers += [number] * len(binding.rows)
-        bucket.firsts += [i * binding.row_size for i in range(len(binding.rows))]
+        bucket.param_ids += [number] * len(binding.rows)
+        bucket.row_offsets += [i * binding.row_size for i in range(len(binding.rows))]
 
     def bind(self, grads: list[Tensor | None], *, missing: bool) -> None:
         """Hand over this step's gradients, of which some are missing, and dense copies of parameters that need them."""
         bucket, mine = self.bucket, list(map(grads.__getitem__, self.indices))
-        bucket.grads, bucket.counts, self.bound = mine, self.all_counts, self.bindings
+        bucket.grads, bucket.unique_steps, self.bound = mine, self.all_unique_steps, self.bindings
         if missing:
             self.bound = [binding for binding, grad in zip(self.bindings, mine, strict=True) if grad is not None]
-            bucket.counts = [binding.step for binding in self.bound]
+            bucket.unique_steps = [binding.step for binding in self.bound]
         if self.direct:
             return
         bucket.grads = [row for b, grad in zip(self.bindings, mine, strict=True) for row in b.grad_rows(grad)]
@@ -129,7 +129,7 @@ class ShardLaunch(NamedTuple):
 
     kernel: ShardKernel
     device: torch.device
-    cut: Cut
+    dims: ShardedDims
 
 
 @dataclass
@@ -139,11 +139,11 @@ class StepPlan:
     buckets: list[BucketPlan]
     kernels: list[tuple[torch.device, Kernel]]
     """Kernels for tensors of which this rank has all."""
-    meshes: dict[Ranks, list[ShardLaunch]]
-    """Kernels for shards, by the ranks that add up sums over them."""
+    meshes: dict[ReduceGroup, list[ShardLaunch]]
+    """Kernels for shards, by the ranks that add up their sums."""
     labels: list[list[str]]
     """For each parameter, the names of its rows."""
-    places: list[list[int]]
+    row_indices: list[list[int]]
     """For each parameter, its rows, counted through all buckets."""
     options_version: int
     """Of the options that the buckets have."""
@@ -170,21 +170,21 @@ class StepPlan:
         return {bucket_plan.variant for bucket_plan in self.buckets}
 
     def square_sums(self) -> list[Tensor]:
-        """Sums of all gradients' squares, over all ranks that have parts of them."""
+        """Sums of all gradients' squares, over all ranks that have shards of them."""
         sums = [kernel.square_sum() for _, kernel in self.kernels]
-        for ranks, launches in self.meshes.items():
-            sums.append(ranks.total([(launch.cut, launch.kernel.square_sum()) for launch in launches]))
+        for reduce_group, launches in self.meshes.items():
+            sums.append(reduce_group.total([(launch.dims, launch.kernel.square_sum()) for launch in launches]))
         return sums
 
-    def step_shards(self, scale: Tensor | float, commit: Tensor | None) -> None:
+    def step_shards(self, scale: Tensor | float, apply_mask: Tensor | None) -> None:
         """One step of all shards; kernels on one mesh go from sum to sum together."""
-        for ranks, launches in self.meshes.items():
+        for reduce_group, launches in self.meshes.items():
             running = [
-                (cut, kernel.rounds(on_device(scale, device), on_device(commit, device)))
-                for kernel, device, cut in launches
+                (dims, kernel.sharded_step(on_device(scale, device), on_device(apply_mask, device)))
+                for kernel, device, dims in launches
             ]
-            while parts := [(cut, part) for cut, rounds in running if (part := next(rounds, None)) is not None]:
-                ranks.add_up(parts)
+            while parts := [(dims, part) for dims, step in running if (part := next(step, None)) is not None]:
+                reduce_group.all_reduce(parts)
 
     def release(self) -> None:
         """Let go of the gradients, after the step."""
@@ -198,13 +198,13 @@ class StepPlan:
 
     def figures(self) -> Tensor:
         """What kernels wrote of the last step, and the learning rate that they were told, `[labels, 4]`."""
-        places = [place for mine, here in zip(self.places, self.stepped, strict=True) if here for place in mine]
-        device, tables = self.buckets[0].bucket.norms.device, []
+        row_indices = [row for mine, here in zip(self.row_indices, self.stepped, strict=True) if here for row in mine]
+        device, tables = self.buckets[0].bucket.metrics.device, []
         for bucket_plan in self.buckets:
-            norms, lr = bucket_plan.bucket.norms, bucket_plan.bucket.options.lr
+            norms, lr = bucket_plan.bucket.metrics, bucket_plan.bucket.options.lr
             lrs = lr.to(norms).expand(len(norms), 1) if isinstance(lr, Tensor) else norms.new_full((len(norms), 1), lr)
             tables.append(torch.cat([norms, lrs], dim=1).to(device))
-        return torch.cat(tables)[torch.tensor(places, dtype=torch.int64, device=device)]
+        return torch.cat(tables)[torch.tensor(row_indices, dtype=torch.int64, device=device)]
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -244,7 +244,7 @@ def scale_and_mask(
 def square_sum_of(
     plans: list[StepPlan], wait: Callable[[int], None], groups: list[Group], settings: Settings
 ) -> Tensor:
-    """The sum of all gradients' squares; with a process group, over all its ranks, those without gradients too."""
+    """The sum of all gradients' squares; with a process group, over all of its ranks, also those without gradients."""
     sums: list[Tensor] = []
     for part, plan in enumerate(plans):
         wait(part)

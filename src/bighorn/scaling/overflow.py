@@ -19,7 +19,7 @@ MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Suspects:
+class OverflowReport:
     """Which gradients overflowed: as many flags as names, still on the device."""
 
     names: list[str]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from bighorn.arguments import flag, integer, unknown_name
 from bighorn.deferred import DeferredScalar
-from bighorn.scaling.overflow import Suspects, batches, group_of, local_grads, names_of, unscale
+from bighorn.scaling.overflow import OverflowReport, batches, group_of, local_grads, names_of, unscale
 from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
 
 
@@ -102,7 +102,7 @@ class LossScaler(GradScaler):
         self._bad_steps: Tensor | int = 0
         self._overflows: Tensor | int = 0
         self._late_overflows: DeferredScalar | None = None
-        self._suspects: list[Suspects] = []
+        self._overflow_reports: list[OverflowReport] = []
 
     def _check_bounds(self, name: str, value: object) -> float:
         scale = check_scale(name, value)
@@ -119,7 +119,7 @@ class LossScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Multiply gradients with `inv_scale`, and tell whether any of them, on any rank, is not finite."""
         overflows, limit = self._known_overflows(), self.max_consecutive_overflows
-        if limit is not None and overflows >= limit and self._suspects:
+        if limit is not None and overflows >= limit and self._overflow_reports:
             self._give_up(overflows)
         grads = local_grads(optimizer, allow_fp16)
         # Each gradient has a flag of its own where this may be one overflow too many; else they share one.
@@ -133,7 +133,7 @@ class LossScaler(GradScaler):
         if grads or group is not None:
             state["overflow"] = verdict
         if watch:
-            state["suspects"] = Suspects(names_of(optimizer), flags, group)
+            state["overflow_report"] = OverflowReport(names_of(optimizer), flags, group)
         return {verdict.device: verdict if self.skip_on_overflow else torch.zeros_like(verdict)}
 
     def _known_overflows(self) -> int:
@@ -146,8 +146,9 @@ class LossScaler(GradScaler):
         raise FloatingPointError(
             f"{overflows} steps in a row overflowed (max_consecutive_overflows={self.max_consecutive_overflows}, the "
             f"scale is {self.get_scale():g} now). Not finite were the gradients of "
-            f"{'; '.join(filter(None, map(Suspects.describe, self._suspects)))}. If the scale is small, the model "
-            "itself diverges: go back to a checkpoint, and lower the learning rate or keep these layers in float32"
+            f"{'; '.join(filter(None, map(OverflowReport.describe, self._overflow_reports)))}. If the scale is "
+            "small, the model itself diverges: go back to a checkpoint, and lower the learning rate or keep these "
+            "layers in float32"
         )
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +227,9 @@ class LossScaler(GradScaler):
                 raise TypeError("new_scale must be a number or a real tensor of one element that needs no gradient")
             self._overflows, self._late_overflows = 0, None
         states = self._per_optimizer_states.values()
-        self._suspects = [state["suspects"] for state in states if new_scale is None and "suspects" in state]
+        self._overflow_reports = [
+            state["overflow_report"] for state in states if new_scale is None and "overflow_report" in state
+        ]
         self._per_optimizer_states.clear()
 
     def get_growth_factor(self) -> float:
@@ -315,7 +318,7 @@ class LossScaler(GradScaler):
         self.policy = policy
         super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": counts["_growth_tracker"]})
         self._bad_steps, self._overflows = counts["bad_steps"], counts["overflows"]
-        self._late_overflows, self._suspects = None, []
+        self._late_overflows, self._overflow_reports = None, []
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -324,7 +327,7 @@ class LossScaler(GradScaler):
             )
         state = super().__getstate__()
         counts = {"_bad_steps": int(self._bad_steps), "_overflows": int(self._overflows)}
-        return {**state, **counts, "_late_overflows": None, "_suspects": []}
+        return {**state, **counts, "_late_overflows": None, "_overflow_reports": []}
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:

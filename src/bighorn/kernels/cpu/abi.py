@@ -71,7 +71,7 @@ class LambRow(ctypes.Structure):
         ("exp_avg_sq_scale", POINTER),
         ("inner", INT64),
         ("step", POINTER),
-        ("norms", POINTER),
+        ("metrics", POINTER),
         ("state_type", INT32),
         ("options", INT32),
     ]
@@ -96,7 +96,7 @@ class CameRow(ctypes.Structure):
         ("exp_avg_res_row", POINTER),
         ("exp_avg_res_col", POINTER),
         ("step", POINTER),
-        ("norms", POINTER),
+        ("metrics", POINTER),
         ("matrices", INT64),
         ("height", INT64),
         ("width", INT64),

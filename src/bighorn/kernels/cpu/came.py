@@ -27,7 +27,7 @@ STATE = (
 )
 
 
-def why_not(param: Tensor, options: CameOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
     return unsupported(param, options)
 
@@ -53,7 +53,7 @@ class Came(Stepper[CameOptions]):
             weights=weights(bucket, i, places),
             **{name: state[name].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),
-            norms=bucket.norms[i].data_ptr(),
+            metrics=bucket.metrics[i].data_ptr(),
             matrices=matrices,
             height=height,
             width=width,
@@ -78,9 +78,9 @@ class Came(Stepper[CameOptions]):
         """One CAME step of all buckets, not counted."""
         self._run(grads, grad_scale, None, 0)
 
-    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Came.rounds`: the same rounds of as many numbers."""
-        if commit is not None and not commit:
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Came.sharded_step`: the same rounds of as many numbers."""
+        if apply_mask is not None and not apply_mask:
             return
         grads, scale, shards = self._grads(), float(grad_scale), self.shards
         table = self.tables.shards  # which whole tensors do not have

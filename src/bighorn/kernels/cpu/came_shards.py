@@ -12,7 +12,7 @@ from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
 from bighorn.kernels.cpu.abi import CameShard
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
-from bighorn.kernels.rounding import places
+from bighorn.kernels.rounding import positions
 
 
 class Shards:
@@ -72,7 +72,7 @@ class Shards:
         size, offset, whole = ([extent[dim] for dim in dims] for extent in (shard.size, shard.offset, shard.shape))
         if size == whole and (like is None or like.is_contiguous()):
             return None
-        at = places(size, offset, whole, torch.device("cpu")).expand(size)
+        at = positions(size, offset, whole, torch.device("cpu")).expand(size)
         if like is not None:
             at = torch.empty_like(like, dtype=torch.int64).copy_(at.view(like.shape))
         self.places.append(at)

@@ -21,7 +21,7 @@ BOTH, FIRST, SECOND = 0, 1, 2
 """Phases of a step, as in csrc/abi.h."""
 
 
-def why_not(param: Tensor, options: LambOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     """Why the library cannot serve such a tensor, or None."""
     reason = unsupported(param, options)
     if reason is None and options.cautious:
@@ -48,7 +48,7 @@ class Lamb(Stepper[LambOptions]):
             weights=weights(bucket, i, places),
             **{name: tensor.data_ptr() for name, tensor in state.items()},
             step=bucket.steps[i].data_ptr(),
-            norms=bucket.norms[i].data_ptr(),
+            metrics=bucket.metrics[i].data_ptr(),
             inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
             state_type=STATE_TYPES[state["exp_avg"].dtype],
             options=index,
@@ -63,9 +63,9 @@ class Lamb(Stepper[LambOptions]):
         """One LAMB step of all buckets, not counted."""
         self._run(grads, grad_scale, BOTH, None)
 
-    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""
-        if commit is not None and not commit:
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Lamb.sharded_step`: one round, of the sums of squares of x and u."""
+        if apply_mask is not None and not apply_mask:
             return
         grads, scale, tables = self._grads(), float(grad_scale), self.tables
         sums = torch.zeros(len(self.all_rows.indices), 2, dtype=torch.float64, device="cpu")

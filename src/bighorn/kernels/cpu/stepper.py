@@ -29,7 +29,7 @@ class Tables:
     shards: Tensor | None
     order: Tensor
     """The largest row first."""
-    counts: array[int]
+    unique_steps: array[int]
     """The addresses of the counts of steps."""
 
     def select(self, indices: list[int], counts: array[int]) -> Tables:
@@ -110,16 +110,16 @@ class Stepper(Generic[Options]):
             total = loaded().bighorn_square_sum(self.how, gradients, address(grads), len(grads), sums)
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """One step of all buckets, as `reference.Lamb.step`."""
-        if commit is not None and not commit:
+        if apply_mask is not None and not apply_mask:
             return
         self.launch(self._grads(), float(grad_scale))
         self.advance()
 
     def advance(self) -> None:
         """Count the step."""
-        counts = self.tables.counts
+        counts = self.tables.unique_steps
         loaded().bighorn_advance(address(counts), len(counts))
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
@@ -136,7 +136,7 @@ class Stepper(Generic[Options]):
         return found
 
     def _addresses_of_counts(self) -> array[int]:
-        return array("Q", [step.data_ptr() for bucket in self.buckets for step in bucket.counts])
+        return array("Q", [step.data_ptr() for bucket in self.buckets for step in bucket.unique_steps])
 
 
 def words(structures: list[Any]) -> Tensor:

@@ -63,7 +63,7 @@ def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weigh
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
         layout=places.buffer_info()[0] if places else None,
         offset=first_place(bucket, i) if draws(bucket) else 0,
-        param_id=bucket.numbers[i] if draws(bucket) else 0,
+        param_id=bucket.param_ids[i] if draws(bucket) else 0,
         type=TYPES[x.dtype],
         rounding=ROUNDING_MODES[way],
     )
@@ -72,10 +72,10 @@ def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weigh
 def first_place(bucket: Bucket[Options], i: int) -> int:
     """Where in its parameter the first element of row `i` lies."""
     if not bucket.shards:
-        return bucket.firsts[i]
+        return bucket.row_offsets[i]
     shard = bucket.shards[i]
     along = zip(shard.offset, contiguous_strides(shard.shape), strict=True)
-    return bucket.firsts[i] + sum(offset * stride for offset, stride in along)
+    return bucket.row_offsets[i] + sum(offset * stride for offset, stride in along)
 
 
 def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:

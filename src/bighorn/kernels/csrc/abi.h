@@ -73,7 +73,7 @@ typedef double *RoundSums[3];
 /* One tensor (or one slice of a stacked one), dense in memory, with its state in the same order.
  * inner: for moments in blocks, the elements per index of dim 0, which blocks do not cross; else 0.
  * step: the number of steps taken so far.
- * norms: the output: weight norm, update norm, trust ratio.
+ * metrics: the output: weight norm, update norm, trust ratio.
  * options: the index of its options. */
 #define LAMB_ROW_FIELDS(FIELD, S)       \
     FIELD(S, Weights, weights)          \
@@ -84,7 +84,7 @@ typedef double *RoundSums[3];
     FIELD(S, float *, exp_avg_sq_scale) \
     FIELD(S, int64_t, inner)            \
     FIELD(S, const float *, step)       \
-    FIELD(S, float *, norms)            \
+    FIELD(S, float *, metrics)          \
     FIELD(S, int32_t, state_type)       \
     FIELD(S, int32_t, options)
 
@@ -103,7 +103,7 @@ typedef double *RoundSums[3];
 /* As a LambRow: `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an int8 average.
  * exp_avg_sq: the second moment where it is not factored; where it is, the four averages after it.
- * norms: the output: RMS of u, its clip factor, mean confidence. */
+ * metrics: the output: RMS of u, its clip factor, mean confidence. */
 #define CAME_ROW_FIELDS(FIELD, S)      \
     FIELD(S, Weights, weights)         \
     FIELD(S, void *, exp_avg)          \
@@ -114,7 +114,7 @@ typedef double *RoundSums[3];
     FIELD(S, float *, exp_avg_res_row) \
     FIELD(S, float *, exp_avg_res_col) \
     FIELD(S, const float *, step)      \
-    FIELD(S, float *, norms)           \
+    FIELD(S, float *, metrics)         \
     FIELD(S, int64_t, matrices)        \
     FIELD(S, int64_t, height)          \
     FIELD(S, int64_t, width)           \

@@ -253,7 +253,7 @@ static double second_moment(CameWork *w) {
 static double clip_factor(const CameWork *w, double update_sum) { /* CAME-clip */
     double rms = sqrt(update_sum / w->size), excess = rms / w->options->clip_threshold;
     if (excess < 1) excess = 1;
-    if (w->thread == 0) w->job.row->norms[0] = (float)rms, w->job.row->norms[1] = (float)(1 / excess);
+    if (w->thread == 0) w->job.row->metrics[0] = (float)rms, w->job.row->metrics[1] = (float)(1 / excess);
     return 1 / excess;
 }
 
@@ -280,7 +280,7 @@ static void momentum(CameWork *w, CameSquareSums sums) {
         const double lr = learning_rate(w, sums.param);
         for (int64_t tile = w->first; tile < w->last; tile++)
             loops->momentum_and_apply(job, tile, clip, (float)lr, (float)(1 - lr * w->options->weight_decay));
-        if (w->thread == 0) row->norms[2] = 1;
+        if (w->thread == 0) row->metrics[2] = 1;
         return;
     }
     const int apart = row->state_type == INT8 && row->inner != row->width && job->gradient->size > 0;
@@ -313,7 +313,7 @@ static double apply(CameWork *w, double param_sum) {
 }
 
 static void store_confidence(const CameWork *w, double sum) {
-    if (w->thread == 0) w->job.row->norms[2] = (float)(correction(w) * sum / w->size);
+    if (w->thread == 0) w->job.row->metrics[2] = (float)(correction(w) * sum / w->size);
 }
 
 static void step_whole(CameWork *w) {
@@ -375,7 +375,7 @@ static void step_row(void *data, int64_t row, const RowShare *share) {
     CameWork w;
     begin_work(&w, s, row, &scratch[share->thread], share->parts > 1 ? shared : own, share->part, share->parts);
     if (w.size == 0) {
-        float *norms = s->rows[row].norms;
+        float *norms = s->rows[row].metrics;
         if (share->part == 0) norms[0] = 0, norms[1] = norms[2] = 1;
         return;
     }

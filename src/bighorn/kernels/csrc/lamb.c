@@ -135,7 +135,7 @@ static double ratio(const void *step, int64_t row, const void *locals, LayerSums
     const LambLocals *l = locals;
     const double weight_norm = sqrt(total.weight) * fabs(l->factors.decay), update_norm = sqrt(total.update);
     const double ratio = trust_ratio(options_of(s, row), weight_norm, update_norm);
-    float *norms = s->rows[row].norms;
+    float *norms = s->rows[row].metrics;
     if (writes_norms) norms[0] = (float)weight_norm, norms[1] = (float)update_norm, norms[2] = (float)ratio;
     return ratio;
 }

@@ -2,6 +2,6 @@
 
 from bighorn.kernels.foreach.came import Came
 from bighorn.kernels.foreach.lamb import Lamb
-from bighorn.kernels.reference import why_not, why_not_shard
+from bighorn.kernels.reference import unsupported_reason, unsupported_shard_reason
 
-__all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
+__all__ = ["Came", "Lamb", "unsupported_reason", "unsupported_shard_reason"]

@@ -16,12 +16,11 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, rsqrt_of_ratio, square_sums, wide, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
-from bighorn.kernels.codec import rounded, stored
+from bighorn.kernels.codec import dequantize, quantize
 from bighorn.kernels.foreach import pieces
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
-from bighorn.kernels.rounding import AUX_STATE, places, random_bits, stream, unrounded
-from bighorn.kernels.rounding import rounded as rounded_weight
+from bighorn.kernels.rounding import AUX_STATE, load_weight, positions, random_bits, rng_key, store_weight
 
 CHUNK = pieces.CHUNK // 4
 """Elements of a piece, in float32."""
@@ -47,15 +46,15 @@ class Came(reference.Came):
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         parts = [part for grad in grads for part in pieces.chunks(grad, CHUNK)]
-        return square_sums(parts, self.buckets[0].norms).sum()
+        return square_sums(parts, self.buckets[0].metrics).sum()
 
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
             present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
             for rows in batches(present):
-                Batch(bucket, rows, self.scratch, grad_scale, commit).step()
-            count_step(bucket.counts, commit)
+                Batch(bucket, rows, self.scratch, grad_scale, apply_mask).step()
+            count_step(bucket.unique_steps, apply_mask)
 
 
 def batches(params: dict[int, Tensor]) -> Iterator[list[int]]:
@@ -98,12 +97,12 @@ class Batch:
         rows: list[int],
         scratch: Scratch,
         grad_scale: Tensor | float,
-        commit: Tensor | None,
+        apply_mask: Tensor | None,
     ) -> None:
         o, x = bucket.options, as_vector(bucket.params[rows[0]])
-        columns = {"x": bucket.params, **bucket.state, "figures": list(bucket.norms)}
+        columns = {"x": bucket.params, **bucket.state, "figures": list(bucket.metrics)}
         self.scratch = scratch
-        self.options, self.commit, self.dtype, self.size = o, commit, compute_dtype(x), x.numel()
+        self.options, self.apply_mask, self.dtype, self.size = o, apply_mask, compute_dtype(x), x.numel()
         self.targets = {name: [as_vector(tensors[i]) for i in rows] for name, tensors in columns.items()}
         self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
         self.g = together([as_vector(grad) for i in rows if (grad := bucket.grads[i]) is not None])
@@ -112,8 +111,8 @@ class Batch:
         self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x)) + 1
         self.axis = row_axis(x, o.factor) if o.factor else -1
         if o.weight_rounding == "stochastic":
-            self.keys = torch.tensor([stream(o.rounding_seed, bucket.numbers[i]) for i in rows], device=x.device)
-            self.firsts = torch.tensor([bucket.firsts[i] for i in rows], device=x.device)
+            self.keys = torch.tensor([rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows], device=x.device)
+            self.row_offsets = torch.tensor([bucket.row_offsets[i] for i in rows], device=x.device)
         # Blocks of 8 bits stay whole, since they run along a row.
         self.pieces = [(ALL, *at) for at in slices(x.shape, deep="exp_avg_scale" not in bucket.state)]
 
@@ -129,7 +128,7 @@ class Batch:
             r, c = self.confidence(update, excess)
             self.move(r, c)
             figures = [rms_u, 1 / excess, self.mean_of_product(r, c).to(rms_u.dtype)]
-        write(self.arrays["figures"], torch.stack(figures, dim=1), self.commit)
+        write(self.arrays["figures"], torch.stack(figures, dim=1), self.apply_mask)
         if len(self.targets["x"]) > 1:
             for name, array in self.arrays.items():
                 torch._foreach_copy_(self.targets[name], list(array.unbind()))
@@ -142,7 +141,7 @@ class Batch:
             v = self.arrays["exp_avg_sq"]
             for at in self.pieces:
                 q = self.square(self.gradient(at)).add_(o.eps[0])
-                write(v[at], q.mul_(each(1 - b2, q)).addcmul_(v[at], each(b2, q)), self.commit)  # CAME-v
+                write(v[at], q.mul_(each(1 - b2, q)).addcmul_(v[at], each(b2, q)), self.apply_mask)  # CAME-v
             return lambda at: torch.rsqrt(v[at], out=self.scratch.like("u", v[at])).mul_(self.gradient(at))  # CAME-u
         r, c = self.factors("exp_avg_sq", self.gradient, b2, o.eps[0])  # CAME-row, CAME-col
         return lambda at: self.times(self.gradient(at), r, at).mul_(part(c, at))  # CAME-u
@@ -181,8 +180,8 @@ class Batch:
         col = (col / shape[axis] + eps).view_as(old_col)
         row = each(beta, row) * old_row + each(1 - beta, row) * row  # CAME-row, CAME-res
         col = each(beta, col) * old_col + each(1 - beta, col) * col  # CAME-col, CAME-res
-        write(old_row, row, self.commit)
-        write(old_col, col, self.commit)
+        write(old_row, row, self.apply_mask)
+        write(old_col, col, self.apply_mask)
         if correction is not None:
             row, col = row / each(correction, row), col / each(correction, col)
         return rsqrt_factors(row, col, axis)
@@ -190,16 +189,16 @@ class Batch:
     def advance(self, at: Index, u: Tensor) -> Tensor:
         """Advance a piece of the average, and return it as it is (or would be) stored."""
         beta1 = self.options.betas[0]
-        m = self.average(at).to(self.dtype, copy=self.commit is not None)
+        m = self.average(at).to(self.dtype, copy=self.apply_mask is not None)
         m = m.mul_(beta1).add_(u, alpha=1 - beta1)  # CAME-m
         array = self.arrays["exp_avg"]
-        if array.dtype == self.dtype and self.commit is None:
+        if array.dtype == self.dtype and self.apply_mask is None:
             return m  # it was computed where it lies
-        new = rounded("exp_avg", m.flatten(0, 1), self.arrays)
+        new = quantize("exp_avg", m.flatten(0, 1), self.arrays)
         for name, value in new.items():
             target = self.arrays[name][at if name == "exp_avg" else at[:2]]
-            write(target, value.view(target.shape), self.commit)
-        return stored("exp_avg", new).view(u.shape).to(self.dtype)
+            write(target, value.view(target.shape), self.apply_mask)
+        return dequantize("exp_avg", new).view(u.shape).to(self.dtype)
 
     def average(self, at: Index) -> Tensor:
         """A piece of the average as it is stored."""
@@ -208,7 +207,7 @@ class Batch:
             return m
         scales = self.arrays["exp_avg_scale"][at[:2]]
         in_rows = {"exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}
-        return stored("exp_avg", in_rows).view(m.shape)
+        return dequantize("exp_avg", in_rows).view(m.shape)
 
     def move(self, r: Tensor, c: Tensor) -> None:
         """The parameter's step, with the confidence r c."""
@@ -219,18 +218,18 @@ class Batch:
         r = r * each(lr, r)
         for at in self.pieces:
             target = self.arrays["x"][at]
-            x = unrounded(target, self.beside(at))
-            if x is target and self.commit is not None:
+            x = load_weight(target, self.beside(at))
+            if x is target and self.apply_mask is not None:
                 x = x.clone()
             x.addcmul_(x, each(lr * o.weight_decay, x), value=-1)
             x.addcmul_(self.times(self.average(at).to(self.dtype), r, at), part(c, at), value=-1)  # CAME-x
             if x is not target:
-                for name, value in rounded_weight(x, target.dtype, o.weight_rounding, self.bits(at)).items():
-                    write(self.arrays[name][at], value, self.commit)
+                for name, value in store_weight(x, target.dtype, o.weight_rounding, self.bits(at)).items():
+                    write(self.arrays[name][at], value, self.apply_mask)
 
     def weight(self, at: Index) -> Tensor:
         """A piece of what the parameter stands for; the parameter itself where it is in the dtype of the arithmetic."""
-        return unrounded(self.arrays["x"][at], self.beside(at))
+        return load_weight(self.arrays["x"][at], self.beside(at))
 
     def beside(self, at: Index) -> dict[str, Tensor]:
         """A piece of what is kept beside the parameter."""
@@ -241,8 +240,8 @@ class Batch:
         if self.options.weight_rounding != "stochastic":
             return None
         whole, piece = self.g.shape[1:], self.g[at].shape[1:]
-        place = places(piece, [along.start or 0 for along in at[1:]], whole, self.g.device)
-        index = place + self.firsts.view(-1, *[1] * len(whole))
+        place = positions(piece, [along.start or 0 for along in at[1:]], whole, self.g.device)
+        index = place + self.row_offsets.view(-1, *[1] * len(whole))
         return random_bits(each(self.keys, index), each(self.t, index), index)
 
     def gradient(self, at: Index) -> Tensor:

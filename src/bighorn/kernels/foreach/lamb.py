@@ -17,13 +17,12 @@ from torch import Tensor
 from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, wide, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
-from bighorn.kernels.codec import NEAREST, rounded, stored
+from bighorn.kernels.codec import NEAREST, dequantize, quantize
 from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 from bighorn.kernels.reference.stepper import draws
-from bighorn.kernels.rounding import AUX_STATE, dither, random_bits, stream, unrounded
-from bighorn.kernels.rounding import rounded as rounded_weight
+from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
 
 WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
 """The rooms of the workspace, in chunks, and how many these are: x is computed only when all norms are known."""
@@ -43,7 +42,7 @@ class Piece:
     peak: list[Tensor]
     state: list[dict[str, Tensor]]
     """All of each tensor's, as it is shaped."""
-    firsts: list[int]
+    row_offsets: list[int]
     """The place of each one's first element in its parameter."""
 
 
@@ -56,25 +55,25 @@ class Lamb(reference.Lamb):
 
     def prepare(self) -> None:
         """Do whatever can fail, before any kernel of a step writes."""
-        workspace(CHUNKS, self.buckets[0].norms.device)
+        workspace(CHUNKS, self.buckets[0].metrics.device)
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        norms = self.buckets[0].norms
+        norms = self.buckets[0].metrics
         space = workspace(CHUNKS, norms.device)
         sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, CHUNK // 8)]
         return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
 
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """One step of every bucket, as `reference.Lamb.step`."""
         for bucket, all_rows in zip(self.buckets, self.batches, strict=True):
             present = bucket.with_grad()
             for batch in all_rows if present is bucket else batches(present):
-                batch.step(grad_scale, commit)
+                batch.step(grad_scale, apply_mask)
             if present is not bucket:
-                bucket.norms[rows_with_grad(bucket.grads)] = present.norms
-            count_step(bucket.counts, commit)
+                bucket.metrics[rows_with_grad(bucket.grads)] = present.metrics
+            count_step(bucket.unique_steps, apply_mask)
 
 
 def batches(bucket: Bucket[LambOptions]) -> list[Batch]:
@@ -98,7 +97,7 @@ class Batch:
     def _cut(self) -> Iterator[Piece]:
         """The pieces of the parameters and their state, which lie in memory as they will at each step."""
         params, state = self.bucket.params[self.rows], self.bucket.state
-        firsts = self.bucket.firsts[self.rows] or [0] * len(params)
+        firsts = self.bucket.row_offsets[self.rows] or [0] * len(params)
         moments = [self._flat(state.get(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         like_params = {name: self._pieces(each[self.rows]) for name, each in state.items() if "scale" not in name}
         scales = {name: each[self.rows] for name, each in state.items() if "scale" in name}
@@ -122,7 +121,7 @@ class Batch:
     @property
     def space(self) -> Workspace:
         """The memory for temporaries."""
-        return workspace(CHUNKS, self.bucket.norms.device)
+        return workspace(CHUNKS, self.bucket.metrics.device)
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Tensors like the bucket's parameters, those of this batch, in the parameters' order in memory."""
@@ -135,16 +134,16 @@ class Batch:
             return itertools.repeat([])
         return ([x.view(-1) for x in piece] for _, piece in self._pieces(tensors[self.rows]))
 
-    def step(self, grad_scale: Tensor | float, commit: Tensor | None) -> None:
+    def step(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
         """Both phases: moments and norms of all pieces, then the parameters of all pieces."""
-        o, norms = self.bucket.options, self.bucket.norms[self.rows]
+        o, norms = self.bucket.options, self.bucket.metrics[self.rows]
         t = torch.stack(self.bucket.steps[self.rows]) + 1
         corrections = bias_corrections(t.to(wide(t)), o)
         sums = torch.zeros(len(t), 2, dtype=wide(t), device=t.device)
         decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
 
         updates = []
-        for piece, u in self._updates(t, corrections, grad_scale, commit, discard=not self.keeps):
+        for piece, u in self._updates(t, corrections, grad_scale, apply_mask, discard=not self.keeps):
             updates.append((piece, u))
             x = self._weights(piece)
             sums[piece.rows] += torch.stack([self.space.square_sums(WIDE, each) for each in (x, u)], dim=1)
@@ -154,15 +153,15 @@ class Batch:
         q = torch.ones_like(weight_norm)
         if o.adapt:
             q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
-        write(norms, torch.stack([weight_norm, update_norm, q], dim=1), commit)
+        write(norms, torch.stack([weight_norm, update_norm, q], dim=1), apply_mask)
 
         step = (corrections[2] * q * o.lr).to(self.dtype).unbind()
-        for piece, u in updates if self.keeps else self._updates(t, corrections, grad_scale, commit):
-            x = self.space.borrow(X, self._weights(piece), self.dtype, copy=commit is not None)
+        for piece, u in updates if self.keeps else self._updates(t, corrections, grad_scale, apply_mask):
+            x = self.space.borrow(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
             if o.decay_mode == "decoupled":
                 torch._foreach_mul_(x, decay)
             torch._foreach_addcmul_(x, u, step[piece.rows], value=-1)  # LAMB-x
-            self._store_weights(piece, x, t, commit)
+            self._store_weights(piece, x, t, apply_mask)
 
     def _weights(self, piece: Piece) -> list[Tensor]:
         """What the parameters of a piece stand for: themselves, or float32 made from what is kept beside them."""
@@ -170,46 +169,46 @@ class Batch:
         if not kept:
             return piece.x
         beside = [{name: state[name].view(-1) for name in kept} for state in piece.state]
-        return [unrounded(x, each) for x, each in zip(piece.x, beside, strict=True)]
+        return [load_weight(x, each) for x, each in zip(piece.x, beside, strict=True)]
 
-    def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, commit: Tensor | None) -> None:
+    def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> None:
         """Round the parameters of a piece, and keep beside them what their way of rounding asks for."""
         rounding = self.bucket.options.weight_rounding
         if rounding == "nearest":
-            give_back(piece.x, values, commit)
+            give_back(piece.x, values, apply_mask)
             return
         for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
             bits = random_bits(*self._places(piece, i, t)) if rounding == "stochastic" else None
-            for name, new in rounded_weight(value, x.dtype, rounding, bits).items():
+            for name, new in store_weight(value, x.dtype, rounding, bits).items():
                 target = x if name == "x" else piece.state[i][name].view(-1)
-                write(target, new, commit)
+                write(target, new, apply_mask)
 
     def _moments(self, piece: Piece, copy: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The moments of a piece to compute in: themselves, or copies where their dtype or `copy` asks for that."""
         if self.bucket.options.blocks:
-            m, v = ([stored(name, state).flatten() for state in piece.state] for name in ("exp_avg", "exp_avg_sq"))
+            m, v = ([dequantize(name, state).flatten() for state in piece.state] for name in ("exp_avg", "exp_avg_sq"))
             return m, v, []
         rooms = ((M, piece.m), (V, piece.v), (PEAK, piece.peak))
         m, v, peak = (self.space.borrow(room, tensors, self.dtype, copy) for room, tensors in rooms)
         return m, v, peak
 
     def _encode(
-        self, piece: Piece, m: list[Tensor], v: list[Tensor], t: Tensor, commit: Tensor | None, discard: bool
+        self, piece: Piece, m: list[Tensor], v: list[Tensor], t: Tensor, apply_mask: Tensor | None, discard: bool
     ) -> None:
         """Store moments in blocks unless they are discarded, and write back into them what is (or would be) stored."""
         for i, state in enumerate(piece.state):
             shifts = dither(*self._places(piece, i, t)).view_as(state["exp_avg"]) if self.draws else NEAREST
             for name, values, shift in (("exp_avg", m[i], NEAREST), ("exp_avg_sq", v[i], shifts)):
-                new = rounded(name, values.view_as(state[name]), state, shift)
-                values.copy_(stored(name, {**state, **new}).flatten())
+                new = quantize(name, values.view_as(state[name]), state, shift)
+                values.copy_(dequantize(name, {**state, **new}).flatten())
                 for key, value in new.items() if not discard else ():
-                    write(state[key], value, commit)
+                    write(state[key], value, apply_mask)
 
     def _places(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
         """The arguments of `random_bits` for tensor `i` of a piece, at the steps `t` of the batch's rows."""
         row = piece.rows.start + i
-        key = stream(self.bucket.options.rounding_seed, self.bucket.numbers[self.rows][row])
-        first = piece.firsts[i]
+        key = rng_key(self.bucket.options.rounding_seed, self.bucket.param_ids[self.rows][row])
+        first = piece.row_offsets[i]
         return key, t[row], torch.arange(first, first + piece.x[i].numel(), device=t.device)
 
     def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
@@ -233,7 +232,7 @@ class Batch:
         t: Tensor,
         corrections: tuple[Tensor, Tensor, Tensor],
         grad_scale: Tensor | float,
-        commit: Tensor | None,
+        apply_mask: Tensor | None,
         discard: bool = False,
     ) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Advance the moments of each piece, or copies of them, and compute its u."""
@@ -243,22 +242,22 @@ class Batch:
         for piece, g in zip(self.pieces, self._gradients(-grad_scale if o.maximize else grad_scale), strict=True):
             if o.decay_mode == "l2":
                 torch._foreach_add_(g, self._weights(piece), alpha=o.weight_decay)
-            m, v, peak = self._moments(piece, discard or (commit is not None and not fused))
+            m, v, peak = self._moments(piece, discard or (apply_mask is not None and not fused))
             u = space.views(U, piece.x, self.dtype, offset)
             if self.keeps:
                 offset += sum(each.nbytes for each in u)
             if fused:
-                fused_update(u, g, m, v, peak, t[piece.rows], o, commit)
+                fused_update(u, g, m, v, peak, t[piece.rows], o, apply_mask)
             else:
                 advance(g, m, v, o)
                 if o.blocks:
-                    self._encode(piece, m, v, t, commit, discard)
+                    self._encode(piece, m, v, t, apply_mask, discard)
                 else:
                     self._round(m, v, peak)
                 ratio(u, m, peak or v, [c[piece.rows] for c in corrections], o)
             if not discard and not o.blocks:
                 for tensors, values in ((piece.m, m), (piece.v, v), (piece.peak, peak)):
-                    give_back(tensors, values, commit)
+                    give_back(tensors, values, apply_mask)
             if o.cautious:
                 masks = [(u * g > 0).to(self.dtype) for u, g in zip(u, g, strict=True)]
                 torch._foreach_mul_(u, [mask / mask.mean().clamp(min=1e-3) for mask in masks])
@@ -280,7 +279,8 @@ class Batch:
             o.grad_averaging
             and o.second_moment != "adagrad"
             and self.stored == self.dtype
-            and self.bucket.norms.device.type == "cpu"  # on CUDA it takes 1 - beta2 of a float32 (torch 2.11): 1e-5 off
+            and self.bucket.metrics.device.type
+            == "cpu"  # on CUDA it takes 1 - beta2 of a float32 (torch 2.11): 1e-5 off
         )
 
 
@@ -292,7 +292,7 @@ def fused_update(
     peak: list[Tensor],
     t: Tensor,
     o: LambOptions,
-    commit: Tensor | None,
+    apply_mask: Tensor | None,
 ) -> None:
     """Moments and r in one pass: of a parameter that is 0, Adam with lr -1 makes r."""
     torch._foreach_zero_(u)
@@ -310,7 +310,7 @@ def fused_update(
         eps=o.eps,
         amsgrad=bool(peak),
         maximize=False,
-        found_inf=None if commit is None else (~commit).to(torch.float32),
+        found_inf=None if apply_mask is None else (~apply_mask).to(torch.float32),
     )
 
 

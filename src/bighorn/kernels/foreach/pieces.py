@@ -107,8 +107,8 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 
-def give_back(tensors: Sequence[Tensor], work: Sequence[Tensor], commit: Tensor | None) -> None:
+def give_back(tensors: Sequence[Tensor], work: Sequence[Tensor], apply_mask: Tensor | None) -> None:
     """Store what was computed in borrowed tensors."""
     for tensor, value in zip(tensors, work, strict=True):
         if value is not tensor:
-            write(tensor, value, commit)
+            write(tensor, value, apply_mask)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import rsqrt_of_ratio, square_sum
 from bighorn.kernels.bucket import Bucket, Shard
-from bighorn.kernels.codec import Dither, rounded, stored
+from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
 
@@ -56,10 +56,10 @@ def came(
     excess = (rms_u / o.clip_threshold).clamp(min=1)
     u = u / excess.to(dtype)  # CAME-clip
 
-    m = beta1 * stored("exp_avg", state).to(dtype) + (1 - beta1) * u  # CAME-m
-    new_state |= rounded("exp_avg", m, state)
+    m = beta1 * dequantize("exp_avg", state).to(dtype) + (1 - beta1) * u  # CAME-m
+    new_state |= quantize("exp_avg", m, state)
     # From here on the average as it is stored, in the residual too, so that every backend may read it back.
-    m = stored("exp_avg", new_state).to(dtype)
+    m = dequantize("exp_avg", new_state).to(dtype)
 
     confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
     if o.factor is not None:

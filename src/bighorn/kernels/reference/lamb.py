@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import square_sum
 from bighorn.kernels.bucket import Bucket, Shard
-from bighorn.kernels.codec import Dither, rounded, stored
+from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper, mean_of_rows
 
@@ -38,16 +38,16 @@ def lamb(
         g = g + o.weight_decay * x
 
     beta3 = 1 - beta1 if o.grad_averaging else 1.0
-    m = beta1 * stored("exp_avg", state).to(dtype) + beta3 * g  # LAMB-m
-    v = stored("exp_avg_sq", state).to(dtype)
+    m = beta1 * dequantize("exp_avg", state).to(dtype) + beta3 * g  # LAMB-m
+    v = dequantize("exp_avg_sq", state).to(dtype)
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
     # From here on the moments as they are stored, so that every backend may read them back.
-    new_state = rounded("exp_avg", m, state)
-    new_state |= rounded("exp_avg_sq", v, state, dither)
-    m, v = (stored(name, new_state).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
+    new_state = quantize("exp_avg", m, state)
+    new_state |= quantize("exp_avg_sq", v, state, dither)
+    m, v = (dequantize(name, new_state).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     if o.second_moment == "amsgrad":
         v = torch.maximum(state["max_exp_avg_sq"].to(dtype), v)
-        new_state |= rounded("max_exp_avg_sq", v, state)
+        new_state |= quantize("max_exp_avg_sq", v, state)
 
     correction1, correction2, lr_correction = bias_corrections(t, o)
     r = (m / correction1) / ((v / correction2).sqrt() + o.eps)

@@ -13,7 +13,7 @@ from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, w
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.options import Options
-from bighorn.kernels.rounding import Rounding, dither, places, random_bits, rounded, stream, unrounded
+from bighorn.kernels.rounding import Rounding, dither, load_weight, positions, random_bits, rng_key, store_weight
 
 T = TypeVar("T")
 
@@ -50,37 +50,37 @@ class Stepper(Generic[Options]):
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        return square_sums(grads, self.buckets[0].norms).sum()
+        return square_sums(grads, self.buckets[0].metrics).sum()
 
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """One step of every bucket of whole tensors: parameters, state, step counts and norms are written in place.
 
         Args:
             grad_scale: What gradients are multiplied with: the scaler's and the global clip's factors. Default: 1.0.
-            commit: A 0-dim bool tensor; where it is False, nothing is written. Default: None, which is True.
+            apply_mask: A 0-dim bool tensor; where it is False, nothing is written. Default: None, which is True.
         """
-        for row in self._rows(grad_scale, commit):
+        for row in self._rows(grad_scale, apply_mask):
             while row.sums:
                 row.go_on(row.sums)
-        self._count(commit)
+        self._count(apply_mask)
 
-    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
         """One step, as `step`, of buckets of shards, some arithmetic at a time.
 
         Yields:
             This rank's part of the sums that are needed to go on, 1-dim. They must have been added up over all ranks,
             in place, when the next ones are asked for.
         """
-        rows = list(self._rows(grad_scale, commit))
+        rows = list(self._rows(grad_scale, apply_mask))
         while rows := [row for row in rows if row.sums]:
             sums = torch.cat([part.reshape(-1) for row in rows for part in row.sums])
             yield sums
             arrived = iter(torch.split(sums, [part.numel() for row in rows for part in row.sums]))
             for row in rows:
                 row.go_on([next(arrived).view_as(part).to(part.dtype) for part in row.sums])
-        self._count(commit)
+        self._count(apply_mask)
 
-    def _rows(self, grad_scale: Tensor | float, commit: Tensor | None) -> Iterator[Row]:
+    def _rows(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Row]:
         """Every row, up to the first sums that it asks for."""
         for bucket in self.buckets:
             o, with_bits = bucket.options, draws(bucket)
@@ -94,15 +94,15 @@ class Stepper(Generic[Options]):
                 bits: Tensor | None = None
                 shifts: Dither = NEAREST
                 if with_bits:
-                    key = stream(o.rounding_seed, bucket.numbers[i])
-                    index = bucket.firsts[i] + places(shard.size, shard.offset, shard.shape, x.device)
+                    key = rng_key(o.rounding_seed, bucket.param_ids[i])
+                    index = bucket.row_offsets[i] + positions(shard.size, shard.offset, shard.shape, x.device)
                     bits, shifts = random_bits(key, t, index), dither(key, t, index)
-                rule = self.rule(unrounded(x, state), g, state, t, shifts, o, shard)
-                yield Row(rule, x, state, bucket.norms[i], commit, o.weight_rounding, bits)
+                rule = self.rule(load_weight(x, state), g, state, t, shifts, o, shard)
+                yield Row(rule, x, state, bucket.metrics[i], apply_mask, o.weight_rounding, bits)
 
-    def _count(self, commit: Tensor | None) -> None:
+    def _count(self, apply_mask: Tensor | None) -> None:
         for bucket in self.buckets:
-            count_step(bucket.counts, commit)
+            count_step(bucket.unique_steps, apply_mask)
 
 
 class Row:
@@ -114,11 +114,11 @@ class Row:
         x: Tensor,
         state: dict[str, Tensor],
         figures: Tensor,
-        commit: Tensor | None,
+        apply_mask: Tensor | None,
         rounding: Rounding,
         bits: Tensor | None,
     ) -> None:
-        self.rule, self.x, self.state, self.figures, self.commit = rule, x, state, figures, commit
+        self.rule, self.x, self.state, self.figures, self.apply_mask = rule, x, state, figures, apply_mask
         self.rounding, self.bits = rounding, bits
         self._take(lambda: next(rule))
 
@@ -134,10 +134,10 @@ class Row:
         except StopIteration as end:
             new_x, new_state, figures = end.value
             value = new_x.to(compute_dtype(self.x))
-            new = {**new_state, **rounded(value, self.x.dtype, self.rounding, self.bits)}
-            write(self.figures, figures, self.commit)
+            new = {**new_state, **store_weight(value, self.x.dtype, self.rounding, self.bits)}
+            write(self.figures, figures, self.apply_mask)
             for name, tensor in {"x": self.x, **self.state}.items():
-                write(tensor, new[name], self.commit)
+                write(tensor, new[name], self.apply_mask)
 
 
 def mean_of_rows(a: Tensor, shard: Shard) -> Sums[Tensor]:

@@ -8,20 +8,24 @@ from bighorn.kernels.triton import came, device, lamb, stepper, trial
 from bighorn.kernels.triton.came import Came
 from bighorn.kernels.triton.lamb import Lamb
 
-__all__ = ["Came", "Lamb", "why_not", "why_not_shard"]
+__all__ = ["Came", "Lamb", "unsupported_reason", "unsupported_shard_reason"]
 
 device.trial_step = trial.lamb_step
 
 
-def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """Why this backend cannot serve such a tensor, or None."""
-    return came.why_not(param, options) if isinstance(options, CameOptions) else lamb.why_not(param, options)
+    return (
+        came.unsupported_reason(param, options)
+        if isinstance(options, CameOptions)
+        else lamb.unsupported_reason(param, options)
+    )
 
 
-def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
     """Why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
     return (
-        came.why_not_shard(shard, options)
+        came.unsupported_shard_reason(shard, options)
         if isinstance(options, CameOptions)
-        else stepper.why_not_shard(shard, options)
+        else stepper.unsupported_shard_reason(shard, options)
     )

@@ -23,9 +23,9 @@ MOST_SMALL = 4096
 """So many small matrices of a tensor have programs of their own."""
 
 
-def why_not(param: Tensor, options: CameOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
     """Why this backend cannot serve such a tensor, or None."""
-    reason = stepper.why_not(param, options)
+    reason = stepper.unsupported_reason(param, options)
     if reason or options.factor is None:
         return reason
     shape = tile_grid(param.shape, options.factor)
@@ -34,12 +34,12 @@ def why_not(param: Tensor, options: CameOptions) -> str | None:
     return None
 
 
-def why_not_shard(shard: Shard, options: CameOptions) -> str | None:
+def unsupported_shard_reason(shard: Shard, options: CameOptions) -> str | None:
     """Why this backend cannot serve a shard of a tensor that it would serve whole, or None: the same on every rank."""
     count = matrix_shape(torch.Size(shard.shape), options.factor)[0]
     if count > MOST_SMALL:
         return f"parts of {count} matrices may be too many and too small for Triton"
-    return stepper.why_not_shard(shard, options)
+    return stepper.unsupported_shard_reason(shard, options)
 
 
 class Came(Stepper[CameOptions]):
@@ -61,12 +61,14 @@ class Came(Stepper[CameOptions]):
             return None, o.weight_rounding, split
         return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
 
-    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Came.rounds`; groups of different kinds go from sum to sum together."""
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Came.sharded_step`; all groups wait for each sum together."""
         with self.guard:
-            options, scale, commit = self.on_device(grad_scale, commit)
+            options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
             running = [
-                group.rounds(options, scale, commit) for group in self.groups if isinstance(group, CameShardLaunchGroup)
+                group.sharded_step(options, scale, apply_mask)
+                for group in self.groups
+                if isinstance(group, CameShardLaunchGroup)
             ]
             parts = [sums for part in running if (sums := next(part, None)) is not None]
         while parts:
@@ -77,7 +79,7 @@ class Came(Stepper[CameOptions]):
                     part.copy_(arrived)
                 parts = [sums for part in running if (sums := next(part, None)) is not None]
         with self.guard:
-            self.finish(commit)
+            self.finish(apply_mask)
 
     @staticmethod
     def option_values(options: CameOptions) -> list[float]:

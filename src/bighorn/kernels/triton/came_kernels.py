@@ -24,14 +24,14 @@ from bighorn.kernels.triton import weight_kernels as weights
 
 @triton.jit
 def came_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, partials_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of g^2, and of x^2 where the size of x counts."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, row_parts, col_parts = tiling.place(row_ptr, tile, partials_ptr, WIDE)
@@ -75,7 +75,7 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def came_lines(
-    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, commit_ptr, partials_ptr, line_sums_ptr, lines_ptr,
+    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Advances averages of rows or columns, and leaves the sum of what they have become.
@@ -85,7 +85,7 @@ def came_lines(
     """
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     is_row, line, mask, length, parts = tiling.lines_of(row_ptr, piece, WIDE)
@@ -114,13 +114,14 @@ def came_lines(
 
 @triton.jit
 def came_update_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, line_sums_ptr, roots_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
+    line_sums_ptr, roots_ptr, sums_ptr,
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages; backwards."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
@@ -158,10 +159,10 @@ def update_squares(
 
 
 @triton.jit
-def came_totals(rows_ptr, grads_ptr, options_ptr, commit_ptr, sums_ptr, scalars_ptr):
+def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scalars_ptr):
     """One program per tensor, once its u is known: by what u is clipped, the rate, and half of what telemetry shows."""
     index = tl.program_id(0).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     scalars = scalars_ptr + index * layout.NUMBER
@@ -177,14 +178,15 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, commit_ptr, sums_ptr, scalars_
 
 @triton.jit
 def came_average(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, roots_ptr, scalars_ptr, partials_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
+    roots_ptr, scalars_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the partial sums of its residual's squares."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
@@ -255,14 +257,14 @@ def average(
 
 @triton.jit
 def came_apply(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, commit_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The parameter; backwards."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
@@ -326,13 +328,13 @@ def apply(
 
 @triton.jit
 def came_codes(
-    rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, roots_ptr, scalars_ptr,
+    rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
     G: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """The average in 8 bits: some blocks, which run in the order of memory, whatever the tiles."""
     pack = tl.program_id(0)
     index = tl.load(pack_to_row_ptr + pack).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     inner = tl.load(row_ptr + common.INNER)
@@ -379,10 +381,12 @@ def came_codes(
 
 
 @triton.jit
-def came_figures(rows_ptr, grads_ptr, commit_ptr, sums_ptr, scalars_ptr, FACTORED: tl.constexpr, SPLIT: tl.constexpr):
+def came_figures(
+    rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, scalars_ptr, FACTORED: tl.constexpr, SPLIT: tl.constexpr
+):
     """One program per tensor, when all else is done: its mean confidence, and its step count."""
     index = tl.program_id(0).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr = rows_ptr + index * common.ROW
     confidence = scaling.tile_total(row_ptr, sums_ptr, layout.CONFIDENCES) / tl.maximum(

@@ -92,9 +92,9 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Of a row's whole tensor: elements, height, width, and whether old averages of rows and columns count here."""
         return [self.buckets[index].params[i].numel(), each.height, each.width, 1, 1]
 
-    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """One CAME step: the second moment and the size of u, then the average with its residual, then x."""
-        self.given = options, scale, commit, compile_only
+        self.given = options, scale, apply_mask, compile_only
         if self.factored:
             self.squares()
             self.average_lines(residual=False)
@@ -126,14 +126,14 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     def totals(self) -> None:
         """What each tensor has one of, once its u is known."""
-        options, _, commit, compile_only = self.given
-        tables = self.rows, self.grads, options, commit, self.sums, self.scalars
+        options, _, apply_mask, compile_only = self.given
+        tables = self.rows, self.grads, options, apply_mask, self.sums, self.scalars
         self.launch(self.kernels.came_totals, len(self.indices), tables, compile_only)
 
     def codes(self) -> None:
         """The average, where it is kept in 8 bits whose blocks are no rows of tiles."""
-        options, scale, commit, compile_only = self.given
-        tables = self.rows, self.grads, self.pack_to_row, options, scale, commit, self.roots, self.scalars
+        options, scale, apply_mask, compile_only = self.given
+        tables = self.rows, self.grads, self.pack_to_row, options, scale, apply_mask, self.roots, self.scalars
         self.launch(self.kernels.came_codes, len(self.pack_to_row), tables, compile_only)
 
     def average(self) -> None:
@@ -142,8 +142,8 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     def apply(self) -> None:
         """X, of factored tensors."""
-        options, _, commit, compile_only = self.given
-        given = self.rows, self.grads, self.tile_to_row, options, commit
+        options, _, apply_mask, compile_only = self.given
+        given = self.rows, self.grads, self.tile_to_row, options, apply_mask
         tables = *given, self.line_sums, self.roots, self.scalars, self.sums
         self.launch(self.kernels.came_apply, len(self.tile_to_row), tables, compile_only)
 
@@ -157,18 +157,18 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     def figures(self) -> None:
         """The mean confidence, and the count of steps."""
-        _, _, commit, compile_only = self.given
-        tables = self.rows, self.grads, commit, self.sums, self.scalars
+        _, _, apply_mask, compile_only = self.given
+        tables = self.rows, self.grads, apply_mask, self.sums, self.scalars
         self.launch(self.kernels.came_figures, len(self.indices), tables, compile_only)
 
     def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
         """Launch a program for each tile."""
-        options, scale, commit, compile_only = self.given
-        given = self.rows, self.grads, self.tile_to_row, options, scale, commit
+        options, scale, apply_mask, compile_only = self.given
+        given = self.rows, self.grads, self.tile_to_row, options, scale, apply_mask
         self.launch(kernel, len(self.tile_to_row), (*given, *tables), compile_only)
 
     def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
         """Launch a program for each piece of rows or columns."""
-        options, _, commit, compile_only = self.given
-        given = self.rows, self.grads, self.piece_to_row, options, commit
+        options, _, apply_mask, compile_only = self.given
+        given = self.rows, self.grads, self.piece_to_row, options, apply_mask
         self.launch(kernel, len(self.piece_to_row), (*given, *tables), compile_only, **constants)

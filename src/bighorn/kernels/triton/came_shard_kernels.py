@@ -11,13 +11,13 @@ from bighorn.kernels.triton import common_kernels as common
 
 @triton.jit
 def came_known_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, partials_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     _, _, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
@@ -67,7 +67,7 @@ def came_line_sums(
     grads_ptr,
     piece_to_row_ptr,
     options_ptr,
-    commit_ptr,
+    apply_mask_ptr,
     partials_ptr,
     lines_ptr,
     SPLIT: tl.constexpr,
@@ -76,7 +76,7 @@ def came_line_sums(
     """Adds up partial sums of the lines whose averages are split."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
     is_row, line, mask, _, parts = tiling.lines_of(row_ptr, piece, WIDE)
@@ -86,13 +86,13 @@ def came_line_sums(
 
 @triton.jit
 def came_settle(
-    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, commit_ptr, lines_ptr,
+    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, lines_ptr,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Stores averages that have been added up over all ranks."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
     is_row, line, mask, _, _ = tiling.lines_of(row_ptr, piece, WIDE)

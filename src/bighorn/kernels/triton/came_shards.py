@@ -107,9 +107,11 @@ class CameShardLaunchGroup(CameLaunchGroup):
         """As `LaunchGroup.holders`."""
         return [*super().holders(), *([self.by_row, self.by_col] if self.factored else [])]
 
-    def rounds(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> Iterator[Tensor]:
+    def sharded_step(
+        self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
+    ) -> Iterator[Tensor]:
         """One step: yields sums, which must have been added up over all ranks, in place, before it goes on."""
-        self.given = options, scale, commit, compile_only
+        self.given = options, scale, apply_mask, compile_only
         if self.factored:
             self.find_present()
             self.squares()
@@ -139,9 +141,9 @@ class CameShardLaunchGroup(CameLaunchGroup):
             if present is not None:
                 lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.here))
 
-    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """One step where all ranks' sums are those here."""
-        for _ in self.rounds(options, scale, commit, compile_only=compile_only):
+        for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
             pass
 
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
@@ -225,9 +227,9 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """The sums of u^2 and x^2 over what is here of each tensor."""
-        _, _, commit, compile_only = self.given
+        _, _, apply_mask, compile_only = self.given
         first, stop, stride = self.columns.FIRST_TILE, self.columns.STOP_TILE, self.columns.SUM
-        totals = self.shard_totals(commit, first.value, stop.value, stride.value, compile_only)
+        totals = self.shard_totals(apply_mask, first.value, stop.value, stride.value, compile_only)
         return totals[self.columns.U_SQUARES.value :: 2], totals[self.columns.X_SQUARES.value :: 2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------
@@ -295,7 +297,7 @@ def columns_of(x: Tensor, shard: Shard, factor: Factor | None) -> Tensor:
 
 
 def _positions(shard: Shard, dims: slice) -> Tensor:
-    return rounding.places(shard.size[dims], shard.offset[dims], shard.shape[dims], torch.device("cpu"))
+    return rounding.positions(shard.size[dims], shard.offset[dims], shard.shape[dims], torch.device("cpu"))
 
 
 def where(present: Tensor | None, values: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from bighorn.kernels.triton import weight_kernels as weights
 
 @triton.jit
 def came_second_moment(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The unfactored second moment, the sum of u^2 over each chunk, and that of x^2 where the size of x counts."""
     chunk = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + chunk).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, size = common.extent(row_ptr, chunk, CHUNK)
@@ -65,14 +65,14 @@ def second_moment(
 
 @triton.jit
 def came_move(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, scalars_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, scalars_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + chunk).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, size = common.extent(row_ptr, chunk, CHUNK)

@@ -71,7 +71,7 @@ def square_sums(
 
 @triton.jit
 def shard_totals(
-    rows_ptr, grads_ptr, commit_ptr, sums_ptr, totals_ptr,
+    rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, totals_ptr,
     FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per tensor that is a shard: the totals of the first two columns of its `sums_ptr`, `[tensors, 2]`.
@@ -79,7 +79,7 @@ def shard_totals(
     FIRST_SUM and STOP_SUM are the columns of `rows_ptr` that say where its sums begin and end.
     """
     index = tl.program_id(0).to(tl.int64)
-    if not takes_part(grads_ptr, commit_ptr, index):
+    if not takes_part(grads_ptr, apply_mask_ptr, index):
         return
     first, stop = tl.load(rows_ptr + index * ROW + FIRST_SUM), tl.load(rows_ptr + index * ROW + STOP_SUM)
     tl.store(totals_ptr + 2 * index, partial_total(sums_ptr, first, stop, STRIDE))
@@ -101,9 +101,9 @@ def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def takes_part(grads_ptr, commit_ptr, index):
+def takes_part(grads_ptr, apply_mask_ptr, index):
     """Whether this step writes a tensor: it is taken, and the tensor has a gradient."""
-    return tl.load(commit_ptr) & (tl.load(grads_ptr + index) != ABSENT)
+    return tl.load(apply_mask_ptr) & (tl.load(grads_ptr + index) != ABSENT)
 
 
 @triton.jit

@@ -24,9 +24,9 @@ FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root"
 """What `codec_kernels.py` calls the forms of both moments in blocks."""
 
 
-def why_not(param: Tensor, options: LambOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     """Why this backend cannot serve such a tensor, or None."""
-    reason = stepper.why_not(param, options)
+    reason = stepper.unsupported_reason(param, options)
     if options.cautious and not reason:
         return "cautious updates are not in Triton: they would take one more pass over each tensor"
     if (
@@ -87,32 +87,34 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         states, names = [(self.buckets[index].state, i) for index, i in self.indices], self.kernels.ADDRESSES
         return [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
 
-    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """One LAMB step."""
-        self.moments(options, scale, commit, compile_only=compile_only)
-        # A shard's totals are those of all ranks, which `rounds` hands over; alone in its group they are its own.
-        totals = self.totals(commit, compile_only=compile_only) if self.sharded else None
-        self.apply(options, commit, totals, compile_only=compile_only)
+        self.moments(options, scale, apply_mask, compile_only=compile_only)
+        # A shard's totals are those of all ranks, which `sharded_step` hands over; alone in its group they are its own.
+        totals = self.totals(apply_mask, compile_only=compile_only) if self.sharded else None
+        self.apply(options, apply_mask, totals, compile_only=compile_only)
 
-    def moments(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def moments(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """The first pass: moments, and the sums of the squares of x and u for each chunk."""
         rows, grads, program_to_row, sums, factors = self.rows, self.grads, self.program_to_row, self.sums, self.factors
-        self.launch(self.kernels.lamb_factors, len(self.indices), (rows, grads, options, commit, factors), compile_only)
-        tables = rows, grads, program_to_row, options, scale, commit, sums, factors
+        self.launch(
+            self.kernels.lamb_factors, len(self.indices), (rows, grads, options, apply_mask, factors), compile_only
+        )
+        tables = rows, grads, program_to_row, options, scale, apply_mask, sums, factors
         self.launch(self.kernels.lamb_moments, len(self.program_to_row), tables, compile_only)
 
-    def totals(self, commit: Tensor, *, compile_only: bool = False) -> Tensor:
+    def totals(self, apply_mask: Tensor, *, compile_only: bool = False) -> Tensor:
         """These sums for each row, flat: of x, of u, and so on."""
-        return self.shard_totals(commit, self.common.FIRST.value, self.common.STOP.value, 2, compile_only)
+        return self.shard_totals(apply_mask, self.common.FIRST.value, self.common.STOP.value, 2, compile_only)
 
     def apply(
-        self, options: Tensor, commit: Tensor, totals: Tensor | None = None, *, compile_only: bool = False
+        self, options: Tensor, apply_mask: Tensor, totals: Tensor | None = None, *, compile_only: bool = False
     ) -> None:
         """Each tensor's decision, from its sums over all ranks where it is a shard, then x."""
         rows, grads, program_to_row, factors = self.rows, self.grads, self.program_to_row, self.factors
-        tables = rows, grads, options, commit, self.sums if totals is None else totals, factors
+        tables = rows, grads, options, apply_mask, self.sums if totals is None else totals, factors
         self.launch(self.kernels.lamb_norms, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
-        tables = rows, grads, program_to_row, options, commit, factors
+        tables = rows, grads, program_to_row, options, apply_mask, factors
         self.launch(self.kernels.lamb_apply, self.adapted, tables, compile_only)
 
 
@@ -132,19 +134,19 @@ class Lamb(Stepper[LambOptions]):
         o = bucket.options
         return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks
 
-    def rounds(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Lamb.rounds`: one round, of the sums of squares of x and u."""
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
+        """One step of shards, as `reference.Lamb.sharded_step`: one round, of the sums of squares of x and u."""
         groups = [group for group in self.groups if isinstance(group, LambLaunchGroup)]
         with self.guard:
-            options, scale, commit = self.on_device(grad_scale, commit)
+            options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
             for group in groups:
-                group.moments(options, scale, commit)
-            sums = torch.cat([self.none, *(group.totals(commit) for group in groups)])
+                group.moments(options, scale, apply_mask)
+            sums = torch.cat([self.none, *(group.totals(apply_mask) for group in groups)])
         yield sums
         with self.guard:
             for group, own in zip(groups, torch.split(sums, [2 * len(group.indices) for group in groups]), strict=True):
-                group.apply(options, commit, own)
-            self.finish(commit)
+                group.apply(options, apply_mask, own)
+            self.finish(apply_mask)
 
     @staticmethod
     def option_values(options: LambOptions) -> list[float]:

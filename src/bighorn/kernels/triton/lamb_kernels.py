@@ -47,10 +47,10 @@ FACTOR = tl.constexpr(4)
 
 
 @triton.jit
-def lamb_factors(rows_ptr, grads_ptr, options_ptr, commit_ptr, factors_ptr):
+def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr):
     """One program per tensor: the bias corrections, whose float64 would be too much for each program of a pass."""
     index = tl.program_id(0).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor, t = factors_ptr + index * FACTOR, common.count(row_ptr)
@@ -63,7 +63,7 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, commit_ptr, factors_ptr):
 
 @triton.jit
 def lamb_moments(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, grad_scale_ptr, commit_ptr, sums_ptr, factors_ptr,
+    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr, factors_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,7 +71,7 @@ def lamb_moments(
     """The first pass: moments, the sums of the squares of x and u for each chunk, and x itself where nothing adapts."""
     chunk = tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor = factors_ptr + index * FACTOR
@@ -161,10 +161,10 @@ def moments(
 
 
 @triton.jit
-def lamb_norms(rows_ptr, grads_ptr, options_ptr, commit_ptr, sums_ptr, factors_ptr, PER_CHUNK: tl.constexpr):
+def lamb_norms(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, factors_ptr, PER_CHUNK: tl.constexpr):
     """One program per tensor: its norms, its trust ratio, and its step count; `sums` have a row per chunk or tensor."""
     index = tl.program_id(0).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     if PER_CHUNK:
@@ -197,7 +197,7 @@ def trust_ratio(weight_norm, update_norm, option_ptr):
 
 @triton.jit
 def lamb_apply(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, commit_ptr, factors_ptr,
+    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, apply_mask_ptr, factors_ptr,
     X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,7 +205,7 @@ def lamb_apply(
     """The second pass: x. It goes backwards, since the last chunks of the first pass may lie in the cache still."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
-    if not common.takes_part(grads_ptr, commit_ptr, index):
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)

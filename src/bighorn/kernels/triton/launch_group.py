@@ -12,7 +12,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import draws
-from bighorn.kernels.rounding import AUX_STATE, stream
+from bighorn.kernels.rounding import AUX_STATE, rng_key
 from bighorn.kernels.triton.device import Launch, compiled
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
 
@@ -52,7 +52,7 @@ class LaunchGroup(Generic[Options]):
         self.indices, self.uploads = indices, uploads
         offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
         self.flat_indices = [offsets[index] + i for index, i in indices]  # among the rows of all buckets
-        self.device, self.common = buckets[0].norms.device, common_kernels
+        self.device, self.common = buckets[0].metrics.device, common_kernels
         self.params = [buckets[index].params[i] for index, i in indices]
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
@@ -85,7 +85,7 @@ class LaunchGroup(Generic[Options]):
         """The algorithm's columns in the table of rows."""
         raise NotImplementedError
 
-    def step(self, options: Tensor, scale: Tensor, commit: Tensor, *, compile_only: bool = False) -> None:
+    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """One step."""
         raise NotImplementedError
 
@@ -111,11 +111,11 @@ class LaunchGroup(Generic[Options]):
         self.launch(self.common.square_sums, len(self.program_to_row), tables, compile_only=False)
         return sums
 
-    def shard_totals(self, commit: Tensor, first: int, stop: int, stride: int, compile_only: bool) -> Tensor:
+    def shard_totals(self, apply_mask: Tensor, first: int, stop: int, stride: int, compile_only: bool) -> Tensor:
         """The totals of the first two columns of each row's `sums`, flat; arguments as those of the kernel."""
         totals = torch.zeros(2 * len(self.indices), dtype=torch.float64, device=self.device)
         columns = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride}
-        tables = self.rows, self.grads, commit, self.sums, totals
+        tables = self.rows, self.grads, apply_mask, self.sums, totals
         self.launch(self.common.shard_totals, len(self.indices), tables, compile_only, **columns)
         return totals
 
@@ -149,7 +149,7 @@ class LaunchGroup(Generic[Options]):
             bucket = self.buckets[index]
             x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
             stop = first + programs
-            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.norms[i].data_ptr()]
+            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.metrics[i].data_ptr()]
             row += step not in unique_steps, index
             row.append(sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]))
             row.append(max(1, math.prod(x.shape[1:])))
@@ -165,8 +165,8 @@ def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
     """What a row's random bits are made from, and the positions of its elements in the whole parameter."""
     shard = bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
     strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
-    first = bucket.firsts[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
-    key = stream(bucket.options.rounding_seed, bucket.numbers[i])
+    first = bucket.row_offsets[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
+    key = rng_key(bucket.options.rounding_seed, bucket.param_ids[i])
     runs = [(1, 1)]  # how many, and how far apart; from the innermost on
     for size, stride in reversed(list(zip(shard.size, strides, strict=True))):
         count, step = runs[-1]

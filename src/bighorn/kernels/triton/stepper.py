@@ -15,7 +15,7 @@ from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, Ro
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
 
 
-def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """Why no algorithm of this backend can serve such a tensor with such options, or None."""
     reason = unsupported(param)
     if options.centre and not reason:
@@ -23,7 +23,7 @@ def why_not(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     return reason
 
 
-def why_not_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
     """Why no algorithm of this backend can serve such a shard of a tensor that it would serve whole, or None."""
     if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
         return "Triton's random bits are for tensors that are cut up along three dims at most"
@@ -38,7 +38,7 @@ class Stepper(Generic[Options]):
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
-        self.device = buckets[0].norms.device
+        self.device = buckets[0].metrics.device
         self.guard = guard(self.device)
         self.uploads = Uploads(self.device)
         self.options_table = CachedTable(torch.float64, self.uploads)
@@ -48,7 +48,7 @@ class Stepper(Generic[Options]):
         served = {step.data_ptr() for bucket in buckets for step in bucket.steps}
         # A stacked parameter without slices has no row, but steps like any other.
         self.counts_without_rows: list[tuple[Bucket[Options], Tensor]] = [
-            (bucket, step) for bucket in self.buckets for step in bucket.counts if step.data_ptr() not in served
+            (bucket, step) for bucket in self.buckets for step in bucket.unique_steps if step.data_ptr() not in served
         ]
         # Of gradients that are all there now, while some may be missing when tables are made anew.
         self.gradient_layouts: GradientLayouts = {
@@ -113,15 +113,15 @@ class Stepper(Generic[Options]):
         with self.guard:
             return torch.cat([self.none, *(group.square_sums() for group in self.groups)]).sum()
 
-    def step(self, grad_scale: Tensor | float = 1.0, commit: Tensor | None = None) -> None:
+    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """One step of all buckets, as `reference.Stepper.step`."""
         with self.guard:
-            options, scale, commit = self.on_device(grad_scale, commit)
+            options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
             for group in self.groups:
-                group.step(options, scale, commit)
-            self.finish(commit)
+                group.step(options, scale, apply_mask)
+            self.finish(apply_mask)
 
-    def on_device(self, grad_scale: Tensor | float, commit: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def on_device(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Options, what gradients are multiplied with, and whether anything is written, all on the device."""
         if self.uploads.recording:
             keep_alive((self.one, self.true))
@@ -130,14 +130,14 @@ class Stepper(Generic[Options]):
         for row, bucket in zip(self.options.view(len(self.buckets), -1), self.buckets, strict=True):
             if isinstance(bucket.options.lr, Tensor):
                 row[0].copy_(bucket.options.lr)
-        return self.options, grad_scale.to(torch.float64), self.true if commit is None else commit
+        return self.options, grad_scale.to(torch.float64), self.true if apply_mask is None else apply_mask
 
-    def finish(self, commit: Tensor) -> None:
+    def finish(self, apply_mask: Tensor) -> None:
         """Let go of copies of gradients, and count the steps that no kernel counts."""
         for group in self.groups:
             group.copies = []
         counts = self.counts_without_rows
-        count_step([step for bucket, step in counts if any(step is each for each in bucket.counts)], commit)
+        count_step([step for bucket, step in counts if any(step is each for each in bucket.unique_steps)], apply_mask)
 
     def _layout_keys(self) -> list[list[object]]:
         return [[getattr(bucket.options, name) for name in self.layout_options] for bucket in self.buckets]

@@ -5,6 +5,7 @@ torch's fused AdamW takes 2 files and 6 moves between files for a step.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -101,6 +102,24 @@ def test_a_cached_step_of_shards_is_a_short_walk(algorithm: str) -> None:
     assert (files <= 10, moves <= 14) == (True, True), (files, moves)
 
 
+@pytest.mark.parametrize("algorithm", ["lamb", "came"])
+def test_a_cached_step_on_a_gpu_is_a_short_walk(algorithm: str) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.package.test_walk", algorithm, "triton"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, check=True, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
+    files, moves, _ = map(int, done.stdout.split())
+    assert (files <= 10, moves <= 14) == (True, True), (files, moves)
+
+
+def step_in_triton(algorithm: str) -> None:
+    """Print the counts of a step in Triton's interpreter, up to the first launch."""
+    kind: Kind = {"lamb": Lamb, "came": Came}[algorithm]
+    walk = cached_step(kind, [Parameter(torch.ones(4, 4))], backend="triton")
+    print(*counts(walk, ("kernels/triton/launch_group.py", "launch")))
+
+
 def step_of_shards(algorithm: str) -> None:
     """Print the counts of a step of one of two ranks, which are only pretended."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -117,4 +136,4 @@ def step_of_shards(algorithm: str) -> None:
 
 
 if __name__ == "__main__":
-    step_of_shards(sys.argv[1])
+    {"triton": step_in_triton}.get(sys.argv[-1], step_of_shards)(sys.argv[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import ClassVar, Generic
 
 import torch
@@ -42,6 +44,7 @@ class Stepper(Generic[Options]):
         self.guard = guard(self.device)
         self.uploads = Uploads(self.device)
         self.options_table = CachedTable(torch.float64, self.uploads)
+        self.uploaded_options: Sequence[object] = [None] * len(buckets)
         self.one = torch.ones((), dtype=torch.float64, device=self.device)
         self.true = torch.ones((), dtype=torch.bool, device=self.device)
         self.none = torch.empty(0, dtype=torch.float64, device=self.device)
@@ -104,9 +107,12 @@ class Stepper(Generic[Options]):
                     held.record_stream(stream)
 
     def update_options(self) -> None:
-        """Upload the options of all buckets, if they have changed."""
-        values = [value for bucket in self.buckets for value in self._option_row(bucket.options)]
-        self.options = self.options_table.of(values)
+        """Upload the options of all buckets, if they have changed. A graph has a table of its own."""
+        options = [bucket.options for bucket in self.buckets]
+        # By identity: to compare learning rates that are tensors, the host would have to wait for them.
+        if self.uploads.recording or not all(map(operator.is_, options, self.uploaded_options)):
+            self.options = self.options_table.of([value for each in options for value in self._option_row(each)])
+            self.uploaded_options = [None] * len(options) if self.uploads.recording else options
 
     def square_sum(self) -> Tensor:
         """The sum of all gradients' squares, a 0-dim float64 tensor."""

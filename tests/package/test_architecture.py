@@ -6,7 +6,9 @@ import ast
 import doctest
 import importlib
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,9 @@ import pytest
 
 import bighorn
 from bighorn import groups, kernels, schedules, telemetry
+from bighorn.kernels.options import table
+from bighorn.optim.optimizer import KernelOptimizer
+from bighorn.optim.settings import Settings
 
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -173,6 +178,20 @@ def test_every_rule_names_what_is_there() -> None:
     assert named - graph.keys() == set()
 
 
+GONE = {
+    *("Ahead", "Cut", "Drive", "Feed", "Fingerprint", "Flight", "Held", "Kept", "Late", "Looks", "Part", "Places"),
+    *("Ready", "Suspects", "Watch", "Whereabouts", "kept_for", "laid_by", "lay_out", "owners"),
+    *("step_ahead", "strays", "take_over", "unrounded", "why_not", "why_refused", "why_unfit", "why_whole"),
+}
+"""Names that the glossary has replaced."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_that_the_glossary_replaced_are_gone(path: Path) -> None:
+    names = {token.string for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)}
+    assert names & GONE == set()
+
+
 # ---- what is documented -----------------------------------------------------------------------------------------
 
 
@@ -242,6 +261,17 @@ def test_every_argument_of_an_optimizer_is_documented(kind: type, betas: str) ->
     signature = inspect.signature(kind).parameters.values()
     assert set(documented) == {a.name for a in signature if a.kind is not inspect.Parameter.VAR_KEYWORD}
     assert documented["betas"] == betas
+
+
+@pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came])
+def test_the_arguments_of_an_optimizer_are_the_options_of_its_tables(kind: type[KernelOptimizer]) -> None:
+    arguments = set(inspect.signature(kind).parameters) - {"params", "unknown"}
+    algorithm, whole = kind.algorithm, table(Settings)
+    of_groups = set(algorithm.options) - set(algorithm.group_only)
+    assert arguments - of_groups <= set(whole)
+    assert of_groups <= arguments
+    assert set(whole) - arguments <= {"exclude_from_layer_adaptation"}
+    assert algorithm.group_only.keys() <= algorithm.options.keys()
 
 
 def modules() -> list[str]:

@@ -1,4 +1,4 @@
-"""Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters live on."""
+"""Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters are on."""
 
 from bighorn import groups, schedules, telemetry
 from bighorn.distributed import TailOverlap, release_gradients, shard_update

@@ -1,6 +1,6 @@
 """Checks of arguments: each returns the value in its canonical form, or raises an error that names the argument.
 
-A `Check` is called with the name of an argument and its value. The error gives the value and what is allowed.
+A `Check` is called with the name of an argument and its value. The error contains the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ELSEWHERE = {
     "beta_1": "betas",
     "beta_2": "betas",
 }
-"""What arguments are called elsewhere, too unlike ours for `difflib`."""
+"""Names of arguments in other packages that are too different from ours for `difflib`."""
 
 NOT_OURS = {
     "foreach": ("torch.optim", 'use backend="foreach"'),
@@ -46,14 +46,14 @@ NOT_OURS = {
     "relative_step": ("Adafactor", "use lr=bighorn.schedules.RelativeStep()"),
     "warmup_init": ("Adafactor", "use lr=bighorn.schedules.RelativeStep(warmup_init=True)"),
 }
-"""Options of other optimizers: whose, and what to use here."""
+"""Options of other optimizers: the package of each, and the remedy."""
 
 NEAR = 0.8
-"""From which likeness on (`difflib`'s) a key is taken for an option's misspelt name."""
+"""The likeness, as `difflib` computes it, from which a key is treated as a misspelt option."""
 
 
 def hint(name: object, known: Iterable[object]) -> str:
-    """The known name that was probably meant, as a question; nothing if there is none like it."""
+    """The known name that was probably meant, as a question; empty if no name is similar."""
     words = [str(word) for word in known]
     same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(str(name), name)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
@@ -61,13 +61,13 @@ def hint(name: object, known: Iterable[object]) -> str:
 
 
 def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "option") -> TypeError:
-    """The error about a name that is not known, with what was probably meant."""
+    """Return the error about a name that is not known, with the name that was probably meant."""
     known = list(known)
     return TypeError(f"{where} got an unknown {noun} {name!r}{hint(name, known)}. Known: {', '.join(known)}")
 
 
 def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:
-    """Raise for the first name that is not known, with what was probably meant."""
+    """Raise for the first name that is not known, with the name that was probably meant."""
     known = list(known)
     for name in names:
         if name in known:
@@ -79,7 +79,7 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
 
 
 def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:
-    """Raise for an option that only groups have, with where it goes."""
+    """Raise for an option that only groups have, with the remedy."""
     for name in set(names).intersection(group_only):
         raise TypeError(
             f'{where} got {name!r}, an option of a group: give [{{"params": ..., {name!r}: ...}}] as params'
@@ -87,9 +87,9 @@ def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where:
 
 
 def refuse_misspelt(names: Iterable[object], options: Iterable[str], where: str) -> None:
-    """As `refuse_unknown`, but what is not like an option's name is somebody else's note: trainers write their own.
+    """Like `refuse_unknown`, but ignore names that are not similar to an option, since trainers write their own keys.
 
-    `initial_weight_decay` and `lr_scale` are such notes: an option's whole name is a part of theirs.
+    `initial_weight_decay` and `lr_scale` are such keys, which contain the whole name of an option.
     """
     options = list(options)
     refuse_unknown([name for name in names if name in NOT_OURS or _misspells(name, options)], options, where)
@@ -105,7 +105,7 @@ def _misspells(name: object, options: list[str]) -> bool:
 
 
 def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
-    """A class whose constructor refuses keywords that it does not have with the nearest one that it has."""
+    """Make the constructor of a class refuse unknown keywords, with the nearest keyword that it has."""
     init = kind.__init__
     known = list(inspect.signature(init).parameters)[1:]
 
@@ -122,7 +122,7 @@ def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
 
 @contextmanager
 def about(what: str) -> Iterator[None]:
-    """Errors begin with what they are about."""
+    """Prefix the message of errors with what they are about."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -130,11 +130,11 @@ def about(what: str) -> Iterator[None]:
 
 
 def checked(checks: Mapping[str, Check], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the given values that have a check, each in its canonical form.
+    """Return the given values that have a check, each in its canonical form.
 
     Raises:
-        TypeError: One is of a wrong type.
-        ValueError: One is out of range.
+        TypeError: A value is of a wrong type.
+        ValueError: A value is out of range.
     """
     return {name: checks[name](name, value) for name, value in given.items() if name in checks}
 
@@ -143,10 +143,10 @@ def checked(checks: Mapping[str, Check], given: Mapping[str, Any]) -> dict[str, 
 
 
 def real_number(name: str, value: object) -> float:
-    """A real number as a float, infinite where that cannot hold it.
+    """Return a real number as a float; one that is too large for a float becomes infinite.
 
     Raises:
-        TypeError: It is none.
+        TypeError: The value is not a real number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
@@ -166,20 +166,20 @@ def number(
     below: bool = False,
     span: str | None = None,
 ) -> float:
-    """A finite number from `low` to `high`.
+    """Return a finite number from `low` to `high`.
 
     Args:
-        name: The argument.
-        value: What it is.
-        low: The least.
-        high: The most.
-        above: Not `low` itself.
-        below: Not `high` itself.
-        span: What is allowed, in words; by default the interval.
+        name: The name of the argument.
+        value: The value of the argument.
+        low: The lower bound.
+        high: The upper bound.
+        above: Whether `low` itself is excluded.
+        below: Whether `high` itself is excluded.
+        span: The allowed values, in words; by default the interval.
 
     Raises:
-        TypeError: It is no real number.
-        ValueError: It is out of range.
+        TypeError: The value is not a real number.
+        ValueError: The value is out of range.
     """
     exact = real_number(name, value)
     if not math.isfinite(exact) or not low <= exact <= high or (above and exact == low) or (below and exact == high):
@@ -191,11 +191,11 @@ def number(
 
 
 def integer(name: str, value: object, least: int = 0) -> int:
-    """An integer of any type that is one, not less than `least`.
+    """Return an integer, given in any integer type, that is not less than `least`.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: It is less.
+        TypeError: The value is not an integer.
+        ValueError: The value is less than `least`.
     """
     try:
         exact = operator.index(value)  # type: ignore[arg-type]
@@ -209,10 +209,10 @@ def integer(name: str, value: object, least: int = 0) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False.
+    """Return True or False.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: The value is neither.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r} ({type(value).__name__})")
@@ -220,17 +220,17 @@ def flag(name: str, value: object) -> bool:
 
 
 def between(low: float, high: float = math.inf, *, exclusive: bool = False) -> Check:
-    """A real number from `low` to `high`, without `high` itself where `exclusive`."""
+    """Return a check for a real number from `low` to `high`, without `high` itself if `exclusive`."""
     return lambda name, value: number(name, value, low, high, below=exclusive)
 
 
 def positive(name: str, value: object) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     return number(name, value, above=True)
 
 
 def count(name: str, value: object) -> int:
-    """An integer that is not negative, below 2**63."""
+    """Return an integer that is not negative, below 2**63."""
     exact = integer(name, value)
     if exact >= 2**63:
         raise ValueError(f"{name}={value!r} is out of range: it must be at least 0 and below 2**63")
@@ -238,7 +238,7 @@ def count(name: str, value: object) -> int:
 
 
 def max_norm(name: str, value: object) -> float | None:
-    """None, or a positive number."""
+    """Return None or a positive number."""
     return None if value is None else number(name, value, above=True, span="above 0, or None for no clip")
 
 
@@ -246,12 +246,12 @@ def max_norm(name: str, value: object) -> float | None:
 
 
 def optional(check: Check) -> Check:
-    """None, or what `check` takes."""
+    """Return a check for None or a value that `check` accepts."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def choice(*allowed: str | bool) -> Check:
-    """One of a few words (or True and False)."""
+    """Return a check for one of a few words (or True and False)."""
 
     def check(name: str, value: object) -> str | bool:
         if isinstance(value, (str, bool)) and any(value is word or value == word for word in allowed):
@@ -262,7 +262,7 @@ def choice(*allowed: str | bool) -> Check:
 
 
 def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
-    """None, or the name of a dtype that state can be kept in (a torch dtype is taken too)."""
+    """Return a check for None or the name of a dtype that state can be kept in (torch dtypes are accepted too)."""
 
     def check(name: str, value: object) -> str | None:
         is_dtype = not isinstance(value, str) and str(value).startswith("torch.")
@@ -276,23 +276,23 @@ def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
 
 
 def _are(value: object, count: int) -> TypeGuard[Sequence[Any]]:
-    """Whether these are so many things in order: a tuple, a list, or a list of a configuration file's reader."""
+    """Whether the value is a sequence of this length: a tuple, a list, or the list type of a configuration library."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == count
 
 
 def _is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor. This module does not import torch, so that schedules work without it."""
+    """Whether the value is a tensor. This module does not import torch, so that schedules work without it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _read(value: object) -> object:
-    """The number in a real tensor of one element, as torch's OneCycleLR and CyclicLR write into betas; or the value."""
+    """Return the number in a real tensor of one element, as OneCycleLR and CyclicLR write betas, or the value."""
     return value.item() if _is_tensor(value) and value.numel() == 1 and not value.is_complex() else value
 
 
 def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
-    """So many numbers in [0, 1)."""
+    """Return a check for `count` numbers in [0, 1)."""
     each = between(0, 1, exclusive=True)
     names = ", ".join(f"beta{i + 1}" for i in range(count))
 
@@ -305,7 +305,7 @@ def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
 
 
 def came_betas(name: str, value: object) -> tuple[object, ...]:
-    """Three numbers in [0, 1), the first above 0."""
+    """Return three numbers in [0, 1), the first above 0."""
     if _are(value, 3):
         value = [_read(beta) for beta in value]
     if _are(value, 3) and not any(_is_tensor(beta) for beta in value):
@@ -324,14 +324,14 @@ def came_betas(name: str, value: object) -> tuple[object, ...]:
 
 
 def came_eps(name: str, value: object) -> tuple[object, ...]:
-    """Two positive numbers."""
+    """Return two positive numbers."""
     if not _are(value, 2):
         raise TypeError(f"{name} must be two numbers, for the squared gradient and for the instability, not {value!r}")
     return tuple(positive(f"{name}[{i}]", eps) for i, eps in enumerate(value))
 
 
 def bounds(name: str, value: object) -> tuple[float, float] | None:
-    """None, or a lower and an upper bound, which may be infinite."""
+    """Return None, or a lower and an upper bound, which may be infinite."""
     if value is None:
         return None
     if not _are(value, 2):
@@ -348,7 +348,7 @@ def bounds(name: str, value: object) -> tuple[float, float] | None:
 
 
 def schedulable(check: Check, values: Callable[[Iterable[float]], StepFunction]) -> Check:
-    """What `check` takes, or a schedule: a function of the step, or an iterable, of which `values` makes a schedule."""
+    """Return a check that also accepts a schedule: a function of the step, or an iterable, converted by `values`."""
 
     def checked(name: str, value: object) -> object:
         if _is_tensor(value):
@@ -368,18 +368,18 @@ def schedulable(check: Check, values: Callable[[Iterable[float]], StepFunction])
 
 
 def learning_rate(name: str, value: object) -> float | Tensor:
-    """A number that is not negative, or a real tensor of one element, whose value is read at each step."""
+    """Return a number that is not negative, or a real tensor of one element, whose value is read at each step."""
     if not _is_tensor(value):
         return _number_of_step(name, value)
     if value.numel() != 1 or value.is_complex():
         raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
-    if value.device.type == "cpu":  # elsewhere the host would have to wait for the value
+    if value.device.type == "cpu":  # on other devices the host would have to wait for the value
         number(name, value.detach().item())
     return value.detach() if value.requires_grad else value
 
 
 def weight_decay(name: str, value: object) -> float:
-    """A number that is not negative; a tensor of one element is read once."""
+    """Return a number that is not negative; a tensor of one element is read once."""
     return _number_of_step(name, _read(value))
 
 
@@ -396,7 +396,7 @@ def _number_of_step(name: str, value: object) -> float:
 
 
 def closure(value: object) -> None:
-    """Raise for what is no function, such as a loss."""
+    """Raise for a value that is not callable, such as a loss."""
     if not callable(value):
         raise TypeError(
             f"closure must be a function that computes the loss anew, not {brief(value)}: call loss.backward(), and "
@@ -405,6 +405,6 @@ def closure(value: object) -> None:
 
 
 def brief(value: object) -> str:
-    """What something is, without the contents of tensors and of what holds them."""
+    """Describe a value, without the contents of tensors and of containers."""
     kind = type(value).__name__
     return f"{value!r} ({kind})" if isinstance(value, (str, bytes, int, float, complex, type(None))) else f"a {kind}"

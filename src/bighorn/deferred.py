@@ -1,4 +1,4 @@
-"""A number that a device computes, and the host reads a step later."""
+"""A number that a device computes and the host reads one step later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DeferredScalar:
-    """Such a number, on its way to the host; when it is read it has long been computed."""
+    """A number on a device whose copy to the host has begun; when the host reads it, it was computed long ago."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value.to("cpu", non_blocking=True)
@@ -17,7 +17,7 @@ class DeferredScalar:
             self.event.record(torch.accelerator.current_stream(value.device))
 
     def read(self) -> int:
-        """Its value. It waits for the last step's end, not for this one's: a query could tell ranks apart."""
+        """Return the value. This waits for the end of the last step; an event query could differ between ranks."""
         if self.event is not None:
             self.event.synchronize()
         return int(self.value)

@@ -1,6 +1,6 @@
-"""Parameter groups from rules on names: ordered, the first that matches a parameter takes it.
+"""Parameter groups from ordered rules on names: a parameter belongs to the first rule that matches it.
 
-Made for `bighorn.Lamb` and any other `torch.optim.Optimizer`.
+The groups are for `bighorn.Lamb` and any other `torch.optim.Optimizer`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from bighorn.names import Exclusion, check_exclusion, common_prefix, excludes, n
 __all__ = ["Rule", "by_rules", "report"]
 
 REST = "everything else"
-"""The name of the group of the parameters that no rule took."""
+"""The name of the group of parameters that no rule matches."""
 
 
 class Rule:
-    """Options for the parameters that it matches.
+    """Options for the parameters that the rule matches.
 
     Args:
-        match: A regular expression, searched for in the parameter's name, several in a list, or a callable
+        match: A regular expression that is searched for in the parameter's name, a list of them, or a callable
             (name, param) -> bool.
-        **options: What the group of these parameters gets: any option that the optimizer knows in a group, and `name`,
-            what the report calls the group.
+        **options: The options of the group of these parameters: any that the optimizer accepts in a group, and `name`,
+            the name of the group in the report.
 
     Raises:
-        TypeError: `match` is nothing of this kind, or an option is one that `by_rules` writes itself.
+        TypeError: `match` is of another type, or an option is one that `by_rules` writes itself.
         ValueError: A regular expression does not compile, or there is none.
 
     Example:
@@ -51,29 +51,29 @@ class Rule:
         return f"Rule({', '.join([match, *(f'{name}={value!r}' for name, value in self.options.items())])})"
 
     def matches(self, name: str, param: Tensor) -> bool:
-        """Whether a parameter is one of its."""
+        """Whether the rule matches a parameter."""
         return excludes(self.match, name, param)
 
 
 def by_rules(
     named_parameters: Iterable[tuple[str, Tensor]], rules: Sequence[Rule], *, pairs: bool = True
 ) -> list[dict[str, Any]]:
-    """Parameter groups for any optimizer: one for each rule, and one for what no rule takes, without options.
+    """Return parameter groups for any optimizer: one for each rule, and one without options for all other parameters.
 
     Args:
-        named_parameters: What `model.named_parameters()` gives. Their order is kept within each group. Rules, and the
-            groups, have the names of the model without wrappers (`module.`, `_orig_mod.`).
-        rules: In order: the first that matches a parameter takes it.
+        named_parameters: The pairs of `model.named_parameters()`. Their order is kept within each group. Rules see, and
+            groups contain, the names of the model without wrappers (`module.`, `_orig_mod.`).
+        rules: The rules in order: a parameter belongs to the first one that matches it.
         pairs: Give (name, parameter) pairs, which `torch.optim` and `bighorn` keep as `param_names`. False: bare
-            parameters, for optimizers that want these. Default: True.
+            parameters, for optimizers that require these. Default: True.
 
     Returns:
-        Dicts with `name`, `params` and the rule's options; which options there are is known to the optimizer, which
-        refuses others. `print(report(...))` shows who took what.
+        Dicts with `name`, `params` and the rule's options. The optimizer checks the options, and refuses unknown ones.
+        `print(report(...))` shows the parameters of each group.
 
     Raises:
-        TypeError: Parameters come without names, or something among the rules is no `Rule`.
-        ValueError: There are no parameters, two have the same name, one has two names, or a rule takes nothing.
+        TypeError: Parameters have no names, or an element of `rules` is not a `Rule`.
+        ValueError: There are no parameters, two have the same name, one has two names, or a rule gets no parameter.
 
     Example:
         >>> import torch
@@ -115,14 +115,14 @@ def by_rules(
 
 
 def report(groups: Iterable[Mapping[str, Any]]) -> str:
-    """Which parameters each group has, and which options: of `by_rules`, or an optimizer's `param_groups`.
+    """Describe the parameters and options of each group, from `by_rules` or an optimizer's `param_groups`.
 
     Args:
-        groups: Dicts with `params`, as optimizers take and keep them.
+        groups: Dicts with `params`, as optimizers accept and keep them.
 
     Raises:
-        TypeError: They are no dicts in a list.
-        ValueError: One of them has no `params`.
+        TypeError: `groups` is not a list of dicts.
+        ValueError: A group has no `params`.
     """
     if not isinstance(groups, Iterable):
         raise TypeError(f"groups must be dicts in a list, as optimizer.param_groups, not a {type(groups).__name__}")
@@ -147,7 +147,7 @@ def report(groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _checked(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The (name, parameter) pairs, if they are that and each name and parameter comes once."""
+    """Return the (name, parameter) pairs without wrappers' prefixes, if each name and each parameter occurs once."""
     if isinstance(named_parameters, nn.Module):
         raise TypeError(f"rules need names: pass model.named_parameters(), not {type(named_parameters).__name__}")
     params = list(named_parameters)

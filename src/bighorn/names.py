@@ -1,4 +1,4 @@
-"""Parameters by name: which ones an exclusion takes, whatever a model is wrapped in."""
+"""Parameters by name: exclusions, and names without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 from torch import Tensor, nn
 
 Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
-"""Regular expressions, searched for in a parameter's name, or a function of name and parameter."""
+"""Regular expressions that are searched for in a parameter's name, or a function of name and parameter."""
 
 Names = nn.Module | Mapping[str, Tensor]
-"""Where names come from when a trainer hands over bare parameters."""
+"""The source of names if a trainer passes bare parameters."""
 
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Components that torch.compile, FullyShardedDataParallel and checkpoint_wrapper add to names, at any depth."""
 
 DATA_PARALLEL = "module."
-"""What DistributedDataParallel adds, in front of every name. A model's own submodule may have this name too."""
+"""The prefix that DistributedDataParallel adds to every name. A model's own submodule may have this name too."""
 
 REMEDIES = {
     Tensor: "pass [tensor]",
     nn.Module: "pass model.named_parameters()",
     Mapping: "pass its items(), if it holds parameters by name, or [group], if it is a group",
 }
-"""What to give instead of what is often given for a list of parameters."""
+"""The remedies for types that are often passed in place of a list of parameters."""
 
 
 def check_exclusion(name: str, value: object) -> Exclusion | None:
-    """An exclusion as it was given, if it is one.
+    """Return a valid exclusion as it was given.
 
     Raises:
-        TypeError: It is neither a list of regular expressions nor callable.
+        TypeError: The value is neither a list of regular expressions nor callable.
         ValueError: A regular expression does not compile.
     """
     if value is None or (callable(value) and not isinstance(value, type)):
@@ -53,7 +53,7 @@ def check_exclusion(name: str, value: object) -> Exclusion | None:
 
 
 def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bool:
-    """Whether an exclusion takes a parameter."""
+    """Whether an exclusion matches a parameter."""
     if exclusion is None or name is None:
         return False
     if callable(exclusion):
@@ -62,11 +62,11 @@ def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bo
 
 
 def unwrapped(name: str, prefix: str = "") -> str:
-    """A parameter's name in the model without its wrappers.
+    """Return a parameter's name in the model without its wrappers.
 
     Args:
-        name: The name.
-        prefix: From `common_prefix` of all names. Default: none.
+        name: The name with wrappers.
+        prefix: The result of `common_prefix` for all names. Default: none.
 
     Example:
         >>> unwrapped("module._orig_mod.1.weight", "module.")
@@ -77,7 +77,7 @@ def unwrapped(name: str, prefix: str = "") -> str:
 
 
 def common_prefix(names: Iterable[str]) -> str:
-    """`module.`, as many times as every name begins with it, so that only a wrapper of the whole model can be meant.
+    """Return `module.` as often as every name begins with it, so that only wrappers of the whole model are included.
 
     Example:
         >>> common_prefix(["module.0.bias", "module._orig_mod.module.bias"]), common_prefix(["module.bias", "bias"])
@@ -91,7 +91,7 @@ def common_prefix(names: Iterable[str]) -> str:
 
 
 def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]) -> None:
-    """Warn of patterns that match none of the names.
+    """Warn about patterns that match none of the names.
 
     Raises:
         ValueError: None of the patterns matches any.
@@ -114,23 +114,23 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
 
 
 def _letters(pattern: str) -> str:
-    """Lists for BERT spell one thing in several ways, of which a model has one: LayerNorm, layer_norm."""
+    """Keep letters and digits only, since lists for BERT spell one name in several ways: LayerNorm, layer_norm."""
     return re.sub("[^a-z0-9]", "", pattern.lower())
 
 
 def nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
-    """The three names that are most like some patterns."""
+    """The three names that are most similar to some patterns."""
     words = " ".join(patterns)
     likest = sorted(names, key=lambda name: difflib.SequenceMatcher(None, words, name).ratio(), reverse=True)
     return ", ".join(map(repr, likest[:3]))
 
 
 def named(params: object, names: Names | None) -> list[Any]:
-    """Parameters in a list, as (name, parameter) pairs where `names` is given and they are not pairs already.
+    """Return parameters in a list, as (name, parameter) pairs if `names` is given and they are not pairs already.
 
     Raises:
-        TypeError: As `listed`.
-        ValueError: `names` does not know a parameter.
+        TypeError: As for `listed`.
+        ValueError: `names` does not contain a parameter.
     """
     params = [params] if isinstance(params, Tensor) else listed(params)
     if names is None or any(isinstance(param, tuple) for param in params):
@@ -143,10 +143,10 @@ def named(params: object, names: Names | None) -> list[Any]:
 
 
 def listed(params: object, name: str = "params") -> list[Any]:
-    """What is given as `params`, or as another argument of that kind, in a list.
+    """Return the value of `params`, or of another argument of that kind, as a list.
 
     Raises:
-        TypeError: It has no order, or is no kind of list.
+        TypeError: The value has no order, or is not a kind of list.
     """
     for kind, remedy in REMEDIES.items():
         if isinstance(params, kind):
@@ -159,11 +159,11 @@ def listed(params: object, name: str = "params") -> list[Any]:
 
 
 def names_of(names: object) -> dict[int, str]:
-    """The name of each parameter, by its id.
+    """Return the name of each parameter, by its `id`.
 
     Raises:
         TypeError: `names` is neither a module nor a mapping of names to tensors.
-        ValueError: It has two names for one parameter, of which an exclusion would see one.
+        ValueError: `names` has two names for one parameter, of which an exclusion would see one.
     """
     if isinstance(names, nn.Module):
         names = dict(names.named_parameters())

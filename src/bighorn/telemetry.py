@@ -1,4 +1,4 @@
-"""What an optimizer's last step did to each layer, as the flat numbers that TensorBoard and Weights & Biases take."""
+"""Telemetry: the metrics of an optimizer's last step as scalars for TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from bighorn.arguments import integer
 __all__ = ["Log", "log_every", "scalars"]
 
 Log = Callable[[dict[str, float], int], Any]
-"""Takes scalars by their tags, and the step: `wandb.log`, `accelerator.log`, or a loop over `writer.add_scalar`."""
+"""A function of scalars by tag, and of the step: `wandb.log`, `accelerator.log`, or a loop over `writer.add_scalar`."""
 
 MULTIPLIERS = ("trust_ratio", "confidence")
-"""What LAMB and CAME multiply a layer's learning rate with."""
+"""The metrics by which LAMB and CAME multiply a layer's learning rate."""
 
 
 def scalars(optimizer: Optimizer) -> dict[str, float]:
-    """The figures of `optimizer.telemetry()` by tags FIGURE/LAYER. The host waits for the device once.
+    """Return the metrics of `optimizer.telemetry()` by tags METRIC/LAYER. The host waits for the device once.
 
     Args:
-        optimizer: A `Lamb` or `Came`, or what Accelerate, Lightning or ZeroRedundancyOptimizer wrapped around one.
+        optimizer: A `Lamb` or `Came`, or a wrapper of one by Accelerate, Lightning or ZeroRedundancyOptimizer.
 
     Returns:
-        For LAMB `weight_norm`, `update_norm` and `trust_ratio`, for CAME `update_rms`, `clip_factor` and
-        `confidence`; `lr`, and `effective_lr`, which is it times the trust ratio or the confidence; and
-        `skipped_steps`. Empty before the first step.
+        For LAMB `weight_norm`, `update_norm` and `trust_ratio`, for CAME `update_rms`, `clip_factor` and `confidence`;
+        `lr`, and `effective_lr`, the learning rate times the trust ratio or the confidence; and `skipped_steps`. The
+        dict is empty before the first step.
 
     Raises:
-        TypeError: It is no optimizer with telemetry, or a wrapper of one.
+        TypeError: `optimizer` is neither an optimizer with telemetry nor a wrapper of one.
 
     Example:
         >>> import torch
@@ -61,18 +61,18 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
 
 
 def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
-    """Hand the scalars of every so many steps of an optimizer to a logger, with the number of the step from here on.
+    """Call a logger with the scalars of every `steps`-th step of an optimizer, and the number of the step from now on.
 
     Args:
-        optimizer: As for `scalars`.
-        steps: How many steps lie between two reports; 1 or more.
-        log: Called with the scalars and the step.
+        optimizer: An optimizer, as for `scalars`.
+        steps: The number of steps between two reports; 1 or more.
+        log: A function of the scalars and the step.
 
     Returns:
-        A handle, whose `remove()` ends it.
+        A handle, whose `remove()` ends the logging.
 
     Raises:
-        TypeError: As `scalars`, `steps` is no integer, or `log` no function.
+        TypeError: As for `scalars`; or `steps` is not an integer, or `log` is not a function.
         ValueError: `steps` is less than 1.
 
     Example:
@@ -104,7 +104,7 @@ def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
 
 
 def _telemetric(optimizer: Any) -> Any:
-    """The optimizer within its wrappers: `optimizer` of Accelerate's, `optim` of ZeroRedundancyOptimizer."""
+    """Return the optimizer inside its wrappers: `optimizer` of Accelerate's, `optim` of ZeroRedundancyOptimizer."""
     inner = optimizer
     while not hasattr(inner, "telemetry"):
         inner = getattr(inner, "optimizer", None) or getattr(inner, "optim", None)

@@ -1,1 +1,1 @@
-"""Thin faces with the names, argument orders and errors of other systems; nothing here computes anything of its own."""
+"""Thin compatibility layers with the names, argument orders and errors of other systems; they add no mathematics."""

@@ -1,4 +1,4 @@
-"""What the documents of other systems refuse, with the types of error that they name, in the names that they use."""
+"""Checks with the rules, types of error and names of the documentation of other systems."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_para
 
 
 class ElementError(TypeError, ValueError):
-    """An element of `params` that cannot be one: a wrong type, and in a list that its author took for a good value."""
+    """An element of `params` of a wrong type, which is a TypeError and a ValueError."""
 
 
 def floating(name: str, value: object, low: float, high: float = math.inf, *, inside: bool = False) -> float:
-    """A finite number from `low` to `high`, without these two where `inside`."""
+    """Return a finite number from `low` to `high`, without both bounds if `inside`."""
     return number(name, a_float(name, value), low, high, above=inside, below=inside)
 
 
 def a_float(name: str, value: object) -> float:
-    """A float, whatever its value: they refuse integers here."""
+    """Return a float of any value. Integers are refused, as in the other systems."""
     if not isinstance(value, float):
         raise TypeError(f"{name} must be a float, not {value!r} ({type(value).__name__})")
     return value
 
 
 def weight_decay(name: str, value: object, high: float = math.inf) -> float | Callable[[int], Any]:
-    """A number that is not negative, or a schedule."""
+    """Return a number that is not negative, or a schedule."""
     if callable(value) and not isinstance(value, type):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -43,7 +43,7 @@ def weight_decay(name: str, value: object, high: float = math.inf) -> float | Ca
 
 
 def parameters(params: Any) -> list[Any]:
-    """Parameters, (name, parameter) pairs or groups in a list; groups are checked one by one when they are added."""
+    """Return parameters, (name, parameter) pairs or groups in a list; each group is checked when it is added."""
     if isinstance(params, (str, Mapping, set, Parameter)) or not isinstance(params, Iterable):
         raise TypeError(f"params must be a list of parameters or of groups, not {type(params).__name__}")
     listed = list(params)
@@ -61,7 +61,7 @@ def parameters(params: Any) -> list[Any]:
 
 
 def mindspore_group(group: dict[str, Any], most_decay: float = math.inf) -> dict[str, Any]:
-    """A group with MindSpore's keys as one of ours."""
+    """Convert a group with MindSpore's keys to one of ours."""
     for key in group:
         if key not in GROUP_KEYS:
             raise ValueError(f"unknown key {key!r}{hint(key, GROUP_KEYS)}. Known: {', '.join(GROUP_KEYS)}")
@@ -70,16 +70,16 @@ def mindspore_group(group: dict[str, Any], most_decay: float = math.inf) -> dict
         ours["params"] = parameters(group["params"])
     if "weight_decay" in group:
         ours["weight_decay"] = weight_decay("weight_decay", group["weight_decay"], most_decay)
-    if "grad_centralization" in group:  # theirs is for convolutions alone
+    if "grad_centralization" in group:  # in MindSpore it applies to convolutions only
         ours["grad_centralization"] = "conv" if flag("grad_centralization", group["grad_centralization"]) else False
     return ours
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name our arguments as theirs; not those about a group, whose keys are called the same in both.
+    """Replace our names of arguments in errors. Errors about a group are unchanged: both use the same keys.
 
-    What stands in quotes is a value, and stays.
+    Quoted text is a value, and is not replaced.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the loss scale managers of other systems share: a policy, and the state that it has come to."""
+"""The common part of the loss scale managers of other systems: a policy and its present state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = TypeVar("P", FixedScale, WindowScale, ExponentialScale)
 
 
 class LossScaleManager:
-    """A loss scale that is moved by hand, or by the scaler that is made from it."""
+    """A loss scale that is updated by hand, or by the scaler that is made from it."""
 
     def __init__(self, policy: FixedScale | WindowScale | ExponentialScale) -> None:
         self.policy = policy
@@ -22,17 +22,17 @@ class LossScaleManager:
         self._scaler: LossScaler | None = None
 
     def get_loss_scale(self) -> float:
-        """The scale now."""
+        """Return the present scale."""
         return self._state.scale.item() if self._scaler is None else self._scaler.get_scale()
 
     def loss_scaler(self, **options: Any) -> LossScaler:
-        """A LossScaler that scales as this manager says, and from now on moves its scale.
+        """Return a LossScaler with the policy of this manager, which from now on updates its scale.
 
         Args:
-            **options: Of LossScaler, besides the policy.
+            **options: Options of LossScaler, besides the policy.
 
         Raises:
-            RuntimeError: The manager has a scaler, or was moved by hand.
+            RuntimeError: The manager has a scaler already, or was updated by hand.
         """
         if self._scaler is not None or self._state != self.policy.start():
             raise RuntimeError("this manager is in use already: make one scaler of it, before the first update")
@@ -47,7 +47,7 @@ class LossScaleManager:
 
 
 def translated(policy: type[P], **arguments: tuple[str, Any]) -> P:
-    """A policy from (name in the other system, value) by our names; errors name the former."""
+    """Return a policy from (name in the other system, value) by our names; errors contain the other names."""
     name, value = arguments["init_scale"]
     if isinstance(value, Real) and value < 1:
         raise ValueError(f"{name}={value!r} is out of range: a loss scale must be at least 1")

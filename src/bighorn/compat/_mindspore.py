@@ -1,4 +1,4 @@
-"""What the optimizers of MindSpore and MindFormers share: their groups, and being called with gradients."""
+"""The common part of the optimizers of MindSpore and MindFormers: their groups, and calls with gradients."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from bighorn.compat import _checks
 
 
 class MindSporeOptimizer(Optimizer):
-    """To be inherited before one of ours."""
+    """A base class to be listed before one of our optimizers."""
 
     MOST_DECAY: ClassVar[float] = math.inf
     """The largest weight decay of a group."""
 
-    if TYPE_CHECKING:  # ours has it
+    if TYPE_CHECKING:  # our optimizer has it
 
         def in_order(self) -> list[Tensor]: ...
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """All parameters, in the order in which a call wants their gradients: that of `order_params`, if given."""
+        """All parameters, in the order of the gradients of a call: that of `order_params`, if given."""
         return tuple(self.in_order())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.
 
         Args:
-            param_group: As in `params` of the constructor.
+            param_group: A group, as in `params` of the constructor.
         """
         with about(f"group {len(self.param_groups)}"):
             super().add_param_group(_checks.mindspore_group(param_group, self.MOST_DECAY))
 
     def _step_with(self, gradients: object) -> int:
-        """Step with these gradients instead of those in `.grad`; returns how many parameters there are."""
+        """Step with these gradients instead of those in `.grad`, and return the number of parameters."""
         params = self.parameters
         with _lent(params, _checked(params, gradients)):
             self.step()
@@ -48,7 +48,7 @@ class MindSporeOptimizer(Optimizer):
 
 @contextmanager
 def _lent(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
-    """For a while each parameter's `.grad` is the gradient in its place; then it is what it was."""
+    """Set each parameter's `.grad` to the gradient of the same index, and restore it on exit."""
     before = [(param.grad, getattr(param, "grad_dtype", param.dtype)) for param in params]
     try:
         for param, gradient in zip(params, gradients, strict=True):
@@ -60,7 +60,7 @@ def _lent(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Itera
 
 
 def _put(param: Tensor, gradient: Tensor | None, dtype: object) -> None:
-    """Set `.grad`. From torch 2.10 on a gradient of another dtype than the parameter's has to be allowed first."""
+    """Set `.grad`. Since torch 2.10, a gradient of another dtype than the parameter's has to be allowed first."""
     param.grad = None
     if getattr(param, "grad_dtype", dtype) != dtype:
         param.grad_dtype = dtype  # type: ignore[assignment]
@@ -68,7 +68,7 @@ def _put(param: Tensor, gradient: Tensor | None, dtype: object) -> None:
 
 
 def _checked(params: Sequence[Tensor], gradients: object) -> Sequence[Tensor | None]:
-    """The gradients, if there is one for each parameter (or None) and it fits."""
+    """Return the gradients, if each parameter has one (or None) that fits."""
     if not isinstance(gradients, (tuple, list)):
         raise TypeError(f"gradients must be a tuple of tensors, not {type(gradients).__name__}")
     if len(gradients) != len(params):

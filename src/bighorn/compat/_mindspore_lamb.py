@@ -17,15 +17,16 @@ from bighorn.compat._mindspore import MindSporeOptimizer
 
 @knows_its_keywords
 class Lamb(MindSporeOptimizer, bighorn.Lamb):
-    """MindSpore's: version 5 of the paper, with MindSpore's groups and errors, and called with gradients.
+    """MindSpore's Lamb: version 5 of the paper, with MindSpore's groups and errors, and called with gradients.
 
-    Without groups, weight decay skips parameters whose name contains `beta` or `gamma`. Torch's parameters know no
-    names: give (name, Parameter) pairs, as `model.named_parameters()` does; others are decayed, with a warning.
+    Without groups, weight decay skips parameters whose name contains `beta` or `gamma`. Parameters of torch have no
+    names: pass (name, Parameter) pairs, as from `model.named_parameters()`. Parameters without names are decayed, with
+    a warning.
 
     Args:
         params: Parameters or (name, Parameter) pairs; or groups, dicts with `params` and any of `lr`, `weight_decay`
             and `grad_centralization` (True: gradients of 3 or more dims, as of convolutions, lose their mean over dims
-            1..). One more dict may have `order_params`: every parameter, in the order in which to go through them.
+            1..). One more dict may have `order_params`: every parameter, in the order in which a step visits them.
         learning_rate: A number, a tensor of one element, an iterable or a 1-D tensor, whose entry t - 1 holds at step
             t, or a schedule, called with the step (0 for the first).
         beta1: Decay of the average of the gradient, a float in (0, 1). Default: 0.9.
@@ -81,17 +82,18 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
             )
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[bool, ...]:
-        """Step with these gradients. Those in `.grad` play no part, and stay.
+        """Step with these gradients. Gradients in `.grad` are neither used nor changed.
 
         Args:
-            gradients: One for each of `parameters`, in its order; None where a parameter stays as it is.
+            gradients: One gradient for each of `parameters`, in the same order; None for a parameter that is not
+                stepped.
 
         Returns:
             True for each parameter.
 
         Raises:
-            TypeError: They are no tensors in a tuple.
-            ValueError: They do not fit the parameters, or as `step` raises.
+            TypeError: The gradients are not a tuple of tensors.
+            ValueError: The gradients do not fit the parameters, or as for `step`.
         """
         return (True,) * self._step_with(gradients)
 

@@ -10,10 +10,10 @@ from bighorn.compat._loss_scale import LossScaleManager, translated
 
 
 class FixedLossScaleManager(LossScaleManager):
-    """MindSpore's, over `bighorn.FixedScale`: the scale stays as it is.
+    """MindSpore's FixedLossScaleManager, over `bighorn.FixedScale`: the scale is constant.
 
     Args:
-        loss_scale: At least 1. Default: 128.0.
+        loss_scale: The scale, at least 1. Default: 128.0.
         drop_overflow_update: Whether a step whose gradients are not finite is skipped. Default: True.
 
     Raises:
@@ -32,7 +32,7 @@ class FixedLossScaleManager(LossScaleManager):
         return self._drop_overflow_update
 
     def update_loss_scale(self, overflow: bool) -> None:
-        """Nothing changes.
+        """Do nothing, since the scale is constant.
 
         Args:
             overflow: Whether a gradient of the step was not finite.
@@ -40,34 +40,34 @@ class FixedLossScaleManager(LossScaleManager):
         self._move(overflow=overflow)
 
     def get_update_cell(self) -> None:
-        """None where `drop_overflow_update` is False, as in MindSpore.
+        """Return None if `drop_overflow_update` is False, as in MindSpore.
 
         Raises:
-            NotImplementedError: It is True.
+            NotImplementedError: `drop_overflow_update` is True.
         """
         if self._drop_overflow_update:
             _refuse_cell()
 
     def loss_scaler(self, **options: Any) -> LossScaler:
-        """A LossScaler that scales and skips as this manager says, as `LossScaleManager.loss_scaler`."""
+        """Return a LossScaler with the scale and the skipping of this manager, as `LossScaleManager.loss_scaler`."""
         return super().loss_scaler(**{"skip_on_overflow": self._drop_overflow_update, **options})
 
 
 class DynamicLossScaleManager(LossScaleManager):
-    """MindSpore's, over `bighorn.WindowScale`: the scale grows after a window without overflows, shrinks at each.
+    """MindSpore's DynamicLossScaleManager, over `bighorn.WindowScale`: the scale shrinks at every overflow.
 
     Args:
-        init_loss_scale: At least 1. Default: 16777216.
-        scale_factor: What the scale is multiplied with to grow, and divided by to shrink, above 1. Default: 2.
-        scale_window: After how many consecutive steps without an overflow it grows. Default: 2000.
+        init_loss_scale: The initial scale, at least 1. Default: 16777216.
+        scale_factor: The factor by which the scale grows, and the divisor by which it shrinks, above 1. Default: 2.
+        scale_window: The number of consecutive steps without an overflow after which the scale grows. Default: 2000.
 
     Raises:
-        TypeError: A value is no number, or `scale_window` no whole one.
+        TypeError: A value is not a number, or `scale_window` is not an integer.
         ValueError: A value is out of range.
     """
 
     MOST_OVERFLOWS = 1000
-    """MindSpore's own limit of overflows in a row."""
+    """MindSpore's own limit of consecutive overflows."""
 
     def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
         policy = translated(
@@ -80,17 +80,17 @@ class DynamicLossScaleManager(LossScaleManager):
         self._overflows = 0
 
     def get_drop_overflow_update(self) -> bool:
-        """True: a step whose gradients are not finite is skipped."""
+        """Return True: a step whose gradients are not finite is skipped."""
         return True
 
     def update_loss_scale(self, overflow: bool) -> None:
-        """Move the scale.
+        """Update the scale.
 
         Args:
             overflow: Whether a gradient of the step was not finite.
 
         Raises:
-            RuntimeError: It is more than the thousandth overflow in a row.
+            RuntimeError: More than 1000 consecutive steps overflowed.
         """
         overflows = self._overflows + 1 if overflow else 0
         if overflows > self.MOST_OVERFLOWS:
@@ -102,7 +102,7 @@ class DynamicLossScaleManager(LossScaleManager):
         self._overflows = overflows
 
     def get_update_cell(self) -> NoReturn:
-        """Not there.
+        """Raise, since update cells are not supported.
 
         Raises:
             NotImplementedError: Always.
@@ -110,7 +110,7 @@ class DynamicLossScaleManager(LossScaleManager):
         _refuse_cell()
 
     def loss_scaler(self, **options: Any) -> LossScaler:
-        """A LossScaler that scales as this manager says, and raises after 1000 overflows in a row."""
+        """Return a LossScaler with the policy of this manager, which raises after 1000 overflows in a row."""
         return super().loss_scaler(**{"max_consecutive_overflows": self.MOST_OVERFLOWS, **options})
 
 

@@ -1,4 +1,4 @@
-"""MindSpore's learning-rate schedules: its names and argument orders over those of `bighorn.schedules`."""
+"""MindSpore's learning-rate schedules: the names and argument orders of MindSpore over `bighorn.schedules`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
     "is_stair": _checks.flag,
     "update_decay_steps": _checks.flag,
 }
-"""What each argument may be: a name means the same in every schedule."""
+"""The check of each argument; a name has the same meaning in every schedule."""
 
 
 class LearningRateSchedule(schedules.Schedule):
-    """One of ours with MindSpore's arguments."""
+    """A schedule of ours with MindSpore's arguments."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -39,7 +39,7 @@ class LearningRateSchedule(schedules.Schedule):
 
     @abstractmethod
     def native(self) -> schedules.Schedule:
-        """The same schedule in the words of `bighorn.schedules`."""
+        """Return the equivalent of `bighorn.schedules`."""
 
     def _at(self, step: int) -> float:
         return self.native()(step)
@@ -48,14 +48,14 @@ class LearningRateSchedule(schedules.Schedule):
 @knows_its_keywords
 @dataclass(frozen=True)
 class PolynomialDecayLR(LearningRateSchedule):
-    """MindSpore's, as `bighorn.schedules.Polynomial`; it is called with the step, counted from 0.
+    """MindSpore's PolynomialDecayLR, as `bighorn.schedules.Polynomial`; it is called with the step, counted from 0.
 
     Args:
         learning_rate: The value at step 0, a float above 0.
         end_learning_rate: The value at the end, a float, at least 0.
-        decay_steps: The first step that gets it, an int, at least 1.
+        decay_steps: The first step that gets `end_learning_rate`, an int, at least 1.
         power: The exponent, a float above 0.
-        update_decay_steps: Whether, after each `decay_steps` steps, it leaps up and falls again. Default: False.
+        update_decay_steps: Whether, after each `decay_steps` steps, the value jumps up and falls again. Default: False.
 
     Raises:
         TypeError: A value of a wrong type.
@@ -74,7 +74,7 @@ class PolynomialDecayLR(LearningRateSchedule):
     update_decay_steps: bool = False
 
     def native(self) -> schedules.Polynomial:
-        """As `bighorn.schedules` has it."""
+        """Return the equivalent of `bighorn.schedules`."""
         return schedules.Polynomial(
             self.learning_rate, self.decay_steps, self.end_learning_rate, self.power, self.update_decay_steps
         )
@@ -83,11 +83,11 @@ class PolynomialDecayLR(LearningRateSchedule):
 @knows_its_keywords
 @dataclass(frozen=True)
 class WarmUpLR(LearningRateSchedule):
-    """MindSpore's, as `bighorn.schedules.WarmUp`: from 0 at the first step.
+    """MindSpore's WarmUpLR, as `bighorn.schedules.WarmUp`: from 0 at the first step.
 
     Args:
         learning_rate: The value after the warm-up, a float above 0.
-        warmup_steps: The first step that gets it, an int, at least 1.
+        warmup_steps: The first step that gets `learning_rate`, an int, at least 1.
 
     Raises:
         TypeError: A value of a wrong type.
@@ -102,14 +102,14 @@ class WarmUpLR(LearningRateSchedule):
     warmup_steps: int
 
     def native(self) -> schedules.WarmUp:
-        """As `bighorn.schedules` has it."""
+        """Return the equivalent of `bighorn.schedules`."""
         return schedules.WarmUp(self.learning_rate, self.warmup_steps)
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class CosineDecayLR(LearningRateSchedule):
-    """MindSpore's, as `bighorn.schedules.Cosine`.
+    """MindSpore's CosineDecayLR, as `bighorn.schedules.Cosine`.
 
     Args:
         min_lr: The value at the end, a float, at least 0.
@@ -135,19 +135,19 @@ class CosineDecayLR(LearningRateSchedule):
             raise ValueError(f"min_lr={self.min_lr!r} must be below max_lr={self.max_lr!r}; min_lr is the first")
 
     def native(self) -> schedules.Cosine:
-        """As `bighorn.schedules` has it."""
+        """Return the equivalent of `bighorn.schedules`."""
         return schedules.Cosine(self.max_lr, self.decay_steps, self.min_lr)
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class ExponentialDecayLR(LearningRateSchedule):
-    """MindSpore's, as `bighorn.schedules.Exponential`.
+    """MindSpore's ExponentialDecayLR, as `bighorn.schedules.Exponential`.
 
     Args:
         learning_rate: The value at step 0, a float above 0.
         decay_rate: The factor of `decay_steps` steps, a float above 0.
-        decay_steps: An int, at least 1.
+        decay_steps: The number of steps of one decay, an int, at least 1.
         is_stair: Whether the value falls once in `decay_steps` steps and not at each. Default: False.
 
     Raises:
@@ -165,16 +165,16 @@ class ExponentialDecayLR(LearningRateSchedule):
     is_stair: bool = False
 
     def native(self) -> schedules.Exponential:
-        """As `bighorn.schedules` has it."""
+        """Return the equivalent of `bighorn.schedules`."""
         return schedules.Exponential(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class NaturalExpDecayLR(LearningRateSchedule):
-    """MindSpore's, as `bighorn.schedules.NaturalExp`: it falls by e^-decay_rate at each step.
+    """MindSpore's NaturalExpDecayLR, as `bighorn.schedules.NaturalExp`: it falls by e^-decay_rate at each step.
 
-    MindSpore's document divides the step by `decay_steps`; its code does not, and this follows the code.
+    MindSpore's documentation divides the step by `decay_steps`; its code does not, and this class follows the code.
 
     Args:
         learning_rate: The value at step 0, a float above 0.
@@ -197,19 +197,19 @@ class NaturalExpDecayLR(LearningRateSchedule):
     is_stair: bool = False
 
     def native(self) -> schedules.NaturalExp:
-        """As `bighorn.schedules` has it."""
+        """Return the equivalent of `bighorn.schedules`."""
         return schedules.NaturalExp(self.learning_rate, self.decay_rate, self.decay_steps if self.is_stair else 1)
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class InverseDecayLR(LearningRateSchedule):
-    """MindSpore's, as `bighorn.schedules.Inverse`.
+    """MindSpore's InverseDecayLR, as `bighorn.schedules.Inverse`.
 
     Args:
         learning_rate: The value at step 0, a float above 0.
-        decay_rate: What `decay_steps` steps add to the divisor, a float above 0.
-        decay_steps: An int, at least 1.
+        decay_rate: The amount that `decay_steps` steps add to the divisor, a float above 0.
+        decay_steps: The number of steps of one decay, an int, at least 1.
         is_stair: Whether the value falls once in `decay_steps` steps and not at each. Default: False.
 
     Raises:
@@ -227,5 +227,5 @@ class InverseDecayLR(LearningRateSchedule):
     is_stair: bool = False
 
     def native(self) -> schedules.Inverse:
-        """As `bighorn.schedules` has it."""
+        """Return the equivalent of `bighorn.schedules`."""
         return schedules.Inverse(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)

@@ -13,18 +13,18 @@ from bighorn.compat._npu_optimizer import NPUOptimizer
 
 @knows_its_keywords
 class NPUDistributedOptimizer(NPUOptimizer):
-    """npu_bridge's: an NPUOptimizer that is always distributed, and may divide the update among the ranks.
+    """npu_bridge's NPUDistributedOptimizer: an NPUOptimizer that is always distributed, and may shard the update.
 
     Args:
-        optimizer: Any torch optimizer; for the sharding, one that has not stepped yet.
-        is_weight_update_sharding: Each rank keeps state for a part of the tensors, steps these and hands them out, by
-            `bighorn.shard_update`. Default: False.
-        name: Kept as an attribute. Default: None.
-        model: As of NPUOptimizer; it is needed. Default: None.
+        optimizer: Any torch optimizer; for weight-update sharding, one that has not stepped yet.
+        is_weight_update_sharding: Each rank keeps the state of some of the tensors, steps these and sends them to the
+            others, by `bighorn.shard_update`. Default: False.
+        name: The name, which is kept as an attribute. Default: None.
+        model: As for NPUOptimizer; it is required. Default: None.
 
     Raises:
         TypeError: `is_weight_update_sharding` is neither True nor False.
-        ValueError: As NPUOptimizer, or as `bighorn.shard_update`.
+        ValueError: As for NPUOptimizer, or as for `bighorn.shard_update`.
     """
 
     def __init__(

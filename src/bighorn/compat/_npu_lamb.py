@@ -20,27 +20,29 @@ NAMES = {
     "eps": "epsilon",
     "pass model.named_parameters() as params, or names=model": "pass params=model.named_parameters()",
 }
-"""What our errors say, and what they are to say here."""
+"""Names and texts of our errors, and their replacements here."""
 
 
 @knows_its_keywords
 class LAMBOptimizer(Lamb):
-    """npu_bridge's: version 5 of the paper, with weight decay excluded by name.
+    """npu_bridge's LAMBOptimizer: version 5 of the paper, with weight decay excluded by name.
 
     Args:
-        learning_rate: In any form that `bighorn.Lamb` takes for `lr`.
-        weight_decay_rate: At least 0, in any form that `bighorn.Lamb` takes for `weight_decay`. Default: 0.0.
+        learning_rate: The learning rate, in any form that `bighorn.Lamb` takes for `lr`.
+        weight_decay_rate: The weight decay, at least 0, in any form that `bighorn.Lamb` takes for `weight_decay`.
+            Default: 0.0.
         beta_1: Decay of the average of the gradient, in [0, 1). Default: 0.9.
         beta_2: Decay of the average of its square, in [0, 1). Default: 0.999.
         epsilon: Added to the root of the second moment, at least 0. Default: 1e-6.
-        exclude_from_weight_decay: Regular expressions, searched for in parameter names: no decay there. Default: None.
-        params: What TensorFlow finds in the graph: `model.named_parameters()`, or groups of such pairs. Tensors without
-            names will do where nothing is excluded.
-        bias_correction: False: version 3 of the paper. Default: True.
+        exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
+            parameter names. Default: None.
+        params: The parameters, which TensorFlow finds in the graph: `model.named_parameters()`, or groups of such
+            pairs. Tensors without names are accepted if nothing is excluded.
+        bias_correction: False: as in version 3 of the paper. Default: True.
 
     Raises:
         TypeError: A value of a wrong type.
-        ValueError: A value out of range, or parameters without names where some are to be excluded.
+        ValueError: A value out of range, or parameters without names while an exclusion is given.
 
     Example:
         >>> import torch

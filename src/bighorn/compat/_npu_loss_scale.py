@@ -7,21 +7,21 @@ from bighorn.compat._loss_scale import LossScaleManager, translated
 
 
 class FixedLossScaleManager(LossScaleManager):
-    """npu_bridge's, over `bighorn.FixedScale`: the scale stays as it is.
+    """npu_bridge's FixedLossScaleManager, over `bighorn.FixedScale`: the scale is constant.
 
     Args:
-        loss_scale: At least 1.
+        loss_scale: The scale, at least 1.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is below 1.
+        TypeError: `loss_scale` is not a number.
+        ValueError: `loss_scale` is below 1.
     """
 
     def __init__(self, loss_scale: float) -> None:
         super().__init__(translated(FixedScale, init_scale=("loss_scale", loss_scale)))
 
     def update_loss_scale(self, finite_grads: bool) -> None:
-        """Nothing changes.
+        """Do nothing, since the scale is constant.
 
         Args:
             finite_grads: Whether all gradients of the step were finite.
@@ -30,17 +30,17 @@ class FixedLossScaleManager(LossScaleManager):
 
 
 class ExponentialUpdateLossScaleManager(LossScaleManager):
-    """npu_bridge's, over `bighorn.ExponentialScale`: the scale moves, but never below 1 or out of float32.
+    """npu_bridge's ExponentialUpdateLossScaleManager, over `bighorn.ExponentialScale`.
 
     Args:
-        init_loss_scale: At least 1.
-        incr_every_n_steps: After how many consecutive finite steps the scale grows.
-        decr_every_n_nan_or_inf: After how many steps that were not finite it shrinks. Default: 2.
-        incr_ratio: What it is multiplied with to grow, above 1. Default: 2.
-        decr_ratio: What it is multiplied with to shrink, between 0 and 1. Default: 0.8.
+        init_loss_scale: The initial scale, at least 1. The scale never falls below 1, and never overflows float32.
+        incr_every_n_steps: The number of consecutive finite steps after which the scale grows.
+        decr_every_n_nan_or_inf: The number of steps that were not finite after which the scale shrinks. Default: 2.
+        incr_ratio: The factor by which the scale grows, above 1. Default: 2.
+        decr_ratio: The factor by which the scale shrinks, between 0 and 1. Default: 0.8.
 
     Raises:
-        TypeError: A value is no number, or a number of steps no whole one.
+        TypeError: A value is not a number, or a number of steps is not an integer.
         ValueError: A value is out of range.
 
     Example:
@@ -71,7 +71,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         super().__init__(policy)
 
     def update_loss_scale(self, finite_grads: bool) -> None:
-        """Move the scale.
+        """Update the scale.
 
         Args:
             finite_grads: Whether all gradients of the step were finite.

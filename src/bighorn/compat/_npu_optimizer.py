@@ -17,26 +17,28 @@ from bighorn.compat._loss_scale import LossScaleManager
 
 @knows_its_keywords
 class NPUOptimizer:
-    """npu_bridge's: loss scaling, data-parallel training and the tailing optimisation around an optimizer.
+    """npu_bridge's NPUOptimizer: loss scaling, data-parallel training and tailing optimisation for an optimizer.
 
-    TensorFlow's optimizers own the gradients, torch's do not: the model is a DistributedDataParallel, which sums them,
-    and `minimize(loss)` is one step of a training loop.
+    TensorFlow's optimizers own the gradients, but torch's do not. Therefore the model is a DistributedDataParallel,
+    which reduces them, and `minimize(loss)` is one step of a training loop.
 
     Args:
-        opt: Any torch optimizer; for the tailing optimisation, one that TailOverlap takes.
-        loss_scale_manager: A FixedLossScaleManager or ExponentialUpdateLossScaleManager. Default: None.
-        is_distributed: The model is trained by all ranks together. Default: False.
-        is_loss_scale: Scale the loss as `loss_scale_manager` says. Default: False.
-        is_tailing_optimization: Step gradients that have arrived while later ones are in flight, by
-            `bighorn.TailOverlap`. Without `is_distributed` there is nothing to wait for: it warns. Default: False.
-        name: Kept as an attribute. Default: None.
+        opt: Any torch optimizer; for the tailing optimisation, one that TailOverlap supports.
+        loss_scale_manager: The manager of the loss scale: a FixedLossScaleManager or ExponentialUpdateLossScaleManager.
+            Default: None.
+        is_distributed: Whether all ranks train the model together. Default: False.
+        is_loss_scale: Whether `loss_scale_manager` scales the loss. Default: False.
+        is_tailing_optimization: Whether to step gradients that have arrived while later ones are in flight, by
+            `bighorn.TailOverlap`. Without `is_distributed` it has no effect, and warns. Default: False.
+        name: The name, which is kept as an attribute. Default: None.
         model: The DistributedDataParallel, for `is_distributed`; `gradient_as_bucket_view=True` for the tailing
-            optimisation. npu_bridge knows of no model. Default: None.
+            optimisation. npu_bridge has no such argument. Default: None.
 
     Raises:
-        TypeError: `opt` is no torch optimizer, `loss_scale_manager` no manager, or a switch neither True nor False.
+        TypeError: `opt` is not a torch optimizer, `loss_scale_manager` is not a manager, or a flag is neither True nor
+            False.
         ValueError: `is_loss_scale` without a manager, a manager without `is_loss_scale`, `is_distributed` without a
-            `model` that is a DistributedDataParallel; or what TailOverlap does not take.
+            `model` that is a DistributedDataParallel; or arguments that TailOverlap does not support.
 
     Example:
         >>> import torch
@@ -87,7 +89,7 @@ class NPUOptimizer:
         )
 
     def minimize(self, loss: Tensor) -> None:
-        """Compute gradients of the loss, scaled, and apply them: one step.
+        """Take one step: compute the gradients of the scaled loss, and apply them.
 
         Args:
             loss: A scalar.
@@ -104,18 +106,18 @@ class NPUOptimizer:
         self.opt.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and the scaler's."""
+        """Return the state of the optimizer and of the scaler."""
         return {"opt": self.opt.state_dict(), "scaler": {} if self.scaler is None else self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave.
+        """Load a `state_dict`.
 
         Args:
-            state_dict: With the optimizer's state, and the scaler's if there is one.
+            state_dict: A dict with the optimizer's state, and the scaler's if there is one.
 
         Raises:
-            ValueError: It is no such dict, has a scaler's state where there is none here or the other way round, or
-                the optimizer or the scaler refuses its part; both are as before.
+            ValueError: The dict has other keys, has a scaler's state but there is no scaler here or the other way
+                round, or the optimizer or the scaler refuses its state. Both are unchanged.
         """
         if not isinstance(state_dict, dict) or state_dict.keys() != {"opt", "scaler"}:
             raise ValueError("state_dict must be what NPUOptimizer.state_dict() returned, with 'opt' and 'scaler'")
@@ -138,13 +140,13 @@ class NPUOptimizer:
 
 @knows_its_keywords
 class NPULossScaleOptimizer(NPUOptimizer):
-    """npu_bridge's: an NPUOptimizer that scales the loss, and overlaps nothing.
+    """npu_bridge's NPULossScaleOptimizer: an NPUOptimizer that scales the loss, and overlaps nothing.
 
     Args:
-        opt: As of NPUOptimizer.
-        loss_scale_manager: As of NPUOptimizer.
-        is_distributed: As of NPUOptimizer. Default: False.
-        model: As of NPUOptimizer. Default: None.
+        opt: As for NPUOptimizer.
+        loss_scale_manager: As for NPUOptimizer.
+        is_distributed: As for NPUOptimizer. Default: False.
+        model: As for NPUOptimizer. Default: None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The name of MindFormers, mindformers.core."""
+"""The compatibility layer of MindFormers, mindformers.core."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Came"]
 
 @knows_its_keywords
 class Came(MindSporeOptimizer, bighorn.Came):
-    """MindFormers', with all that its document promises: published factoring, and b2 = 1 - t ** -decay_rate at step t.
+    """MindFormers' Came, as documented there: published factoring, and b2 = 1 - t ** -decay_rate at step t.
 
     Args:
         params: Parameters or (name, Parameter) pairs; or groups, dicts with `params` and any of `lr`, `weight_decay`
             and `grad_centralization`, and one more with `order_params`, as for `bighorn.compat.mindspore.Lamb`.
         learning_rate: A number, a tensor of one element, an iterable or a 1-D tensor, whose entry t - 1 holds at step
-            t, or a schedule. Needed unless relative_step. Default: None.
+            t, or a schedule. Required unless relative_step is True. Default: None.
         eps: Added to the squared gradient; the least root mean square of a parameter in `scale_parameter`; added to the
             instability. Floats above 0. Default: (1e-30, 1e-3, 1e-16).
         clip_threshold: The update is scaled down to this root mean square, above 0. Default: 1.0.
@@ -34,11 +34,12 @@ class Came(MindSporeOptimizer, bighorn.Came):
         beta1: Decay of the momentum, a float in (0, 1). Default: 0.9.
         beta3: Decay of the averages of the instability, a float in [0, 1). Default: 0.99.
         weight_decay: A number in [0, 1], or a schedule. Default: 0.0.
-        scale_parameter: Multiply the learning rate by the root mean square of the parameter. Default: False.
-        relative_step: The learning rate is min(1e-2, 1 / sqrt(t)) at step t. Default: False.
-        warmup_init: With relative_step, it is min(1e-6 t, 1 / sqrt(t)). Default: False.
-        compression: Keep the momentum in float16. Default: False.
-        loss_scale: What gradients are divided by, above 0; not for use beside a scaler that does so. Default: 1.
+        scale_parameter: Whether to multiply the learning rate by the root mean square of the parameter. Default: False.
+        relative_step: Whether the learning rate is min(1e-2, 1 / sqrt(t)) at step t. Default: False.
+        warmup_init: With relative_step, whether it is min(1e-6 t, 1 / sqrt(t)). Default: False.
+        compression: Whether to keep the momentum in float16. Default: False.
+        loss_scale: The divisor of gradients, above 0; do not use it together with a scaler, which divides them too.
+            Default: 1.
 
     Raises:
         TypeError: A value of a wrong type, or an element of `params` that is neither Parameter nor dict.
@@ -88,7 +89,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
             super().__init__(
                 params,
                 learning_rate,
-                betas,  # decay_rate stands for the second
+                betas,  # decay_rate replaces the second
                 (eps1, eps3),
                 _checks.weight_decay("weight_decay", weight_decay, 1),
                 clip_threshold=clip_threshold,
@@ -115,26 +116,27 @@ class Came(MindSporeOptimizer, bighorn.Came):
         super().add_param_group(param_group)
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
-        """Step with these gradients. Those in `.grad` play no part, and stay.
+        """Step with these gradients. Gradients in `.grad` are neither used nor changed.
 
         Args:
-            gradients: One for each of `parameters`, in its order; None where a parameter stays as it is.
+            gradients: One gradient for each of `parameters`, in the same order; None for a parameter that is not
+                stepped.
 
         Returns:
             A tensor that is True.
 
         Raises:
-            TypeError: They are no tensors in a tuple.
-            ValueError: They do not fit the parameters, or as `step` raises.
+            TypeError: The gradients are not a tuple of tensors.
+            ValueError: The gradients do not fit the parameters, or as for `step`.
         """
         self._step_with(gradients)
         return torch.tensor(True)
 
-    # torch's scalers keep what a step divides gradients by in this attribute, while they call it; else it is absent.
+    # torch's scalers set this attribute, by which a step divides gradients, during a call; otherwise it does not exist.
 
     @property
     def grad_scale(self) -> Tensor:
-        """What `step` divides gradients by: `loss_scale`, or what a scaler handed over for this step."""
+        """The divisor of gradients in `step`: `loss_scale`, or the scale that a scaler has set for this step."""
         if self.loss_scale != 1:
             return torch.tensor(self.loss_scale, dtype=torch.float64, device="cpu")
         if "grad_scale" in self.__dict__:
@@ -160,7 +162,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
 
 
 def _learning_rate(learning_rate: Any, relative_step: object, warmup_init: object) -> Any:
-    """The learning rate, or the schedule that `relative_step` asks for."""
+    """Return the learning rate, or the schedule for `relative_step`."""
     warmup_init = _checks.flag("warmup_init", warmup_init)
     if not _checks.flag("relative_step", relative_step):
         if warmup_init:

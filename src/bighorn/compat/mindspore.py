@@ -1,4 +1,4 @@
-"""The names of MindSpore: of mindspore.nn, and the loss scale managers of mindspore.amp."""
+"""The compatibility layer of MindSpore: mindspore.nn, and the loss scale managers of mindspore.amp."""
 
 from bighorn.compat._mindspore_lamb import Lamb
 from bighorn.compat._mindspore_scaling import DynamicLossScaleManager, FixedLossScaleManager

@@ -1,4 +1,4 @@
-"""The names of Ascend's npu_bridge for TensorFlow."""
+"""The compatibility layer of Ascend's npu_bridge for TensorFlow."""
 
 from bighorn.compat._npu_distributed import NPUDistributedOptimizer
 from bighorn.compat._npu_lamb import LAMBOptimizer

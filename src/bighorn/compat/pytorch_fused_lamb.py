@@ -1,4 +1,4 @@
-"""The name of LAMBrrr, the package pytorch_fused_lamb."""
+"""The compatibility layer of LAMBrrr, the package pytorch_fused_lamb."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Lamb"]
 
 @knows_its_keywords
 class Lamb(bighorn.Lamb):
-    """LAMBrrr's: version 5 of the paper, with the arguments of torch's Adam.
+    """LAMBrrr's Lamb: version 5 of the paper, with the arguments of torch's Adam.
 
     Args:
         params: Tensors, (name, tensor) pairs, or groups, as `bighorn.Lamb` takes them; a group may have `amsgrad` too.
         lr: Learning rate, in any form that `bighorn.Lamb` takes. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
         eps: Added to the root of the second moment, at least 0. Default: 1e-8.
-        weight_decay: At least 0, in any form that `bighorn.Lamb` takes. Default: 0.0.
-        amsgrad: Use the running maximum of the second moment. Default: False.
-        maximize: Step uphill. Default: False.
+        weight_decay: The weight decay, at least 0, in any form that `bighorn.Lamb` takes. Default: 0.0.
+        amsgrad: Whether to use the running maximum of the second moment. Default: False.
+        maximize: Maximize the objective instead of minimizing it. Default: False.
 
     Raises:
         TypeError: A value of a wrong type.

@@ -1,4 +1,4 @@
-"""The name of Ascend's torch_npu."""
+"""The compatibility layer of Ascend's torch_npu."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["NpuFusedLamb"]
 
 @knows_its_keywords
 class NpuFusedLamb(Lamb):
-    """torch_npu's, on any device: LAMB without bias correction, its weight norm clamped to 10.
+    """torch_npu's NpuFusedLamb, on any device: LAMB without bias correction, with the weight norm clamped to 10.
 
-    That is version 3 of the paper with the bounds of its experiments. Parameters may move to other memory, devices and
-    dtypes between steps; a `Parameter` that takes another's place in a module is one that no optimizer knows of.
+    This is version 3 of the paper with the bounds of its experiments. Parameters may move to other memory, devices and
+    dtypes between steps; a `Parameter` that replaces another in a module is not in any optimizer.
 
     Args:
         params: Tensors, (name, tensor) pairs, or groups, as `bighorn.Lamb` takes them.
         lr: Learning rate, in any form that `bighorn.Lamb` takes. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
         eps: Added to the root of the second moment, at least 0. Default: 1e-6.
-        weight_decay: At least 0, in any form that `bighorn.Lamb` takes. Default: 0.
-        adam: Fix the trust ratio to 1: Adam, with decay as in LAMB and no bias correction. Default: False.
-        use_global_grad_norm: Scale gradients down to the 2-norm 1, taken over all groups. Default: False.
+        weight_decay: The weight decay, at least 0, in any form that `bighorn.Lamb` takes. Default: 0.
+        adam: Whether to fix the trust ratio to 1: Adam, with decay as in LAMB and no bias correction. Default: False.
+        use_global_grad_norm: Whether to scale gradients down to the 2-norm 1, taken over all groups. Default: False.
 
     Raises:
         TypeError: A value of a wrong type.

@@ -1,8 +1,8 @@
-"""What wraps a training loop: steps beside the wire, state divided among ranks, gradients that do not stay.
+"""Distributed training: steps that overlap communication, weight-update sharding, and gradient release.
 
 DistributedDataParallel sends gradients in buckets, but its `backward()` returns only when the last one has arrived, and
-then the optimizer starts. With TailOverlap `backward()` returns at once, and the step takes the buckets as they arrive.
-The idea is the tailing optimisation of Ascend's NPUOptimizer.
+then the optimizer starts. With TailOverlap, `backward()` returns at once, and the step processes the buckets as they
+arrive. The idea is the tailing optimisation of Ascend's NPUOptimizer.
 """
 
 from bighorn.distributed.gradient_release import Release, release_gradients

@@ -1,4 +1,4 @@
-"""A GradScaler over gradients that are still in flight."""
+"""A GradScaler for gradients that are still in flight."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Scaled:
-    """What a GradScaler steps in the optimizer's place: it is shown the verdict of all ranks, not their gradients."""
+    """A stand-in that a GradScaler steps: it has the found_inf of all ranks in place of their gradients."""
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor
-    """Set by the GradScaler during its step, as is `found_inf`."""
+    """The GradScaler sets `grad_scale` and `found_inf` during its step."""
     found_inf: Tensor
 
     def __init__(self, overlap: TailOverlap, scaler: GradScaler) -> None:
@@ -32,10 +32,10 @@ class Scaled:
         self.inv_scale: Tensor | None = None
         self.late: Tensor | None = None
         self.late_before: DeferredScalar | None = None
-        """Whether the last step has used sums that overflowed."""
+        """Whether the last step used sums that had overflowed."""
 
     def launch_verdict(self, overflows: list[Tensor]) -> None:
-        """Ask all ranks whether any gradient of any of them is not finite."""
+        """Start the all-reduce that computes whether any gradient of any rank is not finite."""
         verdict = torch.stack([overflow.to(overflows[-1].device) for overflow in overflows]).amax()
         work = dist.all_reduce(verdict, dist.ReduceOp.MAX, self.overlap._group, async_op=True)
         self.verdict = work, verdict
@@ -43,7 +43,7 @@ class Scaled:
     def step_all(self, in_flight: bool) -> None:
         """Step as `scaler.step(optimizer)` does."""
         if self.late_before is not None and self.late_before.read():
-            self.overlap.synchronize()  # a process that ends with gradients in flight may be aborted by gloo
+            self.overlap.synchronize()  # gloo may abort a process that ends with gradients in flight
             raise RuntimeError(
                 "gradients that were finite on every rank overflowed as they were summed, at the top of their dtype, "
                 "and the last step has used them: go back to a checkpoint, and set a lower scale"
@@ -64,10 +64,10 @@ class Scaled:
         self.scaler.step(cast(Optimizer, self))
 
     def step(self) -> None:
-        """Called by the scaler."""
+        """Step with gradients in flight; the scaler calls this method."""
         optimizer = self.overlap.optimizer
         fused = any(getattr(optimizer, name, False) for name in ("_step_supports_amp_scaling", "takes_grad_scale"))
-        # As in GradScaler, only an optimizer that cannot skip by itself makes the host wait.
+        # As in GradScaler, the host waits only for an optimizer that cannot skip a step itself.
         if not fused and self.found_inf.item():
             self.overlap.synchronize()
             return
@@ -84,7 +84,7 @@ class Scaled:
         self.late_before = DeferredScalar(self.late * (self.found_inf == 0))
 
     def on_arrival(self, buffer: Tensor) -> None:
-        """Unscale what has come, unless the optimizer does, and note where it is not finite."""
+        """Unscale gradients that have arrived, unless the optimizer does so, and record whether they are not finite."""
         assert self.late is not None
         assert self.inv_scale is not None
         late = self.late.to(buffer.device)
@@ -93,5 +93,5 @@ class Scaled:
 
 
 def unscale(buffer: Tensor, overflow: Tensor, inv_scale: Tensor) -> None:
-    """Multiply, and set `overflow` where a value is not finite: both in one pass, GradScaler's own."""
+    """Multiply in place, and set `overflow` if a value is not finite, in one pass with GradScaler's own function."""
     torch._amp_foreach_non_finite_check_and_unscale_([buffer], overflow, inv_scale)

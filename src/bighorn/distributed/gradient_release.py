@@ -1,4 +1,4 @@
-"""Gradient release: every parameter steps inside backward, as soon as its gradient is there, and the gradient goes."""
+"""Gradient release: backward steps each parameter as soon as its gradient is complete, and frees the gradient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.utils.hooks import RemovableHandle
 
 @runtime_checkable
 class StepsAhead(Protocol):
-    """An optimizer that can step a parameter before the gradients of the others are there."""
+    """An optimizer that can step a parameter before the gradients of the others are complete."""
 
     def step_param(self, param: Tensor) -> None:
         """Step one parameter and drop its gradient; a later `step()` ends the step."""
 
     def whole_step_reason(self) -> str | None:
-        """Why every gradient must be there first, or None."""
+        """The reason why every gradient is needed first, or None."""
 
 
 class Release:
-    """What `release_gradients` has set up."""
+    """The handle that `release_gradients` returns."""
 
     def __init__(self, handles: Iterable[RemovableHandle]) -> None:
         self._handles = list(handles)
@@ -36,31 +36,32 @@ class Release:
 
 
 def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
-    """Step each parameter inside `backward()`, as soon as its gradient is there, and free the gradient.
+    """Step each parameter inside `backward()`, as soon as its gradient is complete, and free the gradient.
 
-    So there is never more than a layer's gradients, where an ordinary step needs them all. The loop stays as it is, and
-    so do its results, bit for bit: `optimizer.step()` after each `backward()` ends the step, which counts it for
-    schedules, runs the optimizer's hooks, and steps what has got its gradient in another way.
+    Memory never holds more than the gradients of one layer, where an ordinary step needs all of them. The training loop
+    does not change, and its results are the same, bit for bit: `optimizer.step()` after each `backward()` ends the
+    step. It counts the step for schedules, runs the optimizer's hooks, and steps parameters that got their gradients in
+    another way.
 
-    It works with one process, and with FSDP2, whose reduced gradients it takes (after `fully_shard`, with an optimizer
-    over the sharded parameters). There each parameter costs its own collectives, where an ordinary step needs one or
-    two for all of them. Gradients that `backward()` has used are gone: `clip_grad_norm_` finds none.
+    It works with one process, and with FSDP2, whose reduced gradients it uses (call it after `fully_shard`, with an
+    optimizer over the sharded parameters). With FSDP2 each parameter needs its own collectives, where an ordinary step
+    needs one or two for all of them. Gradients no longer exist after `backward()`, so `clip_grad_norm_` finds none.
 
     Args:
-        model: Whose trainable parameters the optimizer holds, all of them.
+        model: A model; the optimizer holds all of its trainable parameters.
         optimizer: A Lamb or a Came.
 
     Returns:
         A handle; its `remove()` undoes it.
 
     Raises:
-        TypeError: Something else than a Module or an Optimizer.
+        TypeError: An argument is not a Module or an Optimizer.
         ValueError: A global clip or skip_nonfinite, which need every gradient first; DistributedDataParallel, which
-            averages gradients later; hooks of others that would find no gradients; a trainable parameter that the
-            optimizer does not hold; or another optimizer.
+            averages gradients later; other hooks that would find no gradients; a trainable parameter that the optimizer
+            does not hold; or an optimizer of another kind.
 
     Later, a second `backward()` before `optimizer.step()` raises a RuntimeError (gradients cannot be added up), and so
-    does the step of a GradScaler or LossScaler (by then parameters have taken a step with scaled gradients), and a
+    do the step of a GradScaler or LossScaler (by then parameters have taken a step with scaled gradients), and a
     `forward()` inside a DistributedDataParallel.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
@@ -87,7 +88,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
         raise ValueError(f"optimizer is {type(optimizer).__name__}, which has no step_param(param): use Lamb or Came")
     if (reason := optimizer.whole_step_reason() or _why_not(model, optimizer, set(held))) is not None:
         raise ValueError(f"gradients cannot be released: {reason}")
-    # Weak: Python's garbage collector does not see what a parameter's hooks hold (torch 2.13).
+    # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).
     step_param = weakref.WeakMethod(optimizer.step_param)
 
     def release(param: Tensor) -> None:
@@ -99,7 +100,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
 
 
 def _why_not(model: nn.Module, optimizer: Optimizer, held: set[Tensor]) -> str | None:
-    """Why gradients of this model must stay, and what to do about it, or None."""
+    """The reason why gradients of this model cannot be released, with the remedy, or None."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return DDP
     if optimizer._optimizer_step_pre_hooks:
@@ -119,6 +120,6 @@ DDP = (
 
 
 def _refuse_ddp(_: nn.Module, __: Any) -> None:
-    """Raise inside the forward of a DistributedDataParallel that was made around the model later."""
+    """Raise in the forward of a DistributedDataParallel that has wrapped the model later."""
     if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(f"gradients cannot be released: {DDP}")

@@ -1,4 +1,4 @@
-"""Gradients in flight."""
+"""Gradients in flight: their all-reduce has begun and not ended."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 @dataclass
 class InFlightBucket:
-    """A bucket in flight. Gradients of its parameters are views of its buffer."""
+    """A bucket of gradients in flight. The gradients of its parameters are views of its buffer."""
 
     work: dist.Work | None
     params: list[Tensor]
     buffer: Tensor
     overflow: Tensor | None
-    """Whether this rank's own part of the buffer is not finite: 1.0 or 0.0; None where no scaler asks."""
+    """1.0 if this rank's own values in the buffer are not finite, else 0.0; None without a scaler."""
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = self.buffer._version
 
     def wait(self) -> None:
-        """Return when the buffer may be read: the host may go on earlier, the device's stream not."""
+        """Return when the buffer may be read. The host may continue earlier, but the device's stream waits."""
         if self.work is None:
             return
         try:
@@ -36,7 +36,7 @@ class InFlightBucket:
         self.work = None
 
     def check_untouched(self) -> None:
-        """Refuse gradients that were changed in flight: every rank would go on with others."""
+        """Raise if gradients were changed in flight, since every rank would continue with different ones."""
         replaced = any(p.grad is not None and not within(p.grad, self.buffer) for p in self.params)
         if replaced or self.buffer._version != self.version:
             raise RuntimeError(
@@ -46,5 +46,5 @@ class InFlightBucket:
 
 
 def within(grad: Tensor, buffer: Tensor) -> bool:
-    """Whether a gradient lies in a buffer."""
+    """Whether the memory of a gradient is inside a buffer."""
     return not grad.numel() or buffer.data_ptr() <= grad.data_ptr() < buffer.data_ptr() + buffer.nbytes

@@ -1,4 +1,4 @@
-"""TailOverlap: what a training loop calls, and where torch calls."""
+"""TailOverlap: the methods for a training loop, and the hooks that torch calls."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from bighorn.distributed.step_in_parts import StepsInParts, step_in_parts
 class TailOverlap:
     """Overlaps an optimizer's step with the all-reduce of the gradients that it does not need yet.
 
-    It pays where the link between ranks is the slow part. Results are those of `optimizer.step()` after an ordinary
-    `backward()`: gradients are averaged by dividing before the sum, and every parameter is stepped once.
+    It is worthwhile if the link between ranks is the bottleneck. The results are those of `optimizer.step()` after an
+    ordinary `backward()`: gradients are averaged by dividing before the sum, and every parameter is stepped once.
 
-    Whatever else looks at gradients between `backward()` and the step needs a `synchronize()` before it, and so does
-    `optimizer.step()` itself, which raises otherwise.
+    Any other code that reads gradients between `backward()` and the step needs a `synchronize()` before it. So does
+    `optimizer.step()` itself, which raises an error otherwise.
 
     Args:
         ddp_model: The model, on every rank, made with `gradient_as_bucket_view=True`.
-        optimizer: One of Bighorn's or of `torch.optim`'s, or any with a method `step_in_parts(parts, wait)`. It holds
-            every trainable parameter of the model.
-        scaler: Scales the loss; then `step()` stands for `scaler.step(optimizer)`. The verdict is one for all ranks. It
-            is taken from gradients before they are reduced, so that it arrives before the last bucket does: the mean of
-            finite gradients is finite, since they are divided before they are summed. Default: None.
+        optimizer: An optimizer of Bighorn or of `torch.optim`, or any with a method `step_in_parts(parts, wait)`. It
+            holds every trainable parameter of the model.
+        scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. All ranks have the
+            same found_inf. It is computed from gradients before they are reduced, so that it arrives before the last
+            bucket does: the mean of finite gradients is finite, since they are divided before they are summed. Default:
+            None.
 
     Raises:
-        TypeError: Something else than a DistributedDataParallel, an Optimizer or a GradScaler.
-        ValueError: A model or an optimizer with which it cannot work, on this rank or another, or ranks that differ;
-            the message says why.
+        TypeError: An argument is not a DistributedDataParallel, an Optimizer or a GradScaler.
+        ValueError: A model or an optimizer that is not supported, on this rank or another, or ranks that differ; the
+            message gives the reason.
 
     Source: NPUOptimizer's `is_tailing_optimization`.
 
@@ -73,33 +74,33 @@ class TailOverlap:
         )
         self.optimizer = optimizer
         self._scaled = Scaled(self, scaler) if scaler is not None else None
-        # Not the model itself: it holds its hook where Python's garbage collector does not see it.
+        # No reference to the model itself, which references its hook where Python's garbage collector does not see it.
         self._group = ddp_model.process_group
         self._world = dist.get_world_size(self._group)
         self._in_flight: list[InFlightBucket] = []
         self._stepping = False
-        # With this the optimizer's own hooks run, once for a whole step.
+        # This wrapper runs the optimizer's own hooks, once for a whole step.
         self._step_with_hooks = Optimizer.profile_hook_step(self._step_in_parts)
-        # A lambda, since DistributedDataParallel refuses annotations that are strings.
+        # This is a lambda, since DistributedDataParallel refuses annotations that are strings.
         ddp_model.register_comm_hook(None, lambda state, bucket: self._launch(bucket))  # noqa: ARG005
         ddp_model.register_forward_pre_hook(self._before_forward)
         optimizer.register_step_pre_hook(self._before_step)
 
-    # ---- what a training loop calls -------------------------------------------------------------------------
+    # ---- methods for a training loop ------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Take the optimizer's step, bucket by bucket, as gradients arrive. Its hooks run once.
 
-        Without gradients in flight, and where a pre-hook of the optimizer's may look at them, it is
-        `optimizer.step()` (or `scaler.step(optimizer)`).
+        Without gradients in flight, or if a pre-hook of the optimizer may read them, this is `optimizer.step()` (or
+        `scaler.step(optimizer)`).
 
         Args:
-            closure: Not supported, since its `backward()` would send gradients again. Default: None.
+            closure: It is not supported, since its `backward()` would send gradients again. Default: None.
 
         Raises:
-            ValueError: A closure.
-            RuntimeError: Another rank has stopped; gradients were changed in flight; or those of the last step had
-                overflowed as they were summed.
+            ValueError: A closure is given.
+            RuntimeError: Another rank has stopped; gradients were changed in flight; or those of the last step
+                overflowed in the sum over ranks.
         """
         if closure is not None:
             refuse_closure()
@@ -115,18 +116,18 @@ class TailOverlap:
             self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those in flight too, whatever was done to them.
+        """Reset the gradients, including those in flight, even if they were changed.
 
         Args:
-            set_to_none: As of `optimizer.zero_grad`. Default: True.
+            set_to_none: As in `optimizer.zero_grad`. Default: True.
         """
         self._land()
         self.optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
-        """Wait for all gradients, so that every `.grad` is the average; needed before anything but `step()` uses them.
+        """Wait for all gradients, so that every `.grad` is the average, as all code but `step()` requires.
 
-        A scaler's gradients are then for the scaler: `scaler.unscale_(optimizer)`, if at all, before `step()`.
+        With a scaler the gradients are still scaled: call `scaler.unscale_(optimizer)`, if at all, before `step()`.
         """
         for flight in self._in_flight:
             flight.check_untouched()
@@ -137,10 +138,10 @@ class TailOverlap:
             flight.wait()
         self._in_flight.clear()
 
-    # ---- where torch calls ------------------------------------------------------------------------------------
+    # ---- hooks that torch calls -------------------------------------------------------------------------------
 
     def _launch(self, bucket: Any) -> Future[Tensor]:
-        """The communication hook: start to average a bucket, and let `backward()` go on as if it were done."""
+        """Communication hook: start to average a bucket, and let `backward()` continue as if it had ended."""
         buffer = bucket.buffer()
         if any(flight.buffer.data_ptr() == buffer.data_ptr() for flight in self._in_flight):
             raise RuntimeError(
@@ -164,13 +165,13 @@ class TailOverlap:
         return future
 
     def _before_forward(self, model: Module, _: Any) -> None:
-        """Gradients that were sent but not stepped will be added to: they must have arrived."""
+        """Forward pre-hook: wait for gradients that were sent and not stepped, since backward will add to them."""
         if cast(DistributedDataParallel, model)._join_config.enable:
             raise RuntimeError("TailOverlap does not work under join(): give every rank the same number of batches")
         self.synchronize()
 
     def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse an `optimizer.step()`, whoever calls it, that would use gradients in flight."""
+        """Step pre-hook: refuse any `optimizer.step()` that would use gradients in flight."""
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
             refuse_closure()
         if self._in_flight and not self._stepping:
@@ -189,7 +190,7 @@ class TailOverlap:
         finally:
             self._stepping = False
         self._in_flight.clear()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
 
     def _step_in_parts(self, optimizer: Optimizer) -> None:
         sent = [[p for p in flight.params if p.grad is not None] for flight in self._in_flight]

@@ -1,4 +1,4 @@
-"""With what TailOverlap cannot work, and what to do about it."""
+"""The checks of TailOverlap: unsupported models, optimizers and scalers, with the remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse_closure() -> None:
 
 
 def check_types(model: object, optimizer: object, scaler: object) -> None:
-    """Raise for what is no model, optimizer or scaler of the right kind."""
+    """Raise for a model, optimizer or scaler of the wrong type."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, not {type(model).__name__}: wrap the "
@@ -34,7 +34,7 @@ def check_types(model: object, optimizer: object, scaler: object) -> None:
 
 
 def agree(group: Any, reason: str | None, setup: tuple[object, ...]) -> None:
-    """Refuse on every rank what one rank refuses: the others would wait for it."""
+    """Raise on every rank if one rank raises, since the others would wait for it."""
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, (reason, setup), group)
     if reason is not None:
@@ -50,7 +50,7 @@ def agree(group: Any, reason: str | None, setup: tuple[object, ...]) -> None:
 
 
 def unsupported_reason(model: DistributedDataParallel, optimizer: Optimizer) -> str | None:
-    """Why the two cannot be overlapped, and what to do about it, or None."""
+    """The reason why the model and the optimizer cannot be overlapped, with the remedy, or None."""
     if not model.gradient_as_bucket_view:
         return (
             "ddp_model was made with gradient_as_bucket_view=False, which copies gradients out of the buckets before "
@@ -87,7 +87,7 @@ def unsupported_reason(model: DistributedDataParallel, optimizer: Optimizer) -> 
 
 
 def whole_step_reason(optimizer: Optimizer) -> str | None:
-    """Why an optimizer must see all gradients at once, or None."""
+    """The reason why an optimizer needs all gradients at once, or None."""
     if isinstance(optimizer, StepsInParts):
         return None
     if isinstance(optimizer, LBFGS):

@@ -1,4 +1,4 @@
-"""Weight-update sharding: each rank keeps the state of whole tensors of its own, steps them, and hands them out."""
+"""Weight-update sharding: each rank keeps the state of some whole tensors, steps them, and sends them to the others."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class GoesOnRanks(Protocol):
-    """An optimizer that can be made anew for a rank's part of the parameters, although its norms span all ranks."""
+    """An optimizer that can be constructed again for a rank's share of the parameters, with norms over all ranks."""
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Optimizer:
-        """A fresh optimizer with the same options for this rank's part of each group."""
+        """Return a fresh optimizer with the same options for this rank's share of each group."""
 
 
 def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedundancyOptimizer:
-    """The optimizer spread over ranks, each of which holds state for a part of the tensors and steps these.
+    """Return the optimizer distributed over ranks, each of which keeps the state of some tensors and steps these.
 
     The results are those of the optimizer itself after gradients were averaged, as DistributedDataParallel does: a
-    global clip (`max_grad_norm`) and `skip_nonfinite` look at all ranks' gradients. State per rank shrinks with their
-    number, in whole tensors; a rank may be left without any.
+    global clip (`max_grad_norm`) and `skip_nonfinite` use all ranks' gradients. The state per rank shrinks with the
+    number of ranks, in whole tensors; a rank may have none.
 
-    A ZeroRedundancyOptimizer of one's own with either option is refused, since each rank would look at its gradients
-    alone. That cannot be done for options that are not given to it: `functools.partial(Lamb, max_grad_norm=1.0)` is
-    called with parameters of one rank as it would be with those of a whole model. Use `shard_update`, or add the ranks:
+    A ZeroRedundancyOptimizer that you construct with either option is refused, since each rank would use its own
+    gradients alone. This check is impossible for options that are not passed to it:
+    `functools.partial(Lamb, max_grad_norm=1.0)` is called with parameters of one rank as it would be with those of a
+    whole model. Use `shard_update`, or add the ranks:
     `functools.partial(Lamb, max_grad_norm=1.0, process_group=torch.distributed.group.WORLD)`.
 
     Args:
-        optimizer: Which has not stepped yet; it is not used any more. One of Bighorn's, or of `torch.optim`'s.
+        optimizer: An optimizer of Bighorn or of `torch.optim` that has not stepped yet; it is not used any more.
         process_group: The ranks. Default: None, which is all of them.
 
     Raises:
-        TypeError: Something else than an Optimizer, or than a process group.
-        ValueError: It is spread already or has stepped already, its parameters are sharded themselves (FSDP2, tensor
-            parallelism), or they differ in dtype, which ZeroRedundancyOptimizer cannot hold.
+        TypeError: An argument is not an Optimizer, or not a process group.
+        ValueError: The optimizer is distributed already or has stepped already, its parameters are sharded themselves
+            (FSDP2, tensor parallelism), or they differ in dtype, which ZeroRedundancyOptimizer does not support.
 
     Source: Ascend's NPUDistributedOptimizer with `is_weight_update_sharding`; torch's ZeroRedundancyOptimizer.
 
@@ -58,7 +59,7 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
         >>> dist.destroy_process_group()
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13's own, for its torch.jit.script
+        warnings.simplefilter("ignore", DeprecationWarning)  # from torch 2.13 itself, for its torch.jit.script
         from torch.distributed.optim import ZeroRedundancyOptimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -85,7 +86,7 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
         for own in optimizer.param_groups
         for param, name in zip(own["params"], own.get("param_names", ()), strict=False)
     }
-    # It would leave all names in a group whose parameters it has divided.
+    # ZeroRedundancyOptimizer would keep all names in a group whose parameters it has divided.
     groups = [{key: value for key, value in own.items() if key != "param_names"} for own in optimizer.param_groups]
 
     def build(part: list[dict[str, Any]]) -> Optimizer:
@@ -96,4 +97,4 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
         taken = inspect.signature(type(optimizer)).parameters
         return type(optimizer)(part, **{name: value for name, value in optimizer.defaults.items() if name in taken})
 
-    return ZeroRedundancyOptimizer(groups, build, process_group=group)  # type: ignore[arg-type]  # any callable will do
+    return ZeroRedundancyOptimizer(groups, build, process_group=group)  # type: ignore[arg-type]  # any callable works

@@ -1,4 +1,4 @@
-"""What Bighorn knows of sharded parameters: what of them lies here, and how ranks add up what each knows."""
+"""Sharded parameters: the shard that this rank holds, and the sums over the ranks of a reduce group."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PLAIN = {Tensor, Parameter}
-"""The types of most tensors, which need no closer look."""
+"""The types of most tensors, which are not distributed."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is distributed.
+    """The layout of a distributed tensor.
 
     Attributes:
-        mesh: The ranks.
-        placements: For each dim of the mesh, the dim of the tensor that is cut up along it, or that it is replicated.
+        mesh: The device mesh.
+        placements: For each mesh dim, the dim of the tensor that is sharded along it, or that the tensor is replicated.
     """
 
     mesh: DeviceMesh
@@ -37,13 +37,13 @@ class Layout:
 
     @property
     def sharded_dims(self) -> ShardedDims | None:
-        """Along what ranks hold different parts; None if each has all of it."""
+        """The mesh dims along which ranks hold different shards; None if each rank holds the whole tensor."""
         dims = [dim for dim, placement in enumerate(self.placements) if _split(placement) >= 0]
         along = tuple(dim for dim in dims if self.mesh.size(dim) > 1)
         return ShardedDims(self.mesh, along) if along else None
 
     def shard(self, shape: torch.Size) -> Shard:
-        """What of a tensor of this shape lies here."""
+        """The shard of a tensor of this shape that this rank holds."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         size, offset = compute_local_shape_and_global_offset(shape, self.mesh, self.placements)
@@ -61,27 +61,27 @@ class Layout:
 
 
 class ShardedDims(NamedTuple):
-    """Along which dims of a mesh a tensor is cut up."""
+    """The dims of a mesh along which a tensor is sharded."""
 
     mesh: DeviceMesh
     along: tuple[int, ...]
 
 
 class ReduceGroup(NamedTuple):
-    """Those who add up what they know of tensors on one mesh: all along any dim that a tensor is cut up along."""
+    """The ranks that add up their sums for tensors on one mesh, along all mesh dims that shard any of the tensors."""
 
     mesh: DeviceMesh
     along: tuple[int, ...]
 
     @classmethod
     def of(cls, dims: Sequence[ShardedDims]) -> ReduceGroup:
-        """The ranks for tensors on one mesh."""
+        """Return the reduce group of tensors on one mesh."""
         return cls(dims[0].mesh, tuple(sorted({dim for cut in dims for dim in cut.along})))
 
     def all_reduce(self, parts: Sequence[tuple[ShardedDims, Tensor]]) -> None:
-        """Replace each tensor, in place, by its sum over the ranks: one collective for all.
+        """Replace each tensor, in place, by its sum over the ranks, with one collective for all tensors.
 
-        Where ranks hold the same part of a tensor, one of them counts.
+        If several ranks hold the same shard, only one of them contributes.
         """
         sums = torch.cat([(part if self._counts(dims) else torch.zeros_like(part)).view(-1) for dims, part in parts])
         for (_, part), total in zip(
@@ -90,7 +90,7 @@ class ReduceGroup(NamedTuple):
             part.copy_(total.view(part.shape))
 
     def total(self, parts: Sequence[tuple[ShardedDims, Tensor]]) -> Tensor:
-        """The sum of numbers, 0-dim, over the ranks, in one collective."""
+        """Return the sum of all numbers over the ranks, 0-dim, with one collective."""
         return self._all_reduce(
             torch.stack([part if self._counts(dims) else torch.zeros_like(part) for dims, part in parts]).sum()
         )
@@ -101,16 +101,16 @@ class ReduceGroup(NamedTuple):
         return sums
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any of the ranks."""
+        """Whether `here` is True on any of the ranks."""
         flag = torch.tensor(float(here), device=self.mesh.device_type)
         dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
         return bool(flag)
 
     def check_same(self, lines: list[str]) -> None:
-        """Compare lines of text: one collective, of two numbers, if all ranks have the same.
+        """Compare lines of text, with one collective of two numbers if all ranks have the same.
 
         Raises:
-            ValueError: They have not; every rank raises, and names the first difference.
+            ValueError: The ranks differ. Every rank raises, and the message names the first difference.
         """
         digest = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=6).digest(), "big")
         ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
@@ -136,7 +136,7 @@ class ReduceGroup(NamedTuple):
         return all(here[dim] == 0 for dim in self.along if dim not in dims.along)
 
     def _group(self) -> Any:
-        """The process group, made when it is needed first, by all its ranks at once."""
+        """The process group. All of its ranks create it together when it is first needed."""
         if len(self.along) == 1:
             return self.mesh.get_group(self.along[0])
         here, every = self.mesh.get_coordinate() or (), slice(None)
@@ -151,11 +151,11 @@ class ReduceGroup(NamedTuple):
 
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Process groups by their ranks, for as long as the group of all ranks lives."""
+"""Process groups by their ranks, kept as long as the group of all ranks exists."""
 
 
 def unsupported_reason(param: Tensor) -> str | None:
-    """Why a parameter's layer-wise norm cannot be taken from what lies on this rank and on others, or None."""
+    """The reason why a parameter's layer-wise norm cannot be computed from its shards, or None."""
     if getattr(param, "_fsdp_flattened", False):
         return (
             "it belongs to FullyShardedDataParallel, which flattens layers into one tensor, so layer-wise norms have "
@@ -183,7 +183,7 @@ def unsupported_reason(param: Tensor) -> str | None:
 
 
 def adds_up_over(param: Tensor, group: Any) -> bool:
-    """Whether sums over a parameter are taken over several ranks of a group already."""
+    """Whether sums over a parameter already include several ranks of a group."""
     layout = layout_of(param)
     if layout is None or layout.sharded_dims is None:
         return False
@@ -191,24 +191,24 @@ def adds_up_over(param: Tensor, group: Any) -> bool:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether ranks hold different pieces of it, so that one rank does not see all of its gradient."""
+    """Whether a parameter is distributed or flattened, so that one rank may not hold all of its gradient."""
     return getattr(param, "_fsdp_flattened", False) or _is_distributed(param)
 
 
 def any_distributed(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of them is distributed; asked at every step."""
+    """Whether any of the tensors may be distributed, by their types alone, since this runs at every step."""
     return not set(map(type, tensors)) <= PLAIN
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """How it is distributed; None if it is not."""
+    """The layout of a tensor; None if it is not distributed."""
     if not _is_distributed(tensor):
         return None
     return Layout(tensor.device_mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """What of it, as a real tensor, lies here; None if all of it does."""
+    """The shard of a parameter on this rank, as a real tensor; None if this rank holds all of it."""
     layout = layout_of(param)
     if layout is None or layout.sharded_dims is None:
         return None
@@ -216,15 +216,15 @@ def shard_of(param: Tensor) -> Shard | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What lies on this rank, in the same memory; a tensor that is not distributed as it is."""
+    """Return the shard on this rank, in the same memory; a tensor that is not distributed is returned unchanged."""
     if not _is_distributed(tensor):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part.wait() if hasattr(part, "wait") else part  # it may still be on its way
+    return part.wait() if hasattr(part, "wait") else part  # the communication may not have ended
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient that is replicated where its parameter is cut up, cut up too; any other as it is."""
+    """Shard a replicated gradient as its parameter is sharded; return any other gradient unchanged."""
     layout, its = layout_of(param), layout_of(grad)
     if layout is None or its is None or its == layout or its.mesh != layout.mesh:
         return grad
@@ -236,17 +236,17 @@ def aligned(grad: Tensor, param: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The shape, strides and dtype of all of it: a distributed one on the meta device, any other as it is."""
+    """Return a distributed tensor as a whole one on the meta device, and any other tensor unchanged."""
     if not _is_distributed(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def part_of(value: Tensor, param: Tensor, dims: Sequence[int], shape: torch.Size) -> Tensor:
-    """What lies here of a state tensor, which has some dims of its parameter, and this shape.
+    """Return the shard on this rank of a state tensor, which has some dims of its parameter, and this shape.
 
     Raises:
-        ValueError: It is distributed in another way than its parameter.
+        ValueError: The state tensor is distributed in another way than its parameter.
     """
     layout, its = layout_of(param), layout_of(value)
     expected = layout.of_dims(dims) if layout else None
@@ -267,14 +267,14 @@ def part_of(value: Tensor, param: Tensor, dims: Sequence[int], shape: torch.Size
 
 
 def distributed(part: Tensor, param: Tensor, dims: Sequence[int], like: Tensor, old: object) -> Tensor:
-    """A state tensor, of which this part lies here, distributed as its parameter.
+    """Return a state tensor that is distributed as its parameter, given its shard on this rank.
 
     Args:
-        part: What lies here.
-        param: Its parameter; if that is not distributed, nor is the state.
-        dims: Those of its parameter that it has.
-        like: The shape and strides of all of it, on the meta device.
-        old: What is returned if it has this very part already.
+        part: The shard on this rank.
+        param: The parameter; if it is not distributed, neither is the state.
+        dims: The dims of the parameter that the state tensor has.
+        like: A meta tensor with the shape and strides of the whole state tensor.
+        old: A tensor that is returned instead if it has this very shard already.
     """
     layout = layout_of(param)
     if layout is None:
@@ -292,7 +292,7 @@ def _is_distributed(tensor: Tensor) -> bool:
 
 
 def _split(placement: Any) -> int:
-    """The dim of a tensor that a placement dims up, or -1."""
+    """The dim of a tensor that a placement shards, or -1."""
     from torch.distributed.tensor.placement_types import Shard as ShardedDims
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -300,7 +300,7 @@ def _split(placement: Any) -> int:
 
 
 def _kept(placement: Any, dims: Sequence[int]) -> Any:
-    """A placement for a tensor with only these dims."""
+    """The placement of a tensor that has only these dims."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.placement_types import _StridedShard
 

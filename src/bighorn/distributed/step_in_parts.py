@@ -17,13 +17,13 @@ class StepsInParts(Protocol):
     """An optimizer that can take one step part by part."""
 
     def step_in_parts(self, parts: Parts, wait: Wait) -> None:
-        """Take one step; `wait(i)` returns when the gradients of `parts[i]` may be read, the earlier ones first."""
+        """Take one step; `wait(i)` returns when the gradients of `parts[i]` may be read, earlier parts first."""
 
 
 def step_in_parts(optimizer: Optimizer, parts: Parts, wait: Wait) -> None:
-    """One step of an optimizer whose parameters do not know of each other: it sees one part's gradients at a time."""
+    """Take one step of an optimizer whose parameters are independent, with the gradients of one part at a time."""
     step = type(optimizer).step
-    if getattr(step, "hooked", False):  # by Optimizer, for the hooks that have run already
+    if getattr(step, "hooked", False):  # torch's wrapper, whose hooks have run already
         step = step.__wrapped__  # type: ignore[attr-defined]
     grads = {p: p.grad for part in parts for p in part}
     try:

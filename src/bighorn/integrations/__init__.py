@@ -1,1 +1,1 @@
-"""Callbacks for trainers, one file for each; a file imports its trainer, and nothing else here does."""
+"""Callbacks for trainers. Each file imports the trainer that it is for, and no other module imports one."""

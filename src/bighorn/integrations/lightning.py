@@ -11,13 +11,13 @@ from bighorn.telemetry import scalars
 
 
 class TelemetryCallback(Callback):  # type: ignore[misc]
-    """Gives `bighorn.telemetry.scalars` of the trainer's optimizer to its loggers.
+    """A callback that logs `bighorn.telemetry.scalars` of the trainer's optimizers with the trainer's loggers.
 
     Args:
-        every: How many steps lie between two reports. Default: 50.
+        every: The number of steps between two reports. Default: 50.
 
     Raises:
-        TypeError: `every` is no integer.
+        TypeError: `every` is not an integer.
         ValueError: `every` is less than 1.
     """
 
@@ -25,7 +25,7 @@ class TelemetryCallback(Callback):  # type: ignore[misc]
         self.every, self._last = integer("every", every, least=1), 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Report, if a step was taken and it is time to, in the process that reports."""
+        """Log the scalars on the main process, after every `every`-th step."""
         del pl_module
         step = trainer.global_step
         if step == self._last or step % self.every or not trainer.is_global_zero:

@@ -12,16 +12,16 @@ from bighorn.telemetry import scalars
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
-    """Gives `bighorn.telemetry.scalars` to what `report_to` names: TensorBoard, Weights & Biases and so on.
+    """A callback that logs `bighorn.telemetry.scalars` to the reporters of `report_to`, such as TensorBoard.
 
-    They stay out of the trainer's own log, which is printed and saved with each checkpoint.
+    The scalars are not added to the trainer's own log, which is printed and saved with each checkpoint.
 
     Args:
-        trainer: Whose reporters are told.
-        every: How many steps lie between two reports. Default: 50.
+        trainer: The trainer whose reporters receive the scalars.
+        every: The number of steps between two reports. Default: 50.
 
     Raises:
-        TypeError: `every` is no integer.
+        TypeError: `every` is not an integer.
         ValueError: `every` is less than 1.
     """
 
@@ -29,7 +29,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.every = trainer, integer("every", every, least=1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report, if it is time to, in the process that reports."""
+        """Log the scalars on the main process, after every `every`-th step."""
         if state.global_step % self.every or not state.is_world_process_zero:
             return
         reporters = tuple(INTEGRATION_TO_CALLBACK.values())

@@ -1,7 +1,7 @@
-"""Whether all ranks that add up sums over shards step the same parameters, in the same order, with the same options.
+"""A check that the ranks of a mesh step the same parameters, in the same order and with the same options.
 
-Sums of several tensors are sent in one message, so ranks that order them in different ways would add up sums of
-different tensors, without a message.
+Sums of several tensors are sent in one message, so ranks with different orders would add up sums of different tensors
+without an error.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from bighorn.optim.state import whole_view
 def check_agreement(
     infos: Iterable[ParamInfo], groups: list[Group], options: Iterable[str], settings: Settings
 ) -> None:
-    """Compare what the ranks of each mesh are about to step: one collective for each mesh, if they agree.
+    """Compare the parameters and options of the ranks of each mesh, with one collective per mesh if they agree.
 
     Args:
         infos: Every parameter, in the order in which a step visits them.
-        groups: Their groups.
+        groups: The groups of the parameters.
         options: The names of the groups' options.
-        settings: Options of the whole optimizer, of which some ask for sums of their own.
+        settings: Options of the whole optimizer, some of which need sums of their own.
 
     Raises:
-        ValueError: They differ; every rank raises, and names the first difference.
+        ValueError: The ranks differ. Every rank raises, and the message names the first difference.
     """
     on_meshes: dict[object, list[ParamInfo]] = {}
     for info in infos:
@@ -44,7 +44,7 @@ def check_agreement(
 
 
 def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) -> Iterator[str]:
-    """A line for each option of a group, ahead of the group's first parameter, and for each parameter."""
+    """Yield a line for each option of a group, before the group's first parameter, and a line for each parameter."""
     seen = set()
     for info in infos:
         index, what = info.variant.group, f"param_groups[{info.variant.group}]"

@@ -1,4 +1,4 @@
-"""What an algorithm says of itself: its options, what kernels are told, what it keeps. Pure functions of a group."""
+"""The interface of an algorithm: its options, state tensors and kernel options, as pure functions of a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bighorn.optim.state import StateSpec, unsupported_reason, weight_spec, whol
 from bighorn.schedules import Values
 
 Group = dict[str, Any]
-"""A parameter group, with every option that it can have."""
+"""A parameter group with all of its options."""
 
 
 SHARED: Mapping[str, Check] = {
@@ -23,11 +23,11 @@ SHARED: Mapping[str, Check] = {
     "stacked": flag,
     "grad_centralization": choice(True, False, "conv"),
 }
-"""Options that the groups of every optimizer have, and kernels do not get as they are."""
+"""Options of the groups of every optimizer that kernels do not receive unchanged."""
 
 
 class Variant(NamedTuple):
-    """Which options hold for a bucket: its group's, less what exclusions and shapes take away."""
+    """The options that hold for a bucket: those of its group, less what exclusions and shapes take away."""
 
     group: int
     decays: bool
@@ -35,20 +35,20 @@ class Variant(NamedTuple):
     centres: bool
     factored: bool
     blocks: bool
-    """Moments are kept in blocks."""
+    """Whether moments are kept in blocks."""
 
 
 class Algorithm(ABC, Generic[Options]):
-    """What `KernelOptimizer` has to know of an algorithm."""
+    """LAMB or CAME: its options, its state tensors and its kernel options."""
 
     name: ClassVar[str]
-    """As kernels, checkpoints of others and messages call it."""
+    """The name in kernels, in messages and in the table of checkpoint formats."""
 
     kernel_options_type: ClassVar[type]
-    """The options of kernels: each field with a check is an option of a group, and kernels get it as it is there."""
+    """The dataclass of kernel options. Each field with a check is an option of a group, passed on unchanged."""
 
     group_options: ClassVar[Mapping[str, Check]]
-    """The checks of the other options of a group; `SHARED` is among them."""
+    """The checks of the other options of a group, including `SHARED`."""
 
     group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
     """The options of a group that are not arguments of the constructor, with their defaults."""
@@ -57,7 +57,7 @@ class Algorithm(ABC, Generic[Options]):
     """The checks of all options of a group."""
 
     passed_on: ClassVar[tuple[str, ...]]
-    """The options that kernels get as they are in the group."""
+    """The options that kernels receive unchanged from the group."""
 
     def __init_subclass__(cls) -> None:
         checks = {name: option.check for name, option in table(cls.kernel_options_type).items() if option.check}
@@ -65,25 +65,25 @@ class Algorithm(ABC, Generic[Options]):
 
     @abstractmethod
     def kernel_options(self, group: Group, variant: Variant) -> Options:
-        """What the kernels are told, for one variant of a group."""
+        """The options that kernels receive for one variant of a group."""
 
     @abstractmethod
     def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """The state tensors of the algorithm for a parameter (a real one), besides `step`."""
+        """The state tensors of the algorithm for a parameter (as a real view), besides `step`."""
 
     @abstractmethod
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
-        """Whether a parameter (a real one) is factored, and how many leading dims must be the outermost in memory."""
+        """Whether a parameter (as a real view) is factored, and how many leading dims must be outermost in memory."""
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
-        """Why a parameter cannot be optimized with a group's options, with the remedy, or None."""
+        """The reason why a parameter cannot be optimized with a group's options, with the remedy, or None."""
         return unsupported_reason(param, group["state_dtype"], group["weight_rounding"])
 
     def shared_options(self, group: Group, variant: Variant) -> dict[str, Any]:
-        """What kernels of every algorithm are told."""
+        """The options that kernels of every algorithm receive."""
         lr = group["lr"]
         return {
-            # Where the host has the value anyway it is a number; elsewhere a tensor, so that nobody waits for it.
+            # A tensor on a device stays a tensor, so that the host does not wait for its value.
             "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
             "weight_decay": group["weight_decay"] if variant.decays else 0.0,
             "centre": variant.centres,
@@ -96,7 +96,7 @@ class Algorithm(ABC, Generic[Options]):
         return {**self.moments(group, whole), **weight_spec(whole, group["weight_rounding"])}
 
     def in_blocks(self, group: Group, param: Tensor) -> bool:
-        """Whether moments of a parameter (a real one) are kept in blocks."""
+        """Whether the moments of a parameter (as a real view) are kept in blocks."""
         return "exp_avg_scale" in self.moments(group, param)
 
     def refuse_unfit(self, group: Group, param: Tensor, what: str) -> None:

@@ -1,4 +1,4 @@
-"""CAME: its options, and what they come to for a bucket. The mathematics is in `kernels/reference/came.py`."""
+"""CAME: its options, and their values for a bucket. The mathematics is in `kernels/reference/came.py`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from bighorn.optim.state import (
 
 @dataclass(frozen=True)
 class CameTelemetry:
-    """What the last step did, one entry per parameter (per slice of a stacked one).
+    """The metrics of the last step, with one entry per parameter (per slice of a stacked one).
 
     Attributes:
-        names: The parameters' names, or their places in `param_groups`.
-        update_rms: Root mean square of u before it was clipped, `[names]`, float32, on the parameters' device.
-        clip_factor: What clipping multiplied u with, at most 1, likewise.
-        confidence: The mean of what multiplied the momentum, likewise; 1 for an unfactored parameter.
-        lr: The learning rate that the step was taken with, likewise.
-        skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
+        names: The parameters' names, or their indices in `param_groups`.
+        update_rms: The root mean square of u before it was clipped, `[names]`, float32, on the parameters' device.
+        clip_factor: The factor by which clipping multiplied u, at most 1, likewise.
+        confidence: The mean of the factors that multiplied the momentum, likewise; 1 for an unfactored parameter.
+        lr: The learning rate of the step, likewise.
+        skipped: The number of steps that wrote nothing because gradients were not finite; 0-dim, int64.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class CameTelemetry:
 
 
 class CameAlgorithm(Algorithm[CameOptions]):
-    """What `Came` tells its kernels, and what it keeps."""
+    """The options, state tensors and kernel options of `Came`."""
 
     name = "came"
     kernel_options_type = CameOptions
@@ -63,7 +63,10 @@ class CameAlgorithm(Algorithm[CameOptions]):
     }
 
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
-        """A matrix for `factor="last_two"` whatever its size; else only one whose factors are smaller than it."""
+        """Whether a parameter is factored, and how many leading dims must be the outermost in memory.
+
+        With `factor="last_two"` every matrix is factored, else only one that is larger than its factors.
+        """
         stacked = int(group["stacked"])
         shape = param.shape[stacked:]
         if group["factor"] == "last_two":
@@ -74,7 +77,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
         return factored, leading if factored else stacked
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """The momentum, and averages of rows and columns, or the whole second moment where it is not factored."""
+        """The momentum, and averages of rows and columns, or the whole second moment of an unfactored parameter."""
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
         dtypes, in_8_bits = {"exp_avg": moments_dtype(param, group["state_dtype"])}, group["state_dtype"] == "int8"
@@ -89,67 +92,67 @@ class CameAlgorithm(Algorithm[CameOptions]):
         return {**spec, **{f"exp_avg_{of}_{name}": kept for of in ("sq", "res") for name, kept in averages.items()}}
 
     def kernel_options(self, group: Group, variant: Variant) -> CameOptions:
-        """Those of the group, with how the bucket is factored."""
+        """The options of the group, with the rule by which the bucket is factored."""
         factor = group["factor"] if variant.factored else None
         return CameOptions(factor=factor, **self.shared_options(group, variant))
 
 
 class Came(KernelOptimizer):
-    r"""CAME, Adafactor's memory with a momentum that trusts what it predicts.
+    r"""CAME, which combines Adafactor's memory with a confidence-guided momentum.
 
-    The second moment of a matrix is kept as one average per row and one per column. The step is the momentum, divided
-    by how far it missed the update of late, again in averages per row and column. Luo et al., "CAME:
-    Confidence-guided Adaptive Memory Efficient Optimization", arXiv:2307.02047v2, Algorithm 2, as came-pytorch
-    computes it. State is a little more than one number per parameter, where Adam's is two.
+    The second moment of a matrix is kept as one average per row and one per column. The step is the momentum divided by
+    its recent distance from the update, again in averages per row and column. Luo et al., "CAME: Confidence-guided
+    Adaptive Memory Efficient Optimization", arXiv:2307.02047v2, Algorithm 2, as came-pytorch computes it. The state is
+    a little more than one number per parameter, where Adam has two.
 
     Args:
         params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
             and any option below that is not marked *whole optimizer*. Groups have two more keys: `stacked` (True: dim
             0 stacks independent layers, each factored and clipped by itself) and `grad_centralization` (True:
             gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
-        lr: Learning rate, at least 0: a number; a tensor of one element, read anew at each step; an iterable, whose
-            entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
-            `bighorn.schedules`. Needed unless every group has one. Default: None.
+        lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
+            t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
+            Required unless every group has one. Default: None.
         betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1): the
-            instability is measured against the momentum, which at 0 is u itself, so that steps would be divided by
-            nothing but eps. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
+            instability is measured against the momentum, which at 0 would be u itself, so that steps would be divided
+            by eps alone. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
         eps: Added to the squared gradient and to the instability, each above 0. Default: (1e-30, 1e-16).
         weight_decay: At least 0: a number, an iterable or a schedule; x shrinks by lr * weight_decay. Default: 0.0.
         clip_threshold: u is scaled down to this root mean square, above 0. Default: 1.0.
-        factor: "matrix": a tensor of more than 2 dims is the matrix of dim 0 by everything else, and is left unfactored
-            where factors would not be smaller. "last_two": the published rule, a matrix for each index of the leading
+        factor: "matrix": a tensor of more than 2 dims is a matrix of dim 0 by all other dims, and is left unfactored if
+            its factors would not be smaller. "last_two": the published rule, a matrix for each index of the leading
             dims. Default: "matrix".
-        decay_rate: Instead of betas[1], 1 - t ** -decay_rate at step t; 0.8 is mindformers'. Default: None.
+        decay_rate: If given, 1 - t ** -decay_rate replaces betas[1] at step t; mindformers uses 0.8. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
-        bias_correction: Correct the averages of the instability for their start at 0. The published rule does not, and
-            takes a first step of about 11 times lr. Default: False.
+        bias_correction: Correct the averages of the instability for their start at 0. The published rule does not
+            correct them, and its first step is about 11 times lr. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^53,
-            whose squares leave float32; `telemetry()` counts them. Without it such a step can leave a whole parameter
-            NaN, where AdamW's loses one element. *Whole optimizer.* Default: False.
-        maximize: Step uphill. Default: False.
-        exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
-            bool: no weight decay there. Names are those of the model without wrappers: `0.bias`, where
-            DistributedDataParallel says `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.*
-            Default: None.
-        state_dtype: Of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a row, each
-            with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and columns are never
-            below float32. Default: None.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller ones, and those of less than 2
-            dims, keep float32. Default: 4096.
-        weight_rounding: How bfloat16 and float16 parameters are stored: "nearest", which loses small steps;
+        skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
+            where squares can overflow float32; `telemetry()` counts such steps. Without this option, such a step can
+            turn a whole parameter into NaN, where AdamW loses one element. *Whole optimizer.* Default: False.
+        maximize: Maximize the objective instead of minimizing it. Default: False.
+        exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
+            parameter names, or a callable (name, param) -> bool. Names are those of the model without wrappers:
+            `0.bias`, where DistributedDataParallel has `module.0.bias` and torch.compile `_orig_mod.0.bias`.
+            *Whole optimizer.* Default: None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a
+            row, each with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and columns
+            are never below float32. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
+            2 dims, keep float32. Default: 4096.
+        weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan", with 16 more bits in the state; "master", with the float32 in the state.
             Default: "nearest".
-        rounding_seed: Of the random bits of "stochastic", which depend on nothing else but the step, the parameter's
-            name (or its place in `param_groups`) and the element. Default: 0.
-        process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own. Under
-            ZeroRedundancyOptimizer, which does not hand it on, use `bighorn.shard_update`. *Whole optimizer.* Default:
-            None.
-        names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
-            optimizer.* Default: None.
-        backend: "auto", or one to be used without falling back: "cpu" (the C library), "triton" (GPUs), "foreach" (any
-            device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+        rounding_seed: The seed of the random bits of "stochastic", which otherwise depend only on the step, the
+            parameter's name (or its indices in `param_groups`) and the element. Default: 0.
+        process_group: The ranks over which max_grad_norm sums, if each rank holds whole tensors of its own. Under
+            ZeroRedundancyOptimizer, which does not pass this argument on, use `bighorn.shard_update`.
+            *Whole optimizer.* Default: None.
+        names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
+            *Whole optimizer.* Default: None.
+        backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
+            (any device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
@@ -201,8 +204,8 @@ class Came(KernelOptimizer):
         super().__init__(params, arguments, unknown)
 
     def telemetry(self) -> CameTelemetry:
-        """What the last step did to updates, as tensors on the parameters' device.
+        """Return the metrics of the last step, as tensors on the parameters' device.
 
-        Empty before the first step, and after parameters were added or a state was loaded.
+        They are empty before the first step, and after parameters were added or a state was loaded.
         """
         return CameTelemetry(*self._figures())

@@ -1,4 +1,4 @@
-"""The checkpoint formats of other optimizers: how each is detected, and its options and state as ours."""
+"""The checkpoint formats of other optimizers: how each is detected, and how its options and state are converted."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ State = Mapping[str, Any]
 Group = Mapping[str, Any]
 
 NOT_FOREIGN = (VERSION, "stacked")
-"""Each of our groups has at least one of these keys, also before versions were written; no other optimizer's has."""
+"""Each of our groups has at least one of these keys, even before versions were written; other optimizers have none."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """The checkpoints of one optimizer. Keys of its groups that are named nowhere here mean what they mean to us.
+    """The checkpoint format of another optimizer. Keys of its groups that are in no field have the same meaning here.
 
     Attributes:
-        name: What the note calls it.
-        algorithm: Which of ours can go on with its state.
-        marks: Keys that all its groups have; with earlier rows, enough to tell it.
-        where: Those of them that tell it by their value too.
-        becomes: Options of its groups under other names here, each with what a value of it is.
-        refused: Options that have no counterpart, once they are set, with what to do about it.
-        left_out: Keys that say how, and not what, it computes.
-        implied: Options that its groups do not have, with the values at which our steps are its steps.
-        adds: Options that follow from the shapes of its state.
-        state_left_out: Entries of its state that nothing depends on.
-        unsaved: Options that its checkpoints do not tell.
+        name: The name in messages.
+        algorithm: The algorithm here that can continue with the state.
+        marks: Keys that all groups have; together with the order of the formats, they identify the format.
+        where: The marks that identify the format by their value as well, with that value.
+        becomes: Options that have other names here, each with a function from its value to the options here.
+        refused: Options that have no counterpart, each with the remedy if it is set.
+        left_out: Keys that affect how the optimizer computes, but not the result.
+        implied: Options that the groups do not have, with the values for which our steps equal those of the optimizer.
+        adds: Options that follow from the shapes of the state.
+        state_left_out: Entries of the state that nothing depends on.
+        unsaved: Options that the checkpoints do not contain.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Format:
     unsaved: str = ""
 
     def recognises(self, groups: Iterable[Group]) -> bool:
-        """Whether all of these groups are its."""
+        """Whether all of these groups have this format."""
         return all(
             self.marks <= group.keys() and all(group[key] is value for key, value in self.where.items())
             for group in groups
         )
 
     def options(self, group: Group) -> dict[str, Any]:
-        """What its own options of a group are here.
+        """Return the options here that follow from a group's options of other names and from the format.
 
         Raises:
-            ValueError: One has no counterpart.
+            ValueError: An option has no counterpart.
         """
         for key, remedy in self.refused.items():
             if group.get(key):
@@ -65,12 +65,12 @@ class Format:
         return {key: value for options in [*converted, self.adds] for key, value in options.items()}
 
     def group(self, group: Group) -> dict[str, Any]:
-        """A group as ours, without the count of steps, which is each parameter's here."""
+        """Convert a group, without the count of steps, which each parameter has here."""
         gone = {*self.becomes, *self.refused, *self.left_out, "max_grad_norm", "step"}
         return {**{key: value for key, value in group.items() if key not in gone}, **self.options(group)}
 
     def state(self, group: Group, state: State) -> dict[str, Any]:
-        """One parameter's state as ours."""
+        """Convert the state of one parameter."""
         count = {"step": group["step"]} if "step" in group else {}
         return {**count, **{key: value for key, value in state.items() if key not in self.state_left_out}}
 
@@ -89,7 +89,7 @@ FORMATS = (
         name="torch's AdamW",
         marks=_ADAM | {"decoupled_weight_decay"},
         where={"decoupled_weight_decay": True},
-        # With the trust ratio fixed to 1 decay inside u is decoupled decay.
+        # With the trust ratio fixed to 1, decay inside u is decoupled decay.
         implied={**_ADAM_STEPS, "decay_mode": ("decoupled", "ratio"), "second_moment": ("adam",)},
         **_TORCH,
     ),
@@ -101,7 +101,7 @@ FORMATS = (
         **_TORCH,
     ),
     Format(
-        name="torch's Adam or AdamW",  # before torch 2.7, whose groups do not tell these two apart
+        name="torch's Adam or AdamW",  # before torch 2.7, whose groups do not distinguish these two
         marks=_ADAM,
         implied={**_ADAM_STEPS, "second_moment": ("adam",)},
         unsaved='its decay_mode, "decoupled" for AdamW and "l2" for Adam',
@@ -148,4 +148,4 @@ FORMATS = (
         state_left_out=("RMS",),
     ),
 )
-"""The first format that recognises a checkpoint is its format."""
+"""The known formats in order: the first one that recognises a checkpoint applies."""

@@ -1,4 +1,4 @@
-"""Checkpoints: a `state_dict` is checked, converted and loaded; and the step that only creates state for one."""
+"""Checkpoints: a `state_dict` is checked, converted and loaded; the step that only creates state is detected."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from bighorn.optim.step_plan import StepPlan
 
 
 class ConvertedStateWarning(UserWarning):
-    """`load_state_dict` was given another optimizer's checkpoint and converted it; the message says how."""
+    """`load_state_dict` has converted the checkpoint of another optimizer; the message describes how."""
 
 
 def check_structure(state_dict: object) -> None:
-    """Refuse what no optimizer's `state_dict()` has returned.
+    """Raise for anything that no optimizer's `state_dict()` has returned.
 
     Raises:
-        ValueError: It is another thing, or it holds state of parameters that are in none of its groups.
+        ValueError: The object has another structure, or holds state of parameters that are in none of its groups.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("state_dict must be what optimizer.state_dict() returned, with 'state' and 'param_groups'")
@@ -52,19 +52,19 @@ def check_structure(state_dict: object) -> None:
 def converted(
     state_dict: dict[str, Any], algorithm: str, current: Iterable[Group], max_grad_norm: float | None
 ) -> dict[str, Any]:
-    """A checkpoint as one of ours: that of another optimizer is converted, with a warning that says how.
+    """Return a checkpoint in our format. That of another optimizer is converted, with a warning that describes how.
 
-    An option that the checkpoint does not hold stays as it was constructed; no checkpoint holds those of the whole
-    optimizer. The warning names each one with which the next steps differ from those of the other optimizer.
+    An option that the checkpoint does not hold keeps its constructed value; no checkpoint holds options of the whole
+    optimizer. The warning names each option that makes the next steps differ from those of the other optimizer.
 
     Args:
-        state_dict: `state` and `param_groups`.
-        algorithm: The one that it is loaded into.
+        state_dict: A dict with `state` and `param_groups`.
+        algorithm: The algorithm that it is loaded into.
         current: The groups of the optimizer that it is loaded into.
-        max_grad_norm: That optimizer's.
+        max_grad_norm: The max_grad_norm of that optimizer.
 
     Raises:
-        ValueError: It is of an optimizer whose state another algorithm has, or has an option that is not known here.
+        ValueError: The checkpoint has the state of another algorithm, or an option that is not known here.
     """
     groups = state_dict["param_groups"]
     row = _detected(groups)
@@ -86,10 +86,10 @@ def converted(
 
 
 class OpaqueTensor:
-    """Carries a tensor through `Optimizer.load_state_dict`, which casts tensors to the parameter's dtype.
+    """A wrapper to pass a tensor through `Optimizer.load_state_dict`, which casts tensors to the parameter's dtype.
 
-    Torch calls its cast on `Optimizer` by name, so that overriding it does nothing (torch 2.13); a type that it
-    does not know it leaves alone.
+    Torch calls its cast as an attribute of `Optimizer` itself, so an override in a subclass has no effect (torch 2.13).
+    It leaves values of unknown types unchanged.
     """
 
     __slots__ = ("tensor",)
@@ -99,7 +99,7 @@ class OpaqueTensor:
 
 
 def wrap(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose state tensors are opaque."""
+    """Return a `state_dict` whose state tensors are opaque."""
 
     def wrapped(state: object) -> object:
         if not isinstance(state, dict):
@@ -110,19 +110,19 @@ def wrap(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def unwrap(state: object) -> object:
-    """One parameter's state with copies of the wrapped tensors, as torch makes them."""
+    """Return one parameter's state with copies of the wrapped tensors, since torch copies them as well."""
     if not isinstance(state, dict):
         return state
     return {name: value.tensor.clone() if isinstance(value, OpaqueTensor) else value for name, value in state.items()}
 
 
 def loaded_states(groups: list[Group], loaded: Mapping[Any, Any], algorithm: Algorithm[Any]) -> defaultdict[Any, Any]:
-    """Every parameter's state, checked, in the dtypes that are declared for it. Sets the schedule step of the groups.
+    """Return every parameter's state, checked and in its declared dtypes, and set the schedule step of the groups.
 
     Args:
         groups: The loaded groups, with the parameters themselves.
         loaded: The loaded states, with opaque tensors.
-        algorithm: It declares the state tensors.
+        algorithm: The algorithm, which declares the state tensors.
 
     Raises:
         ValueError: A state does not fit its parameter.
@@ -138,7 +138,7 @@ def loaded_states(groups: list[Group], loaded: Mapping[Any, Any], algorithm: Alg
                 spec = algorithm.state_spec(group, param)
                 states[param] = init_or_validate_state(param, local_view(param), spec, states[param], what)
                 steps = max(steps, float(states[param]["step"]))
-        group.setdefault(COUNT, int(steps))  # other optimizers' checkpoints count for each parameter only
+        group.setdefault(COUNT, int(steps))  # checkpoints of other optimizers only count per parameter
     return states
 
 
@@ -146,13 +146,13 @@ def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[
     """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
 
     Such a step has lr 0 and gradients that are zero. If it were counted, the first real step would be the second. The
-    host waits for the gradients at most once in an optimizer's life, in a first step at lr 0.
+    host waits for the gradients at most once per optimizer, in a first step at lr 0.
     """
     if any(float(group["lr"]) != 0 for group in groups):
         return False
     moves = any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
     for reduce_group in [each for plan in plans for each in plan.meshes]:
-        moves = reduce_group.any(moves)  # all of them step, or none
+        moves = reduce_group.any(moves)  # all ranks take the step, or none
     return not moves
 
 
@@ -165,7 +165,7 @@ def _detected(groups: Any) -> Format | None:
 
 
 def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_norm: float | None) -> str:
-    """What was done, and in what the next steps will differ from the peer's."""
+    """The text of the warning: what was converted, and how the next steps will differ from the other optimizer's."""
     renamed = [
         f"{key}={group[key]!r} is {_listed(change(group[key]))}"
         for group in groups

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves as they are."""
+"""A decorator for functions that torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ T = TypeVar("T")
 
 
 def eager(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.compiler.disable`, which would import dynamo, inductor and triton with `import bighorn`: 1.7 s.
+    """Like `torch.compiler.disable`, which would import dynamo, inductor and triton with `import bighorn`: 1.7 s.
 
-    torch's own lazy form imports them in the first call. It is no public name, but the one that `torch.optim` uses.
+    The lazy form of torch imports them in the first call. It is not a public name, but `torch.optim` uses it.
     """
     wrapper = _disable_dynamo(function)
-    # torch.optim's wrapper of step inherits the mark. Without it, dynamo traces that wrapper and warns (torch 2.13).
+    # torch.optim's wrapper of step inherits the attribute. Without it, dynamo traces that wrapper and warns (torch
+    # 2.13).
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     return wrapper

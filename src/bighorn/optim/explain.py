@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: who serves which tensors, how large its state is, what the last step did."""
+"""Reports of an optimizer: the backend of each tensor, the size of the state, and the metrics of the last step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
 
 
 def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str) -> str:
-    """One line for each kind of tensor: its backend, and why.
+    """Return one line for each kind of tensor: its backend, and the reason for it.
 
     Raises:
-        ValueError: The backend that is asked for does not serve a tensor.
+        ValueError: The requested backend does not serve a tensor.
     """
     kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
     for info in infos:
@@ -39,7 +39,7 @@ def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algori
 
 
 def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:
-    """By a parameter's label: how large its state will be here, those of one name added up. Frozen ones get none."""
+    """The bytes of state on this rank by label, added up for equal labels. Frozen parameters have no state."""
     sizes: dict[str, int] = {}
     for info in infos:
         if isinstance(info.param, Parameter) and not info.param.requires_grad:
@@ -51,7 +51,7 @@ def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: A
 
 
 def figures(plans: Sequence[StepPlan]) -> Figures:
-    """Names, and for each of them three figures of the last step and the learning rate that it was taken with."""
+    """The labels of the rows of the last step, three metrics of each row, and the learning rate of the step."""
     pieces = [plan.figures() for plan in plans]
     table = torch.zeros(0, 4, dtype=torch.float32, device="cpu")
     if pieces:

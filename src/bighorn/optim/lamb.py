@@ -1,4 +1,4 @@
-"""LAMB: its options, and what they come to for a bucket. The mathematics is in `kernels/reference/lamb.py`."""
+"""LAMB: its options, and their values for a bucket. The mathematics is in `kernels/reference/lamb.py`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateSpec, moments_dtype, moments_spec
 
 IN_BLOCKS = ("float16", "int8")
-"""The values of state_dtype with which moments are kept in blocks."""
+"""The values of state_dtype for which moments are kept in blocks."""
 
 
 @dataclass(frozen=True)
 class LambTelemetry:
-    """What the last step did, one entry per parameter (per slice of a stacked one).
+    """The metrics of the last step, with one entry per parameter (per slice of a stacked one).
 
     Attributes:
-        names: The parameters' names, or their places in `param_groups`.
+        names: The parameters' names, or their indices in `param_groups`.
         weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
         update_norm: ||u||, likewise.
-        trust_ratio: The ratio that the learning rate was multiplied with, likewise.
-        lr: The learning rate that the step was taken with, likewise.
-        skipped: How many steps wrote nothing, since gradients were not finite; 0-dim, int64.
+        trust_ratio: The ratio that multiplied the learning rate, likewise.
+        lr: The learning rate of the step, likewise.
+        skipped: The number of steps that wrote nothing because gradients were not finite; 0-dim, int64.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class LambTelemetry:
 
 
 class LambAlgorithm(Algorithm[LambOptions]):
-    """What `Lamb` tells its kernels, and what it keeps."""
+    """The options, state tensors and kernel options of `Lamb`."""
 
     name = "lamb"
     kernel_options_type = LambOptions
@@ -61,7 +61,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
     group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
-        """As for every algorithm; and a running maximum in blocks."""
+        """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
         if group["second_moment"] == "amsgrad" and group["state_dtype"] in IN_BLOCKS:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
@@ -70,7 +70,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
         return super().unsupported_reason(group, param)
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """Both moments, in the one dtype or in blocks, and amsgrad's maximum."""
+        """Both moments, in one dtype or in blocks, and the running maximum of amsgrad."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
         if group["state_dtype"] == "int8":
@@ -79,12 +79,12 @@ class LambAlgorithm(Algorithm[LambOptions]):
         return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
 
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
-        """Never factored."""
+        """LAMB factors no parameter; the stacked dim must be the outermost in memory."""
         del param
         return False, int(group["stacked"])
 
     def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
-        """Those of the group, with whether the bucket is adapted."""
+        """The options of the group, and whether the bucket has a trust ratio."""
         shared = self.shared_options(group, variant)
         adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
         return LambOptions(adapt=adapt and not group["adam"], blocks=variant.blocks, **shared)
@@ -93,61 +93,63 @@ class LambAlgorithm(Algorithm[LambOptions]):
 class Lamb(KernelOptimizer):
     r"""LAMB, layer-wise adaptive moments for large batches, in one fused pass.
 
-    Adam's step r gets weight decay, u = r + weight_decay * x, and each layer moves by the learning rate times its own
-    trust ratio ||x|| / ||u|| (1 where either norm is 0). You et al., "Large Batch Optimization for Deep Learning:
-    Training BERT in 76 minutes", arXiv:1904.00962v5, Algorithm 2; earlier versions of the paper differ, v3 has no bias
-    correction.
+    Weight decay is added to Adam's step r, u = r + weight_decay * x, and each layer moves by the learning rate times
+    its own trust ratio ||x|| / ||u|| (1 where either norm is 0). You et al., "Large Batch Optimization for Deep
+    Learning: Training BERT in 76 minutes", arXiv:1904.00962v5, Algorithm 2. Earlier versions of the paper differ: v3
+    has no bias correction.
 
     Args:
         params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
             and any option below that is not marked *whole optimizer*. Groups have three more keys: `adapt` (False: no
             trust ratio), `stacked` (True: dim 0 stacks independent layers, each with its own trust ratio) and
             `grad_centralization` (True: gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
-        lr: Learning rate, at least 0: a number; a tensor of one element, read anew at each step; an iterable, whose
-            entry t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in
-            `bighorn.schedules`. `group["lr"]` holds the value last used. Default: 1e-3.
+        lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
+            t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
+            `group["lr"]` holds the value that was used last. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
         eps: Added to the root of the second moment, at least 0; with 0, an element whose gradients have all been 0 is
             divided by 0. Default: 1e-6.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
         adam: Fix the trust ratio to 1: AdamW with decay_mode="decoupled", Adam with "l2". Default: False.
-        bias_correction: True: the paper's v5. False: v3, none. "lr": as a factor sqrt(1 - beta2^t) / (1 - beta1^t) of
-            the learning rate, outside the ratio (DeepSpeed). Default: True.
-        grad_averaging: False: the gradient enters the first moment undamped by 1 - beta1. Default: True.
-        decay_mode: "ratio": decay inside u, the paper's. "decoupled": x shrinks by 1 - lr * weight_decay first.
+        bias_correction: True: as in v5 of the paper. False: none, as in v3. "lr": a factor sqrt(1 - beta2^t) /
+            (1 - beta1^t) of the learning rate, outside the ratio (DeepSpeed). Default: True.
+        grad_averaging: False: the gradient enters the first moment without the factor 1 - beta1. Default: True.
+        decay_mode: "ratio": decay inside u, as in the paper. "decoupled": x shrinks by 1 - lr * weight_decay first.
             "l2": weight_decay * x is added to the gradient. Default: "ratio".
-        always_adapt: False: no trust ratio where weight_decay is 0 (apex, timm). Default: True.
+        always_adapt: False: no trust ratio if weight_decay is 0 (apex, timm). Default: True.
         weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Leave everything as it is in a step whose gradients are not finite, or of a 2-norm above 2^53,
-            whose squares leave float32; `telemetry()` counts them. Without it such a step can leave a whole parameter
-            NaN, where AdamW's loses one element. *Whole optimizer.* Default: False.
+        skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
+            where squares can overflow float32; `telemetry()` counts such steps. Without this option, such a step can
+            turn a whole parameter into NaN, where AdamW loses one element. *Whole optimizer.* Default: False.
         second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected). Default: "adam".
         cautious: Keep only the elements of r that point against their gradient, scaled up in turn. Default: False.
-        maximize: Step uphill. Default: False.
-        exclude_from_weight_decay: Regular expressions, searched for in parameter names, or a callable (name, param) ->
-            bool: no weight decay there. Names are those of the model without wrappers: `0.bias`, where
-            DistributedDataParallel says `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.*
+        maximize: Maximize the objective instead of minimizing it. Default: False.
+        exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
+            parameter names, or a callable (name, param) -> bool. Names are those of the model without wrappers:
+            `0.bias`, where DistributedDataParallel has `module.0.bias` and torch.compile `_orig_mod.0.bias`.
+            *Whole optimizer.* Default: None.
+        exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        exclude_from_layer_adaptation: Likewise: no trust ratio there. *Whole optimizer.* Default: None.
-        state_dtype: Of both moments: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks of 256 in
-            a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With bfloat16
-            the second moment stops following small gradients; the last two do not. Default: None.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller ones, and those of less than 2
-            dims, keep float32. Default: 4096.
-        weight_rounding: How bfloat16 and float16 parameters are stored: "nearest", which loses small steps;
+        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks
+            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With
+            bfloat16 the second moment stops following small gradients; with float16 and "int8" it does not. Default:
+            None.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
+            2 dims, keep float32. Default: 4096.
+        weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan", with 16 more bits in the state; "master", with the float32 in the state.
             Default: "nearest".
-        rounding_seed: Of the random bits of "stochastic" and of "int8", which depend on nothing else but the step, the
-            parameter's name (or its place in `param_groups`) and the element. Default: 0.
-        process_group: Over which max_grad_norm sums, where each rank holds whole tensors of its own. Under
-            ZeroRedundancyOptimizer, which does not hand it on, use `bighorn.shard_update`. *Whole optimizer.* Default:
-            None.
-        names: A module or a mapping of names to parameters, for exclusions where `params` come without names. *Whole
-            optimizer.* Default: None.
-        backend: "auto", or one to be used without falling back: "cpu" (the C library), "triton" (GPUs), "foreach" (any
-            device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+        rounding_seed: The seed of the random bits of "stochastic" and of "int8", which otherwise depend only on the
+            step, the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
+        process_group: The ranks over which max_grad_norm sums, if each rank holds whole tensors of its own. Under
+            ZeroRedundancyOptimizer, which does not pass this argument on, use `bighorn.shard_update`.
+            *Whole optimizer.* Default: None.
+        names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
+            *Whole optimizer.* Default: None.
+        backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
+            (any device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.
@@ -201,24 +203,24 @@ class Lamb(KernelOptimizer):
         super().__init__(params, locals(), unknown)
 
     def telemetry(self) -> LambTelemetry:
-        """Norms and trust ratios of the last step, as tensors on the parameters' device.
+        """Return the norms and trust ratios of the last step, as tensors on the parameters' device.
 
-        Empty before the first step, and after parameters were added or a state was loaded.
+        They are empty before the first step, and after parameters were added or a state was loaded.
         """
         return LambTelemetry(*self._figures())
 
     @classmethod
     def like(cls, name: str, params: ParamsT, **overrides: Any) -> Lamb:
-        """The LAMB of another package or of a version of the paper: a row of `bighorn.PRESETS`.
+        """Return the LAMB of another package or of a version of the paper: a row of `bighorn.PRESETS`.
 
         Args:
             name: The preset; `bighorn doctor --presets` lists them.
-            params: As for `Lamb`.
-            **overrides: Options of `Lamb`; they win over the preset's.
+            params: Parameters in any form that `Lamb` takes.
+            **overrides: Options of `Lamb`, which override those of the preset.
 
         Raises:
-            TypeError: As `Lamb` does.
-            ValueError: As `Lamb` does, or there is no such preset.
+            TypeError: As for `Lamb`.
+            ValueError: As for `Lamb`, or there is no such preset.
 
         Example:
             >>> import torch
@@ -227,5 +229,5 @@ class Lamb(KernelOptimizer):
             >>> optimizer.defaults["weight_decay"], optimizer.defaults["always_adapt"]
             (0.01, False)
         """
-        params = listed(params)  # some presets look at them too
+        params = listed(params)  # some presets iterate over them as well
         return cls(params, **presets.options(name, params, overrides))

@@ -1,6 +1,6 @@
-"""The base of all optimizers: a step, whatever the algorithm, and the state that checkpoints hold.
+"""The base class of all optimizers: the step, for any algorithm, and the state that checkpoints hold.
 
-A step settles its options, finds or builds its plans (which tensors, which kernels), computes the factor of the
+A step resolves its options, finds or builds its plans (the tensors and their kernels), computes the factor of the
 gradients and the apply mask, and runs the kernels.
 """
 
@@ -47,19 +47,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NO_OPTIONS = ("self", "params", "unknown", "__class__")
-"""What a constructor's `locals()` hold beside options."""
+"""The entries of a constructor's `locals()` that are not options."""
 
 
 class KernelOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose mathematics lie in `bighorn.kernels`."""
+    """A `torch.optim.Optimizer` whose mathematics is in `bighorn.kernels`."""
 
     algorithm: ClassVar[Algorithm[Any]]
-    """What it computes."""
+    """The algorithm that the optimizer computes."""
 
     takes_grad_scale: ClassVar[bool] = True
-    """`step` unscales, and skips an overflow, if it finds `grad_scale` and `found_inf`. LossScaler sees to it.
+    """Whether `step` unscales, and skips an overflow, if `grad_scale` and `found_inf` are set, which LossScaler does.
 
-    `_step_supports_amp_scaling` would tell torch's GradScaler the same, but where it is True Lightning refuses to clip.
+    `_step_supports_amp_scaling` would have the same effect with torch's GradScaler, but if it is True, Lightning
+    refuses to clip.
     """
 
     _settings: Settings
@@ -70,23 +71,23 @@ class KernelOptimizer(Optimizer):
     _guard: OptionGuard
     _plans: PlanCache
     _prefix: str | None = None
-    """What wrappers put in front of every parameter's name, which groups hold without it; None without names."""
+    """The prefix of wrappers that groups remove from every parameter's name; None if parameters have no names."""
     _agreed: bool = False
-    """Other ranks have the same parameters and options: asked at the first step, and after groups were added."""
+    """Whether the ranks were found to agree; they are compared at the first step, and after groups were added."""
     _begun: BegunStep | None = None
     """The step that `step_param` has begun and `step` has not ended."""
     _last: tuple[StepPlan, ...] = ()
-    """The plans of the last step, one for each part of it."""
+    """The plans of the last step, one per part."""
     _skipped: Tensor | None = None
-    """How many steps wrote nothing; None if none could have been skipped."""
+    """The number of steps that wrote nothing; None if no step could have been skipped."""
 
-    # torch.compile would lose attributes that are set before torch's constructor (2.13). Unlike torch.compiler.disable
-    # this imports the compiler when it is called first, as torch's own add_param_group does.
+    # torch.compile would lose attributes that are set before torch's constructor (2.13). Unlike torch.compiler.disable,
+    # this imports the compiler in the first call, as torch's own add_param_group does.
     @_disable_dynamo
     def __init__(
         self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any], *, partial: bool = False
     ) -> None:
-        """An optimizer from the arguments of its class; `partial`: the parameters are one rank's part of a model's."""
+        """Create an optimizer from the arguments of its class. `partial`: it holds one rank's share of a model."""
         arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(unknown, arguments, type(self).__name__)
@@ -109,11 +110,11 @@ class KernelOptimizer(Optimizer):
             )
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
-        """A fresh optimizer with the same options for this rank's part of the parameters.
+        """Return a fresh optimizer with the same options for this rank's share of the parameters.
 
         Args:
-            groups: This rank's part of each group.
-            process_group: The ranks whose gradients count in a global norm, if one is asked for.
+            groups: This rank's share of each group.
+            process_group: The ranks over which a global norm is summed, if an option needs one.
         """
         arguments = {**self.defaults, **self._default_schedules, **vars(self._settings), "names": None}
         arguments["process_group"] = process_group if self._settings.needs_all_grads else None
@@ -123,7 +124,7 @@ class KernelOptimizer(Optimizer):
         return part
 
     def _as_given(self, group: dict[str, Any], scheduled: ScheduledOptions) -> dict[str, Any]:
-        """A group with its schedules instead of their present values; the default ones will be found again."""
+        """Return a group with its schedules instead of their present values, and without those that are the default."""
         own = {name: option.schedule for name, option in scheduled.items()}
         default = [name for name in own if own[name] is self._default_schedules.get(name)]
         return {name: value for name, value in (group | own).items() if name not in default}
@@ -162,16 +163,16 @@ class KernelOptimizer(Optimizer):
         """Take one step for every parameter that has a gradient. `.grad` is only read.
 
         Args:
-            closure: Computes the loss anew, with gradients, and returns it. Default: None.
+            closure: A function that computes the loss and its gradients again, and returns the loss. Default: None.
 
         Returns:
-            What the closure returned.
+            The value that the closure returned.
 
         Raises:
             RuntimeError: A gradient is sparse, or a torch LRScheduler and a schedule both drive a group's lr.
-            TypeError: `closure` is no function, or a group holds a misspelt key or a value of a wrong type.
-            ValueError: A gradient does not fit its parameter, an option in a group is out of range, or a schedule is
-                over; parameters and state are as before.
+            TypeError: `closure` is not a function, or a group holds a misspelt key or a value of a wrong type.
+            ValueError: A gradient does not fit its parameter, an option in a group is out of range, or a schedule has
+                ended. Parameters and state are unchanged.
         """
         loss = None
         try:
@@ -181,7 +182,7 @@ class KernelOptimizer(Optimizer):
                     loss = closure()
             self._step(None, lambda _: None)
         except BaseException:
-            # GradScaler removes what it handed over only after a step that returns.
+            # GradScaler removes the attributes that it has set only after a step that returns.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
             raise
@@ -190,35 +191,36 @@ class KernelOptimizer(Optimizer):
     @eager
     @torch.no_grad()
     def step_in_parts(self, parts: list[list[Tensor]], wait: Callable[[int], None]) -> None:
-        """Take one step, part by part, while gradients of later parts are not there yet. No hooks run.
+        """Take one step, part by part, while gradients of later parts have not arrived yet. No hooks run.
 
-        Whatever can be wrong without a look at gradients' values is found before anything changes. With
-        `max_grad_norm` or `skip_nonfinite` only the sums of squares are taken part by part, since every gradient is
+        Every error that does not depend on the values of gradients is raised before anything changes. With
+        `max_grad_norm` or `skip_nonfinite`, only the sums of squares are computed part by part, since every gradient is
         needed before the first parameter can be written.
 
         Args:
             parts: All parameters that have a gradient, each in one part.
-            wait: Called with 0, 1, ..., more than once; returns when the gradients of that part may be read.
+            wait: A function that is called with 0, 1, ..., more than once, and returns when the gradients of that part
+                may be read.
 
         Raises:
-            RuntimeError: As `step`.
-            ValueError: As `step`.
+            RuntimeError: As for `step`.
+            ValueError: As for `step`.
         """
         self._step(parts, wait)
 
     @eager
     @torch.no_grad()
     def step_param(self, param: Tensor) -> None:
-        """Step one parameter now and drop its gradient; a later `step()` takes the others and ends the step.
+        """Step one parameter now and drop its gradient; a later `step()` steps the others and ends the step.
 
-        Options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
+        The options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
 
         Args:
-            param: One of this optimizer's, with a gradient.
+            param: A parameter of this optimizer, with a gradient.
 
         Raises:
-            RuntimeError: As `step`; or the parameter has taken this step already.
-            ValueError: As `step`; or an option needs every gradient before the first parameter is written.
+            RuntimeError: As for `step`; or the parameter has taken this step already.
+            ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
         """
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
@@ -232,18 +234,18 @@ class KernelOptimizer(Optimizer):
         plan.release()
         ahead.plans[param] = plan
         param.grad = None
-        # What autograd has saved of the parameter is not what it was; compiled kernels do not say so by themselves.
+        # Autograd may have saved the old parameter; compiled kernels do not increment the version counter themselves.
         torch.autograd.graph.increment_version(param)
 
     def whole_step_reason(self) -> str | None:
-        """Why every gradient must be there before the first parameter is written, or None."""
+        """The reason why every gradient is needed before the first parameter is written, or None."""
         for name in ("max_grad_norm", "skip_nonfinite"):
             if getattr(self._settings, name):
                 return f"{name}={getattr(self._settings, name)!r} looks at all gradients first; leave it out"
         return None
 
     def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
-        """One step; of all parameters together where there are no parts."""
+        """Take one step, of all parameters together if there are no parts."""
         ahead, grad_scale, found_inf = self._begun, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if ahead is not None and found_inf is not None:
             raise RuntimeError(
@@ -285,10 +287,10 @@ class KernelOptimizer(Optimizer):
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
         self._begun = None
 
-    # ---- what a step is made of ---------------------------------------------------------------------------
+    # ---- the parts of a step ------------------------------------------------------------------------------
 
     def _begin(self) -> ScheduleStep:
-        """Settle the options of a step, whatever was written into groups since the last one."""
+        """Resolve the options of a step, including values that were written into groups since the last one."""
         schedule, plans_hold = begin_step(
             self.param_groups, self._scheduled, self._guard, self.defaults, self.algorithm, self._settings
         )
@@ -311,9 +313,9 @@ class KernelOptimizer(Optimizer):
         schedule: ScheduleStep | None,
         indices: Indices | None = None,
     ) -> tuple[ScheduleStep, list[StepPlan]]:
-        """The options of a step, unless it has begun already, and a plan for each of its parts.
+        """Return the options of a step, unless it has begun already, and a plan for each of its parts.
 
-        Whatever can fail without a look at the gradients' values fails here, and leaves everything as it was.
+        Every error that does not depend on the values of gradients is raised here, and leaves everything unchanged.
         """
         begun, groups = schedule is not None, self.param_groups
         plans: list[StepPlan] = []
@@ -344,10 +346,10 @@ class KernelOptimizer(Optimizer):
         return schedule, plans
 
     def _new_plan(self, mine: StepParams, indices: Indices) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
-        """A plan, the parameters that it has, and the states that belong to it.
+        """Return a plan, its parameters, and their states.
 
-        A parameter without a gradient, which may have been freed or replaced meanwhile, keeps no other one from its
-        step: then the plan is without it.
+        A parameter without a gradient may have been freed or replaced meanwhile. It must not prevent the step of the
+        others, so the plan is built without it in that case.
         """
         try:
             return mine, *self._build(mine, indices)
@@ -376,7 +378,7 @@ class KernelOptimizer(Optimizer):
         return init_or_validate_state(info.param, dense, spec, self.state.get(info.param, {}), info.label), list(spec)
 
     def in_order(self) -> list[Tensor]:
-        """Every parameter, in the order in which a step visits them: that of `order_params`, if given."""
+        """Return every parameter in the order in which a step visits them: that of `order_params`, if given."""
         if self._order:
             return [param for _, _, param in parameters(self.param_groups, self._order)]
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
@@ -397,28 +399,28 @@ class KernelOptimizer(Optimizer):
     def _forget_plans(self) -> None:
         self._last, self._plans = (), PlanCache()
 
-    # ---- what it says of itself -----------------------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------------------------------------
 
     def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Names, three figures and the learning rate for each, and how many steps were skipped: telemetry's fields."""
+        """The fields of telemetry: labels, three metrics of each, the learning rate, and a count of skipped steps."""
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
         return (*explain.figures(self._last), skipped)
 
     @classmethod
     def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:
-        """How many bytes of state each parameter will have, from shapes alone: nothing is allocated.
+        """Return the bytes of state that each parameter will have. They are computed from shapes; nothing is allocated.
 
         Args:
-            params: A module, or parameters as the constructor takes them; they may lie on the meta device.
-            **options: Of the constructor; a learning rate is not needed.
+            params: A module, or parameters as the constructor takes them; they may be on the meta device.
+            **options: Options of the constructor; a learning rate is not needed.
 
         Returns:
-            Bytes by the parameter's name, or by its place in `param_groups`, without frozen ones, which get no state;
-            their sum is what the first step allocates for good.
+            Bytes by the parameter's name, or by its indices in `param_groups`, without frozen parameters, which have no
+            state. The sum is the memory that the first step allocates permanently.
 
         Raises:
-            TypeError: As the constructor.
-            ValueError: As the constructor.
+            TypeError: As for the constructor.
+            ValueError: As for the constructor.
 
         Example:
             >>> import torch
@@ -437,35 +439,35 @@ class KernelOptimizer(Optimizer):
         return explain.bytes_of_state(optimizer._param_infos(), optimizer.param_groups, cls.algorithm)
 
     def explain(self) -> str:
-        """Which backend serves which tensors, and why: one line for each kind of tensor.
+        """Return one line for each kind of tensor: the backend that serves it, and the reason.
 
         Raises:
-            ValueError: As `step` would, where the backend that is asked for does not serve a tensor.
+            ValueError: The requested backend does not serve a tensor, for which `step` raises too.
         """
         attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
         if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
             self._forget_plans()
         return explain.explained(self._param_infos(), self.param_groups, self.algorithm, self._settings.backend)
 
-    # ---- state in and out -----------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # Names are in the groups by now; a module here would be copied with the optimizer.
+        # The groups hold the names; a module here would be copied with the optimizer.
         own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_order", "_prefix")}
         return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave. Each state tensor keeps the dtype that is declared for it.
+        """Load a `state_dict`. Each state tensor keeps the dtype that is declared for it.
 
         Checkpoints of torch's Adam and AdamW, timm's Lamb, apex's FusedLAMB and came-pytorch's CAME are converted, with
-        a `ConvertedStateWarning` that says how.
+        a `ConvertedStateWarning` that describes how.
 
         Args:
-            state_dict: `state` and `param_groups`; options in its groups win over the ones at hand.
+            state_dict: A dict with `state` and `param_groups`; options in its groups override the present ones.
 
         Raises:
-            ValueError: It is no optimizer's state, belongs to another model or algorithm, is of a newer format, or
-                holds an option out of range; the optimizer is as before.
+            ValueError: It is not an optimizer's state, belongs to another model or algorithm, is of a newer format, or
+                holds an option out of range. The optimizer is unchanged.
         """
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
@@ -477,9 +479,9 @@ class KernelOptimizer(Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Reached from load_state_dict, deepcopy and unpickling: check everything, take it, forget the plans."""
-        mine = self.__dict__  # nothing yet while unpickling
-        defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - may not be there yet
+        """Check and set a state, and drop the plans; load_state_dict, deepcopy and unpickling call this."""
+        mine = self.__dict__  # empty while unpickling
+        defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - may not exist yet
         current = mine.get("param_groups", state["param_groups"])
         prefix = param_groups.loaded_prefix(state["param_groups"], current)
         groups = [
@@ -488,7 +490,7 @@ class KernelOptimizer(Optimizer):
         ]
         states = loaded_states(groups, state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
-        self.defaults.pop("differentiable", None)  # torch adds it here, and would add it to later groups
+        self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
         for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
             for name, option in scheduled.items():
                 option.written = option.left = group[name]

@@ -1,4 +1,4 @@
-"""Parameter groups: checked when they are added, and when a checkpoint is loaded."""
+"""Parameter groups: their checks when a group is added and when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bighorn.optim.state import overlaps
 from bighorn.optim.step_options import COUNT, FORMAT, NO_OPTIONS, VERSION
 
 Order = list[tuple[int, int]]
-"""The indices of each parameter in the order that `order_params` gives; empty for that of the groups."""
+"""The indices of each parameter in the order that `order_params` gives; empty for the order of the groups."""
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
-    """Parameters or groups as they are given, so that they can be iterated over more than once."""
+    """Return the given parameters or groups in a form that can be iterated over more than once."""
     return [
         {**item, "params": list(item["params"])}
         if isinstance(item, dict) and isinstance(item.get("params"), Iterator)
@@ -33,7 +33,7 @@ def in_lists(params: Iterable[Any]) -> list[Any]:
 
 
 def prefix_of(params: list[Any], settings: Settings) -> str | None:
-    """What wrappers put in front of the names of all parameters, "" if nothing; None if parameters have no names."""
+    """The prefix that wrappers add to the names of all parameters, "" without one; None if parameters have no names."""
     names = [] if settings.names is None else list(names_of(settings.names).values())
     named_already = False
     for item in params:
@@ -46,7 +46,7 @@ def prefix_of(params: list[Any], settings: Settings) -> str | None:
 
 
 def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
-    """What wrappers put in front of the names in a checkpoint, and not in front of the current ones."""
+    """The prefix that wrappers add to the names in a checkpoint and not to the current names."""
     lists = [names for group in groups if isinstance(names := group.get("param_names"), (list, tuple))]
     loaded = [name for names in lists for name in names if isinstance(name, str)]
     own = [name for group in current for name in group.get("param_names", ())]
@@ -63,15 +63,15 @@ def joining(
     settings: Settings,
     prefix: str | None,
 ) -> tuple[Group, list[Tensor]]:
-    """A group that is to be added, checked and with every option, and its tensors. Schedules are still what they are.
+    """Return a group that is to be added, checked and with every option, and its tensors. Schedules stay unevaluated.
 
     Args:
         given: The group.
-        others: Those that are there already.
-        defaults: What holds where it does not say.
-        algorithm: Which options there are.
-        settings: What holds for all groups.
-        prefix: From `prefix_of` all parameters.
+        others: The groups that the optimizer has already.
+        defaults: The values of options that the group does not have.
+        algorithm: The algorithm, which declares the options.
+        settings: The options of the whole optimizer.
+        prefix: The result of `prefix_of` for all parameters.
 
     Raises:
         TypeError: An unknown key, or a value of a wrong type.
@@ -108,7 +108,7 @@ def joining(
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
     names = [name for name, _ in group["params"]] if any(pairs) else group.get("param_names")
     if names is None and not tensors and prefix is not None:
-        names = []  # torch wants all groups to have names, or none
+        names = []  # torch requires names in all groups, or in none
     if names is not None:
         group["params"], group["param_names"] = tensors, _checked_names(names, len(tensors), prefix or "")
         names = group["param_names"]
@@ -118,7 +118,7 @@ def joining(
         )
     lr = group.get("lr", defaults.get("lr"))
     if isinstance(lr, Tensor) and any(other["lr"] is lr for other in others):
-        group["lr"] = lr.clone()  # schedulers fill it in place, each group with its own value
+        group["lr"] = lr.clone()  # schedulers fill it in place, with a value for each group
     count = max((other[COUNT] for other in others), default=0)
     complete = {**defaults, COUNT: count, **group, VERSION: FORMAT}
     for position, tensor in enumerate(tensors):
@@ -127,15 +127,15 @@ def joining(
 
 
 def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
-    """The name of a parameter, or where the group has no names its indices."""
+    """The name of a parameter, or its indices if the group has no names."""
     return (names[position] if names else "") or f"param_groups[{index}].params[{position}]"
 
 
 def check_parameter(name: object, param: object, *, stacked: bool) -> None:
-    """A tensor that can be optimized here.
+    """Raise unless a tensor can be optimized here.
 
     Raises:
-        TypeError: It is no tensor.
+        TypeError: It is not a tensor.
         ValueError: Its layout or kind cannot be optimized.
     """
     if name is not None and not isinstance(name, str):
@@ -157,9 +157,10 @@ def check_parameter(name: object, param: object, *, stacked: bool) -> None:
 
 
 def _checked_names(names: object, count: int, prefix: str) -> list[str]:
-    """Names without those of wrappers. Raises unless they are one for each parameter, and each another.
+    """Return names without those of wrappers. Raise unless there is one for each parameter, and all are different.
 
-    What is said of a parameter, and its random bits, go by its name. Groups may be of several models with equal names.
+    Messages about a parameter, and its random bits, depend on its name. Groups may hold several models with equal
+    names.
     """
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"param_names must be names in a list, not {names!r}")
@@ -178,7 +179,7 @@ def _checked_names(names: object, count: int, prefix: str) -> list[str]:
 def loaded(
     index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None, prefix: str
 ) -> Group:
-    """A group of a checkpoint, checked; what it does not say is as in `current`.
+    """Return a group of a checkpoint, checked; options that it does not have are those of `current`.
 
     Raises:
         ValueError: It is of a newer format, or holds an option that cannot be used.
@@ -208,10 +209,10 @@ def loaded(
 
 
 def check_version(value: object) -> int:
-    """The version of a loaded group, if this package reads it.
+    """Return the version that this package writes, if it can read the version of a loaded group.
 
     Raises:
-        ValueError: It is newer, or not a version.
+        ValueError: The value is newer, or not a version.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= FORMAT:
         raise ValueError(
@@ -221,11 +222,11 @@ def check_version(value: object) -> int:
 
 
 def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:
-    """Parameters or groups without the dict that orders them, and the tensors in the order that it asks for.
+    """Return parameters or groups without the dict of `order_params`, and the tensors in the order of that dict.
 
     Raises:
-        TypeError: There is no list of parameters, or it names something that is no tensor.
-        ValueError: There are two such dicts, or it names a tensor twice.
+        TypeError: There is no list of parameters, or `order_params` holds something that is not a tensor.
+        ValueError: There are two such dicts, or `order_params` holds a tensor twice.
     """
     params = listed(params)
     orders = [group for group in params if isinstance(group, dict) and "order_params" in group]
@@ -250,10 +251,10 @@ def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:
 
 
 def order_indices(ordered: list[Tensor] | None, groups: list[dict[str, Any]]) -> Order:
-    """The indices of the ordered tensors in the groups.
+    """Return the indices of the ordered tensors in the groups.
 
     Raises:
-        ValueError: They are not exactly the parameters of the groups.
+        ValueError: The tensors are not exactly the parameters of the groups.
     """
     if ordered is None:
         return []

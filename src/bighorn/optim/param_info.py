@@ -1,4 +1,4 @@
-"""Parameters that take part in a step: where each stands in the groups, and which of their options hold for it."""
+"""The parameters that take part in a step: their indices in the groups, and the options that hold for each of them."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from bighorn.optim.settings import Settings
 from bighorn.optim.state import local_view, whole_view
 
 Indices = dict[int, tuple[int, int]]
-"""By a parameter's id: its group and its position there."""
+"""The group index and parameter index of each parameter, by its `id`."""
 
 CENTRED_FROM = {False: math.inf, True: 2, "conv": 3}
-"""The fewest dims of what `grad_centralization` centres."""
+"""The fewest dims of a tensor that `grad_centralization` centres."""
 
 
 @dataclass
 class ParamInfo:
-    """A parameter that takes part in a step."""
+    """A parameter that takes part in a step, with the options that hold for it."""
 
     param: Tensor
     label: str
     variant: Variant
     stacked: bool
     leading: int
-    """How many leading dims must be the outermost in memory, since kernels take them apart."""
+    """The number of leading dims that must be outermost in memory, since kernels split the tensor along them."""
     layout: Layout | None
-    """How it is distributed; None if it is not."""
+    """The layout of a distributed parameter, else None."""
 
     @property
     def sharded_dims(self) -> ShardedDims | None:
-        """Along what it is cut up over ranks; None if all of it lies here."""
+        """The mesh dims along which the parameter is sharded; None if this rank holds all of it."""
         return self.layout.sharded_dims if self.layout else None
 
 
 def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Tensor]]:
-    """Every parameter with its group and its position there, in the order in which they are visited."""
+    """Return every parameter with its group and parameter index, in the order in which a step visits them."""
     if order:
         return ((index, position, groups[index]["params"][position]) for index, position in order)
     return (
@@ -57,10 +57,10 @@ def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Te
 def info_of(
     param: Tensor, group: Group, indices: tuple[int, int], algorithm: Algorithm[Any], settings: Settings
 ) -> ParamInfo:
-    """A parameter as it takes part, with the group that it stands in and its indices there.
+    """Return the ParamInfo of a parameter with these indices.
 
     Raises:
-        ValueError: It cannot be optimized with the group's options, or the group's parameters were replaced.
+        ValueError: The parameter cannot be optimized with the group's options, or the group's parameters were replaced.
     """
     index, position = indices
     if "param_names" in group and len(group["param_names"]) != len(group["params"]):
@@ -82,23 +82,23 @@ def info_of(
         factored=factored,
         blocks=algorithm.in_blocks(group, whole),
     )
-    # Blocks and random bits run in logical order.
+    # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
     leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
     return ParamInfo(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
 
 
 def row_shard(param: Tensor, stacked: bool) -> Shard | None:
-    """What of a parameter's row, which is a slice of a stacked one, lies here; None if all of it does."""
+    """The shard of a parameter, or of the slices of a stacked one, on this rank; None if this rank holds all of it."""
     shard = sharding.shard_of(param)
     return shard.of_slice(here=True) if shard and stacked else shard
 
 
 def check_backend(group: Group, params: list[Tensor], algorithm: Algorithm[Any], backend: str) -> None:
-    """Refuse what the backend that is asked for does not serve.
+    """Raise if the requested backend does not serve all parameters.
 
     Raises:
-        ValueError: It does not serve one of the parameters.
+        ValueError: The backend does not serve one of the parameters.
     """
     for param in params:
         whole = whole_view(param)

@@ -1,4 +1,4 @@
-"""From parameters and gradients to a step plan: which bucket each one is in, and which kernels serve the buckets."""
+"""Building a step plan from parameters and gradients: the bucket of each parameter, and the kernel of each bucket."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def build(
     init_state: Callable[[ParamInfo, Tensor], tuple[State, list[str]]],
     backend: str,
 ) -> tuple[StepPlan, list[State]]:
-    """A plan for the infos, and each info's state, complete but not yet the optimizer's: nothing has changed so far.
+    """Return a plan for the parameters, and the complete state of each. The optimizer itself is not changed.
 
     Args:
-        infos: What takes info, in the optimizer's order.
-        grads: Their gradients, or tensors like those that are expected; the plan is bound to them.
+        infos: The parameters that take part, in the optimizer's order.
+        grads: Their gradients, or tensors like the expected gradients; the plan is bound to them.
         options: The options of each variant.
-        options_version: Which ones these are.
-        init_state: Gives the state of a info whose parameter kernels will see as the tensor that is handed over, and
-            the names of the tensors in it that kernels work on.
-        backend: The one that is asked for, or "auto".
+        options_version: The version of these options.
+        init_state: A function of a ParamInfo and the dense tensor that kernels will use for its parameter. It returns
+            the state, and the names of the tensors in it that kernels use.
+        backend: The requested backend, or "auto".
 
     Raises:
         RuntimeError: A gradient is sparse.
-        ValueError: A gradient does not fit its parameter, parameters share memory, or the backend that is asked for
-            does not serve one.
+        ValueError: A gradient does not fit its parameter, parameters share memory, or the requested backend does not
+            serve one.
     """
     bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
     backends: dict[tuple[str, torch.device, ShardedDims | None], list[Bucket[Any]]] = {}
@@ -69,7 +69,7 @@ def build(
         shard, solid = row_shard(info.param, info.stacked), all(map(has_memory, (dense, grad, *mine.values())))
         with about(info.label):
             name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
-        wrapper = None if solid else index  # its kind of tensor has its own bucket
+        wrapper = None if solid else index  # each such tensor has its own bucket
         key = (info.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, info.sharded_dims, wrapper, *kept)
         if key not in bucket_plans:
             bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
@@ -115,10 +115,10 @@ def _labels(info: ParamInfo, rows: int) -> list[str]:
 
 
 def _try_on_copies(bucket: Bucket[Any], label: str) -> None:
-    """Step copies of a wrapper subclass's tensors, since what these can do is not known before; nothing else changes.
+    """Step copies of a wrapper subclass's tensors, whose operations may not be supported; nothing else changes.
 
     Raises:
-        ValueError: They cannot be stepped.
+        ValueError: The tensors cannot be stepped.
     """
 
     def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -169,7 +169,7 @@ def _check_grad(info: ParamInfo, grad: Tensor) -> None:
 
 
 def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
-    """Two parameters in the same memory would be stepped twice, by two threads at once."""
+    """Raise if two parameters share memory: it would be stepped twice, by two threads at once."""
     spans = sorted(
         (binding.view.data_ptr(), binding.view.data_ptr() + binding.view.nbytes, info.label)
         for info, binding in bindings
@@ -186,7 +186,7 @@ def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
 
 
 def is_dense(tensor: Tensor, leading: int) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, the first `leading` dims in order."""
+    """Whether the elements fill their memory without gaps or overlaps, with the first `leading` dims in order."""
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return False
     inner = [math.prod(tensor.shape[i + 1 :]) for i in range(leading)]

@@ -1,4 +1,4 @@
-"""Plans that are remembered: one for each set of parameters, for as long as none of its tensors moves or changes."""
+"""The plan cache: one plan for each set of parameters, valid while none of its tensors moves or changes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from bighorn.optim.algorithm import Group
 from bighorn.optim.step_plan import StepPlan
 
 MOST_PLANS = 8
-"""How many plans are remembered for each part of a step, where sets of parameters alternate."""
+"""The most plans that are kept for each part of a step, for sets of parameters that alternate."""
 
 State = dict[str, Any]
 Guard = Callable[[Sequence[Tensor]], bool]
 
 TensorGuards: Any = None
 with suppress(ImportError):
-    # What torch.compile asks of its inputs, in 0.06 us a tensor where reading the same attributes from Python takes
-    # 0.7. It is no public name, so there is a way without it; both may go when torch offers the question itself.
+    # torch.compile checks its inputs with this class, in 0.06 us per tensor; reading the same attributes from Python
+    # takes 0.7. The class is not public, so there is a fallback. Both can be removed once torch has a public
+    # equivalent.
     from torch._C._dynamo.guards import TensorGuards
 
 
 class StepParams(NamedTuple):
     """The parameters of a step, or of a part of one, in the order in which a step visits them.
 
-    A parameter that has state, but no gradient in this step, is one of them: its plan serves with and without it.
+    They include parameters that have state but no gradient in this step, so that one plan serves steps with and without
+    it.
     """
 
     params: list[Tensor]
@@ -41,7 +43,7 @@ class StepParams(NamedTuple):
 
     @classmethod
     def of(cls, params: list[Tensor], state: Mapping[Tensor, Any]) -> StepParams:
-        """Those of the parameters that have a gradient or state."""
+        """Return the parameters that have a gradient or state."""
         grads = [param.grad for param in params]
         if type(None) in set(map(type, grads)):
             pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None or state.get(p)]
@@ -51,19 +53,19 @@ class StepParams(NamedTuple):
         return cls(params, grads)
 
     def with_grad(self) -> StepParams:
-        """Those that take part in this step."""
+        """Return the parameters that have a gradient."""
         pairs = [(param, grad) for param, grad in zip(*self, strict=True) if grad is not None]
         return StepParams([param for param, _ in pairs], [grad for _, grad in pairs])
 
     def expected(self) -> list[Tensor]:
-        """Their gradients; for a missing one a tensor like its parameter, since most gradients are like that.
+        """The gradients; in place of a missing one, a tensor like its parameter, since most gradients are like that.
 
-        A gradient of another kind, when it comes, makes another plan.
+        A gradient of another kind needs another plan when it arrives.
         """
         return [param.detach() if grad is None else grad for param, grad in zip(*self, strict=True)]
 
     def divided(self, parts: list[list[Tensor]] | None) -> list[StepParams]:
-        """The parameters of each part, or all of them; none where no gradient is there.
+        """Return the parameters of each part, or all of them; a part without gradients has no parameters.
 
         Raises:
             ValueError: A parameter that has a gradient is in none of the parts.
@@ -87,12 +89,12 @@ class StepParams(NamedTuple):
 
 @dataclass
 class PlanCache:
-    """Plans by their parameters."""
+    """The plans that an optimizer has prepared, by their parameters."""
 
     _plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = field(default_factory=dict)
 
     def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
-        """The plan of these parameters, bound to this step's gradients, if all is as it was when it was made."""
+        """Return the plan of these parameters, bound to this step's gradients, if its guards hold."""
         plan, guards = self._plans.get(tuple(map(id, mine.params)), (None, None))
         if plan is None or guards is None:
             return None
@@ -105,7 +107,7 @@ class PlanCache:
     def keep(
         self, plan: StepPlan, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any], parts: int
     ) -> None:
-        """Remember the plan of a step that has so many parts."""
+        """Store the plan of a step that has so many parts."""
         if len(self._plans) >= MOST_PLANS * parts:
             self._plans.clear()
         guards = PlanGuards(GuardInputs.of(StepParams(mine.params, [*mine.expected()]), groups, state))
@@ -113,19 +115,19 @@ class PlanCache:
 
 
 class GuardInputs(NamedTuple):
-    """What a plan was made from, or is to be used with."""
+    """The values that the guards of a plan compare."""
 
     facts: list[object]
-    """How many parameters each group has, and how gradients are distributed."""
+    """The number of parameters of each group, and the layouts of gradients."""
     params: list[Tensor]
     grads: list[Tensor | None]
     states: list[State]
 
     @classmethod
     def of(cls, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
-        """As all is now; of distributed tensors this rank's parts."""
+        """Return the present values; of distributed tensors, the shards of this rank."""
         (params, grads), layouts = mine, None
-        # If the state is that of all these parameters, none of it is looked up, which would take its time.
+        # If each of these parameters has state, no state is looked up, which would take time.
         states = list(state.values() if len(state) == len(params) else [state[p] for p in params if p in state])
         if not set(map(type, params)) <= PLAIN:
             pairs = list(zip(params, grads, strict=True))
@@ -136,27 +138,27 @@ class GuardInputs(NamedTuple):
         return cls([[len(group["params"]) for group in groups], layouts], params, grads, states)
 
     def addresses(self) -> list[int | None]:
-        """Where the parameters and the state are."""
+        """The addresses of the parameters and the state."""
         return addresses([*self.params, *itertools.chain.from_iterable(map(dict.values, self.states))])
 
 
 class PlanGuards:
-    """What must be as it was for a plan to hold: the kinds of all tensors, and the addresses of parameters and state.
+    """The guards of a plan: the kinds of all tensors, and the addresses of parameters and state, must not change.
 
-    Gradients may move, and be missing.
+    Gradients may move, and may be missing.
     """
 
     def __init__(self, inputs: GuardInputs) -> None:
         grads = [grad for grad in inputs.grads if grad is not None]
         self._facts = inputs.facts
-        self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # no others get their addresses
+        self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # so no address is reused
         self._addresses = inputs.addresses()
         self._params_alike, self._grads_alike = alike(inputs.params), alike(grads)
         self._each_alike = [alike([grad]) for grad in grads]
         self._no_memory = [address == 0 for address in addresses(grads)]
 
     def hold(self, inputs: GuardInputs) -> bool:
-        """Whether all is as it was."""
+        """Whether the plan holds for these inputs."""
         return (
             self._facts == inputs.facts
             and self._params_alike(inputs.params)
@@ -165,7 +167,7 @@ class PlanGuards:
         )
 
     def _same_grads(self, grads: list[Tensor | None]) -> bool:
-        """Whether gradients are of the same kinds, and none of them has lost its memory."""
+        """Whether the gradients are of the same kinds, and none of them has lost its memory."""
         present, no_memory = grads, self._no_memory
         if type(None) in set(map(type, grads)):
             each = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
@@ -177,15 +179,15 @@ class PlanGuards:
 
 
 def addresses(tensors: Sequence[Any]) -> list[int | None]:
-    """The address of each tensor; None for what has none."""
+    """The address of each tensor; None for anything that has none."""
     try:
         return list(map(Tensor.data_ptr, tensors))
-    except (RuntimeError, TypeError):  # a tensor of functorch, or something of the user's in the state
+    except (RuntimeError, TypeError):  # a tensor of functorch, or a user's own entry in the state
         return [address_of(thing) if isinstance(thing, Tensor) else None for thing in tensors]
 
 
 def alike(tensors: Sequence[Tensor]) -> Guard:
-    """A question: do these tensors have the types, dtypes, devices, shapes, strides and bits that `tensors` have?"""
+    """A check that tensors have the types, dtypes, devices, shapes, strides, and conj and neg bits of `tensors`."""
     if TensorGuards is None:
         return alike_by_attributes(tensors)
     if not tensors:
@@ -195,7 +197,7 @@ def alike(tensors: Sequence[Tensor]) -> Guard:
 
 
 def alike_by_attributes(tensors: Sequence[Tensor]) -> Guard:
-    """The same question where torch does not answer it."""
+    """The same check for versions of torch without `TensorGuards`."""
     attributes = _attributes(tensors)
     return lambda others: attributes == _attributes(others)
 

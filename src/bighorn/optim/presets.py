@@ -1,6 +1,6 @@
-"""Other packages' LAMBs by name: in which options each of them differs from the paper's version 5.
+"""Presets: the LAMB of other packages by name, as the options in which each differs from version 5 of the paper.
 
-Every row is proven in `tests/math/test_presets.py`, against the package itself or against its formula written out anew.
+`tests/math/test_presets.py` proves every row, against the package itself or a second implementation of its formula.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """One LAMB that others wrote or described.
+    """The options of one published LAMB.
 
     Attributes:
-        name: What `Lamb.like` calls it.
-        options: What to give to `Lamb` beyond its defaults.
-        differs: How it differs from version 5 of the paper, in words.
-        source: Where it was read: repository, file and apply_mask, or package and version.
-        aliases: Others that do the same.
-        complete: Options that follow from the parameters and from what the caller gave. Default: None.
+        name: The name for `Lamb.like`.
+        options: The options of `Lamb` in addition to its defaults.
+        differs: The differences from version 5 of the paper, in words.
+        source: The source: repository, file and commit, or package and version.
+        aliases: The names of others that compute the same.
+        complete: A function from the parameters and the given options to further options. Default: None.
     """
 
     name: str
@@ -38,19 +38,19 @@ class Preset:
 
 
 def _exclusions_fall_back(_: Iterable[Any], given: Options) -> Options:
-    """What is not decayed is not adapted either, unless that has a list of its own."""
+    """Exclude the same parameters from adaptation as from decay, unless adaptation has its own list."""
     name = "exclude_from_layer_adaptation"
     return {name: given.get(name) or given.get("exclude_from_weight_decay")}
 
 
 def is_norm(name: str, param: Tensor) -> bool:
-    """Whether MindSpore would take a parameter for a norm's. A function, since a model need not have any."""
+    """Whether MindSpore treats a parameter as one of a norm. A function, unlike patterns, may match nothing."""
     del param
     return "beta" in name or "gamma" in name
 
 
 def _no_decay_for_norms(params: Iterable[Any], given: Options) -> Options:
-    """Parameters in no groups are told apart by their names; groups say themselves what they want."""
+    """Exclude norms by parameter names. Groups set their own weight decay, so nothing is excluded from them."""
     name = "exclude_from_weight_decay"
     return {} if name in given or any(isinstance(param, dict) for param in params) else {name: is_norm}
 
@@ -126,11 +126,11 @@ PRESETS = (
         complete=_no_decay_for_norms,
     ),
 )
-"""THE table of presets."""
+"""The table of presets."""
 
 
 def options(name: str, params: Iterable[Any], given: Options) -> dict[str, Any]:
-    """What a preset comes to for some parameters; options that are given win over its own.
+    """Return the options of a preset for some parameters; given options override its own.
 
     Raises:
         ValueError: There is no such preset.

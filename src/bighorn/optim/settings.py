@@ -1,4 +1,4 @@
-"""The options that belong to an optimizer as a whole."""
+"""The options of the whole optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
 
 
 def check_process_group(name: str, value: object) -> object:
-    """None, or a process group."""
+    """Return None or a process group."""
     available = dist.is_available()
     if value is None or (available and isinstance(value, dist.ProcessGroup)):
         return value
@@ -27,7 +27,7 @@ def check_process_group(name: str, value: object) -> object:
 
 
 def check_names(_: str, value: object) -> object:
-    """None, or a module or a mapping of names to parameters."""
+    """Return None, or a module or a mapping of names to parameters."""
     if value is not None:
         names_of(value)
     return value
@@ -35,9 +35,9 @@ def check_names(_: str, value: object) -> object:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that belong to the optimizer as a whole, and so to no group and no checkpoint.
+    """The options of the whole optimizer, which no group and no checkpoint contains.
 
-    Those that only one optimizer has are None or False in the others.
+    Options that only one optimizer has are None or False in the others.
     """
 
     backend: Annotated[str, Option(choice("auto", *BACKENDS))]
@@ -50,7 +50,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
-        """From a constructor's arguments, checked; those that it does not have are None."""
+        """Return the checked settings from a constructor's arguments; options that it does not have are None."""
         checks = {name: option.check for name, option in table(cls).items() if option.check}
         settings = cls(**{name: check(name, arguments.get(name)) for name, check in checks.items()})
         if settings.process_group is not None and not settings.needs_all_grads:
@@ -61,11 +61,11 @@ class Settings:
 
     @property
     def needs_all_grads(self) -> bool:
-        """Whether every gradient must be there before the first parameter is written."""
+        """Whether every gradient is needed before the first parameter is written."""
         return self.max_grad_norm is not None or self.skip_nonfinite
 
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group without these very options, which ZeroRedundancyOptimizer writes into every one."""
+        """Return a group without options that equal these, which ZeroRedundancyOptimizer writes into every group."""
         return {name: value for name, value in group.items() if name not in vars(self) or value != vars(self)[name]}
 
     def refuse_zero(self, group: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Settings:
                 )
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
-        """Raise where one of these options was written into a group, where it would change nothing."""
+        """Raise if one of these options was written into a group, where it would have no effect."""
         if group.keys().isdisjoint(OF_THE_WHOLE):
             return
         for name in OF_THE_WHOLE & self.without_own(group).keys():
@@ -91,13 +91,13 @@ class Settings:
             )
 
     def refuse_nameless(self) -> None:
-        """Raise where an exclusion by name needs names that parameters do not have."""
+        """Raise if an exclusion needs names and parameters have none."""
         for name in EXCLUSIONS:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} needs names: pass model.named_parameters() as params, or names=model")
 
     def check_exclusions(self, names: Sequence[str]) -> None:
-        """Refuse exclusions that match none of the parameters' names; a rank of a group may well have none of them."""
+        """Raise for exclusions that match no parameter name, unless a process group is set: a rank may lack it."""
         if self.process_group is not None or not names:
             return
         others = [] if self.names is None else list(names_of(self.names).values())
@@ -107,7 +107,7 @@ class Settings:
             check_matches(option, getattr(self, option), known)
 
     def refuse_to_add_up_twice(self, param: Tensor) -> None:
-        """Raise where the process group's ranks are those whose shards are summed over without it."""
+        """Raise if the process group contains ranks over which shards are summed without it."""
         if self.process_group is not None and sharding.adds_up_over(param, self.process_group):
             raise ValueError(
                 "process_group holds several ranks of a sharded parameter's mesh, over which max_grad_norm sums by "
@@ -124,4 +124,4 @@ class Settings:
 
 
 OF_THE_WHOLE = frozenset(field.name for field in fields(Settings))
-"""The names of these options."""
+"""The names of the options of the whole optimizer."""

@@ -1,4 +1,4 @@
-"""State dtypes, and the way of state tensors into an optimizer: checked, placed, never cast behind one's back."""
+"""State tensors: their dtypes and shapes, and their validation and conversion when an optimizer receives a state."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ MOMENT_DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
 }
-"""What moments can be kept in, under the names that checkpoints use.
+"""The dtypes of moments, under the names that checkpoints use.
 
-LAMB keeps both in blocks with scales (`kernels/codec.py`) in float16 and int8. CAME keeps its momentum so in int8, and
-as it is in float16, since it is near 1; its second moment is averages of many elements, which cost next to nothing.
+In float16 and int8, LAMB keeps both moments in blocks with scales (`kernels/codec.py`). CAME keeps the momentum in
+blocks in int8, and without scales in float16, since it is near 1; its second moment is averages of many elements, which
+take next to no memory.
 """
 
 REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What parameters and gradients can be in, besides complex dtypes."""
+"""The dtypes of parameters and gradients, besides complex dtypes."""
 
 MIN_8BIT_SIZE = 4096
-"""Smaller tensors keep float32: what int8 would save is nothing, what it would round may be a norm's gain."""
+"""Smaller tensors keep float32: int8 would save nothing there, and could round the gain of a norm."""
 
 STEP_BYTES = 4
-"""A parameter's count of steps is a float32, as in torch. Above 2^24 it goes on in the steps that float32 has there."""
+"""The bytes of a step count, a float32 as in torch. Above 2^24 it advances to the next float32 at each step."""
 
 
 @dataclass(frozen=True)
 class StateTensorSpec:
-    """A state tensor of a parameter.
+    """The dtype and dims of a state tensor.
 
     Attributes:
-        dtype: Its dtype.
-        dims: Which of the parameter's dims it has, in order.
-        scales: The last of these counts rows of values in blocks, and a further dim the blocks of a row, which have a
-            scale each. Default: False.
+        dtype: The dtype of the tensor.
+        dims: The parameter's dims that the tensor has, in order.
+        scales: Whether the tensor holds the scales of blocks: the last of `dims` is then that of rows, and a further
+            dim is that of the blocks of a row, which have a scale each. Default: False.
     """
 
     dtype: torch.dtype
@@ -53,12 +54,12 @@ class StateTensorSpec:
     scales: bool = False
 
     def like(self, param: Tensor) -> Tensor:
-        """It for a parameter, or for a shard of one, on the meta device: in the memory order of the parameter."""
+        """Return the tensor for a parameter or a shard of one, on the meta device and in its memory order."""
         shape, stride = [param.shape[dim] for dim in self.dims], [param.stride(dim) for dim in self.dims]
         if self.scales:
             rest = param.shape[self.dims[-1] :]
             return torch.empty((*shape[:-1], *codec.scales_shape(rest)), dtype=self.dtype, device="meta")
-        # Of the strides only their order is kept, without gaps.
+        # The strides only give the order of dims; the tensor has no gaps.
         return torch.empty_like(torch.empty_strided(shape, stride, device="meta"), dtype=self.dtype)
 
 
@@ -67,7 +68,7 @@ StateSpec = Mapping[str, StateTensorSpec]
 
 
 def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: str) -> str | None:
-    """Why a parameter cannot be optimized in such a precision, with the remedy, or None."""
+    """The reason why a parameter cannot be optimized with these dtypes, with the remedy, or None."""
     if not (param.dtype in REAL_DTYPES or param.is_complex()):
         return (
             f"its dtype is {param.dtype}, and steps are for {', '.join(map(str, REAL_DTYPES))} and complex ones: keep "
@@ -87,28 +88,28 @@ def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: 
 
 
 def moments_dtype(param: Tensor, state_dtype: str | None) -> torch.dtype:
-    """The dtype of a parameter's moments: at least float32, float64 for float64, unless one is asked for."""
+    """The dtype of a parameter's moments: the requested one, or float64 for float64 and float32 for all others."""
     if state_dtype is not None:
         return MOMENT_DTYPES[state_dtype]
     return torch.float64 if param.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def all_dims(param: Tensor) -> tuple[int, ...]:
-    """The dims of a state tensor that has all of its parameter's."""
+    """The dims of a state tensor that has all dims of its parameter."""
     return tuple(range(param.dim()))
 
 
 def moments_spec(
     param: Tensor, dtypes: Mapping[str, torch.dtype], in_blocks: bool, stacked: int, min_8bit_size: int
 ) -> StateSpec:
-    """A parameter's moments, with the scales of their blocks.
+    """The specs of a parameter's moments, and of the scales of their blocks.
 
     Args:
-        param: The parameter, real.
-        dtypes: Of each moment.
-        in_blocks: Whether these are those of codes. Too small tensors, and vectors, get float32.
-        stacked: How many leading dims count layers.
-        min_8bit_size: The fewest elements that are kept in blocks.
+        param: The parameter, as a real tensor.
+        dtypes: The dtype of each moment.
+        in_blocks: Whether these are the dtypes of codes. Small tensors, and vectors, get float32.
+        stacked: The number of leading dims that stack layers.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks.
     """
     dims = all_dims(param)
     if not in_blocks:
@@ -120,18 +121,18 @@ def moments_spec(
 
 
 def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
-    """The aux state of a parameter, with which storing it loses nothing."""
+    """The specs of a parameter's aux state, with which storing the parameter loses nothing."""
     dims, aux = all_dims(param), rounding.AUX_STATE[weight_rounding]
     return {name: StateTensorSpec(dtype, dims) for name, dtype in aux.items()}
 
 
 def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> dict[str, Any]:
-    """A state whose moments are in blocks where `spec` says so, and nowhere else, whatever they were saved in.
+    """Return a state whose moments are in blocks exactly if `spec` requires it, whatever dtype they were saved in.
 
-    What was kept beside a parameter, and is not any more, goes.
+    Aux state that `spec` does not have is dropped.
 
     Raises:
-        ValueError: There are scales that do not fit their codes.
+        ValueError: The scales do not fit their codes.
     """
     out = {name: value for name, value in state.items() if name in spec or name not in AUX_STATE_NAMES}
     for name in ("exp_avg", "exp_avg_sq"):
@@ -155,7 +156,7 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str)
 
 
 AUX_STATE_NAMES = tuple(name for mode in rounding.ROUNDING_MODES for name in rounding.AUX_STATE[mode])
-"""The aux state of all rounding modes. It can begin as zeros at any step."""
+"""The names of the aux state of all rounding modes. Aux state can start as zeros at any step."""
 
 
 def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
@@ -173,7 +174,7 @@ def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
             f"{tuple(scales.shape)}, not {expected}: it is damaged, or its blocks are not of {codec.BLOCK}. Load a "
             "checkpoint in float32, or drop optimizer.state of this parameter"
         )
-    # Elsewhere than on the CPU the host would have to wait for the values.
+    # On other devices the host would have to wait for the values.
     if scales.device.type == "cpu" and bool(
         ((scales < 0) | scales.isinf()).any() or (values.dtype == torch.int8 and (values == -128).any())
     ):
@@ -184,17 +185,17 @@ def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """Complex tensors as real ones with a last dimension of 2, others as they are."""
+    """Return a complex tensor as a real one with a last dim of 2, and any other unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def whole_view(param: Tensor) -> Tensor:
-    """The shape, strides and dtype of all of a parameter, as a real one."""
+    """A real tensor with the shape, strides and dtype of the whole parameter."""
     return real_view(param if type(param) in PLAIN else sharding.whole(param))
 
 
 def local_view(param: Tensor) -> Tensor:
-    """What lies here of a parameter, as a real one, in the same memory."""
+    """The shard of a parameter on this rank, as a real tensor in the same memory."""
     return real_view(param if type(param) in PLAIN else sharding.local(param))
 
 
@@ -205,7 +206,7 @@ def refuse_freed(tensor: Tensor, what: str) -> None:
 
 
 def freed(what: str) -> ValueError:
-    """The error about a tensor whose memory was freed."""
+    """Return the error about a tensor whose memory was freed."""
     return ValueError(
         f"{what} has no memory: its storage was freed, as untyped_storage().resize_(0) does. Give it its memory back "
         "before the step"
@@ -213,7 +214,7 @@ def freed(what: str) -> ValueError:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as those of an expanded tensor do, so that writing one writes others."""
+    """Whether elements may share memory, as in an expanded tensor, so that writing one writes others."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -223,14 +224,14 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape lie in memory in the same order. Strides of single elements say nothing."""
+    """Whether two tensors of one shape have the same memory order. The strides of dims of size 1 are ignored."""
     if a.stride() == b.stride() or a.numel() == 0:
         return True
     return all(i == j for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
 
 
 def in_layout_of(like: Tensor, value: Tensor, device: torch.device) -> Tensor:
-    """`value` on a device, in the memory order and dtype of `like`: itself where it is so already."""
+    """Return `value` on a device, in the memory order and dtype of `like`; without a copy if nothing differs."""
     if value.dtype == like.dtype and value.device == device and same_layout(value, like):
         return value
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(value)
@@ -239,14 +240,14 @@ def in_layout_of(like: Tensor, value: Tensor, device: torch.device) -> Tensor:
 def init_or_validate_state(
     param: Tensor, dense: Tensor, spec: StateSpec, state: Mapping[str, Any], what: str
 ) -> dict[str, Any]:
-    """The whole state of a parameter: the present tensors, checked and in their dtypes, or zeros if there are none.
+    """Return the whole state of a parameter: the present tensors, checked and converted, or zeros if there are none.
 
     Args:
         param: The parameter. If it is distributed, its state is distributed in the same way.
-        dense: The shard on this rank, or all of it, as kernels see it (real, dense).
-        spec: The tensors that the optimizer keeps for it, besides `step`.
+        dense: The shard on this rank, or the whole parameter, as kernels use it (real, dense).
+        spec: The state tensors of the parameter, besides `step`.
         state: The present state.
-        what: The parameter's name for messages.
+        what: The parameter's name in messages.
 
     Raises:
         ValueError: A tensor of another shape or distributed in another way, a `step` that is not a count, or a state
@@ -265,12 +266,12 @@ def init_or_validate_state(
         local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
     out = requantized(local, likes, what)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
-        out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad from now on
+        out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad starts with this step
     if fresh or "step" in out:
         out["step"] = _count(out.get("step", 0), dense, what)
     for name, like in likes.items():
         if fresh or (name in AUX_STATE_NAMES and name not in out):
-            # Of the parameter's own kind: the state of a wrapper subclass holds as many tensors.
+            # A tensor of the parameter's own kind, since the state of a wrapper subclass has as many inner tensors.
             out[name] = dense.new_empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)
@@ -310,7 +311,7 @@ def _local(name: str, value: Tensor, param: Tensor, spec: StateSpec, wholes: Map
 def _refuse_without_values(
     tensors: Mapping[str, Tensor], param: Tensor, spec: StateSpec, what: str, *, plain: bool
 ) -> None:
-    """Raise a ValueError for a state tensor that is not dense, or holds no values where its parameter does."""
+    """Raise a ValueError for a state tensor that is not dense, or has no values although its parameter has."""
     for name, value in tensors.items():
         if not (name in spec or name == "step" or str(name).endswith("_scale")):
             continue
@@ -348,7 +349,7 @@ def _placed(name: str, value: object, like: Tensor, device: torch.device, what: 
 
 
 MOST_STEPS = 2.0**63
-"""Kernels count in int64."""
+"""The bound of step counts, since kernels use int64."""
 
 
 def _count(step: object, param: Tensor, what: str) -> Tensor:
@@ -359,7 +360,7 @@ def _count(step: object, param: Tensor, what: str) -> Tensor:
         or not valid
         or (value.device.type == "cpu" and not 0 <= float(value) < MOST_STEPS)
     ):
-        # Elsewhere than on the CPU the host would have to wait for the value.
+        # On other devices the host would have to wait for the value.
         said = f"{step!r}" if isinstance(step, (Tensor, int, float)) else f"a {type(step).__name__}"
         raise ValueError(
             f"state 'step' of {what} is {said}, expected how many steps it took, 0 or more: it is damaged. Load "

@@ -1,7 +1,8 @@
-"""The options of a step: schedules are applied, and whatever a program has written into the groups is checked.
+"""The options of a step: schedules are applied, and values that a program has written into the groups are checked.
 
-The number of an optimizer's `step()` calls drives its schedules. The groups hold this number, since every way of saving
-keeps this part of a `state_dict`; the schedules are code, are not saved, and are given again at construction.
+Schedules are computed from the number of an optimizer's `step()` calls. The groups hold this number, since every method
+of saving keeps this part of a `state_dict`. The schedules themselves are code: they are not saved, and must be given
+again at construction.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 SCHEDULED = ("lr", "weight_decay")
-"""Options that a schedule can drive."""
+"""The options that a schedule can compute."""
 
 COUNT = "schedule_step"
-"""The key of a group that counts the calls of `step()` by which its schedules have moved."""
+"""The key of the schedule step in a group: the number of `step()` calls that schedules are computed from."""
 
 LABELS = ("params", "param_names", "name")
-"""Keys of a group that are no options: torch's own, and the one by which people label a group."""
+"""Keys of a group that are not options: those of torch, and the label that users give a group."""
 
 SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
-"""Keys that schedulers keep in a group: torch's, and timm's `lr_scale`."""
+"""Keys that schedulers keep in a group: those of torch, and `lr_scale` of timm."""
 
 VERSION = "format_version"
-"""The key of a group that says how its state is to be read."""
+"""The key of the checkpoint format version in a group."""
 
 FORMAT = 1
-"""The version that is written."""
+"""The version that this package writes."""
 
 NO_OPTIONS = (*LABELS, *SCHEDULERS, COUNT, VERSION)
-"""Every key that a group can have beside options. Bighorn writes the last two: every way of saving keeps groups."""
+"""All keys of a group besides options. Bighorn writes the last two there, since every method of saving keeps groups."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
@@ -42,16 +43,16 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay")
 
 @dataclass
 class ScheduledOption:
-    """An option of a group that a schedule drives."""
+    """An option of a group that a schedule computes."""
 
     schedule: StepFunction
     written: float
-    """The value that the schedule gave last."""
+    """The last value of the schedule."""
     left: float
     """The value in the group when the last step ended."""
 
     def overwritten(self, value: Any) -> bool:
-        """Whether a program has written `value` since: then it holds for one step."""
+        """Whether a program has written `value` since then; such a value holds for one step."""
         return bool(value not in (self.written, self.left))
 
 
@@ -60,22 +61,22 @@ ScheduledOptions = dict[str, ScheduledOption]
 
 
 def value_at(name: str, schedule: StepFunction, step: int) -> float:
-    """The value of a schedule at a step.
+    """Return the value of a schedule at a step.
 
     Raises:
-        TypeError: The schedule returned something that is no number.
-        ValueError: It is over, or returned a value that the option cannot have.
+        TypeError: The schedule returned something that is not a number.
+        ValueError: The schedule has ended, or returned a value that the option cannot have.
     """
     try:
         value = schedule(step)
         return number(name, value.item() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError  # those of others may want other arguments
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # other types may need other arguments
         raise kind(f"the schedule of {name} at step {step}: {error}") from error
 
 
 def attach_schedules(group: Group, scheduled: ScheduledOptions) -> None:
-    """Let the schedules in a group drive its options, and write their present values into the group instead."""
+    """Attach the schedules in a group, and write their present values into the group instead."""
     for name in SCHEDULED:
         if not callable(group[name]):
             continue
@@ -87,7 +88,7 @@ def attach_schedules(group: Group, scheduled: ScheduledOptions) -> None:
 
 
 class ScheduleStep:
-    """The scheduled values of one step. All are computed first, so that an error leaves every group as it is."""
+    """The scheduled values of one step. All are computed before the first is written, so an error changes no group."""
 
     def __init__(self, groups: list[Group], scheduled: list[ScheduledOptions]) -> None:
         self.counting: list[Group] = []
@@ -105,7 +106,7 @@ class ScheduleStep:
             if any(driven.overwritten(group[name]) for name, driven in own.items()):
                 continue
             self.counting.append(group)
-            if own:  # else there is nothing to tell, at every step
+            if own:  # else there is no error to prefix
                 with about(f"param_groups[{index}]"):
                     values += [
                         (group, name, driven, value_at(name, driven.schedule, group[COUNT]))
@@ -115,7 +116,7 @@ class ScheduleStep:
             group[name] = driven.written = value
 
     def undo(self) -> None:
-        """Leave the groups as they were before this step."""
+        """Restore the groups as they were before this step."""
         for (group, name, driven), (value, written) in zip(self.driven, self.before, strict=True):
             group[name], driven.written = value, written
 
@@ -128,24 +129,24 @@ class ScheduleStep:
 
 
 REMOVED = object()
-"""Stands for an option that a program has taken out of a group; it will be the default's again."""
+"""Marks an option that a program has removed from a group, which gets the default again."""
 
 
 @dataclass
 class OptionGuard:
-    """The options of the groups as the last step saw them, since any program may write into groups."""
+    """The options of the groups at the last step, to notice that a program has written into a group since then."""
 
     version: int = 0
-    """It grows with every change of an option."""
+    """A number that grows with every change of an option."""
     _keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _seen: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
     def refresh(self, groups: list[Group], defaults: Group, algorithm: Algorithm[Any], settings: Settings) -> bool:
-        """Check options that have changed, and write their canonical form; whether plans still hold.
+        """Check options that have changed, and write their canonical form. Return whether plans still hold.
 
         Raises:
             TypeError: A value of a wrong type, or a misspelt key.
-            ValueError: A value out of range, or one that is no group's. No group has changed.
+            ValueError: A value out of range, or an option of the whole optimizer. No group has changed.
         """
         fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
         for index, group in enumerate(groups):
@@ -171,7 +172,7 @@ class OptionGuard:
 
 
 def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
-    """Whether option values are what they were; arrays and the like, which do not compare, are not."""
+    """Whether option values are unchanged; values that cannot be compared, such as arrays, are treated as changed."""
     try:
         return values == old
     except (ValueError, RuntimeError):
@@ -186,12 +187,12 @@ def begin_step(
     algorithm: Algorithm[Any],
     settings: Settings,
 ) -> tuple[ScheduleStep, bool]:
-    """Settle the options of a step, whatever was written into groups since the last one; whether plans still hold.
+    """Resolve the options of a step, including values written into groups. Return whether plans still hold.
 
     Raises:
         RuntimeError: A torch LRScheduler and a schedule both drive a group's lr.
         TypeError: A value of a wrong type, or a misspelt key.
-        ValueError: An option out of range, or a schedule is over. The groups are as before.
+        ValueError: An option out of range, or a schedule has ended. The groups are unchanged.
     """
     attach_all(groups, scheduled, defaults, algorithm)
     schedule = ScheduleStep(groups, scheduled)

@@ -1,4 +1,4 @@
-"""A step that some parameters take before the others, each as soon as its gradient is there."""
+"""Gradient release: a step that each parameter takes as soon as its gradient is complete."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bighorn.optim.step_plan import StepPlan
 
 @dataclass
 class BegunStep:
-    """Such a step, begun and not ended."""
+    """A step that some parameters have taken and that `step()` has not ended."""
 
     schedule: ScheduleStep
     indices: Indices
     plans: dict[Tensor, StepPlan] = field(default_factory=dict)
-    """Those of the parameters that have taken it."""
+    """The plans of the parameters that have taken the step."""
 
 
 def check_step_param(
     param: Tensor, indices: Indices, begun: BegunStep | None, name: Callable[[tuple[int, int]], str]
 ) -> None:
-    """Refuse a parameter that cannot take such a step.
+    """Raise for a parameter that cannot take such a step.
 
     Raises:
-        RuntimeError: The parameter has taken it already.
-        ValueError: It is not the optimizer's, or has no gradient.
+        RuntimeError: The parameter has taken the step already.
+        ValueError: The optimizer does not hold the parameter, or it has no gradient.
     """
     if id(param) not in indices:
         what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)

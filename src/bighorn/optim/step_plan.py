@@ -1,4 +1,4 @@
-"""A step of some parameters, prepared once: their buckets and kernels; and the factor of gradients and apply mask."""
+"""The step plan: buckets and kernels, prepared once. Also computes the factor of the gradients and the apply mask."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from bighorn.optim.settings import Settings
 from bighorn.optim.state import real_view
 
 LARGEST_NORM = 2.0**53
-"""Up to this 2-norm of all gradients no square leaves float32, in which moments are.
+"""Up to this 2-norm of all gradients, no square overflows float32, the dtype of moments.
 
-Nor does a sum of 2^18 squares of CAME's updates, which can be as large as the largest gradient.
+A sum of 2^18 squares of CAME's updates, which can be as large as the largest gradient, does not overflow either.
 """
 
 
 @dataclass
 class ParamBinding:
-    """How one parameter and its gradient reach the rows of a bucket at each step."""
+    """A parameter of a plan: the rows that it becomes, and how its gradient is bound to them at each step."""
 
     index: int
-    """The parameter, among those of the plan."""
+    """The index of the parameter in the plan."""
     view: Tensor
-    """This rank's part of the parameter, real, in its own memory."""
+    """This rank's shard of the parameter, as a real tensor in the same memory."""
     dense: Tensor
-    """What kernels work on: `view`, or a dense copy of it."""
+    """The tensor that kernels use: `view`, or a dense copy of it."""
     step: Tensor
     stacked: bool
     shard: Shard | None
-    """Where `view` begins in the parameter; None if it is all of it."""
+    """The box of the parameter that `view` is; None if it is the whole parameter."""
     rows: range = range(0)
-    """The rows of the bucket."""
+    """The rows of the bucket that the parameter becomes."""
 
     def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """A tensor that has the parameter's dims, or some of them, as rows; slices on other ranks are empty here."""
+        """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""
         if not self.stacked:
             return (tensor,)
         if self.shard is None:
@@ -53,19 +53,19 @@ class ParamBinding:
 
     @property
     def row_size(self) -> int:
-        """How many elements a whole row has."""
+        """The number of elements of a whole row."""
         shape = self.shard.shape if self.shard else self.dense.shape
         return math.prod(shape[1:] if self.stacked else shape)
 
     def row_shards(self) -> list[Shard]:
-        """Where each row begins in the whole one; empty if all rows are whole."""
+        """The box of each row that this rank holds; empty if all rows are whole."""
         if self.shard is None or not self.stacked:
             return [self.shard] if self.shard else []
         first = self.shard.offset[0]
         return [self.shard.of_slice(first <= i < first + self.shard.size[0]) for i in range(self.shard.shape[0])]
 
     def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The rows of a gradient."""
+        """Return the rows of a gradient."""
         if grad is None:
             return (None,) * len(self.rows)
         return self.slices(real_view(grad.resolve_conj()).resolve_neg())
@@ -73,22 +73,22 @@ class ParamBinding:
 
 @dataclass
 class BucketPlan:
-    """A bucket, and where its rows come from."""
+    """A bucket, and the parameters whose rows it holds."""
 
     bucket: Bucket[Any]
     variant: Variant
     bindings: list[ParamBinding] = field(default_factory=list)
     direct: bool = True
-    """Parameters and gradients are used as they are."""
+    """Whether parameters and gradients are used as they are, without slices or copies."""
     indices: list[int] = field(default_factory=list)
-    """The parameters, among those of the plan."""
+    """The indices of the parameters in the plan."""
     all_unique_steps: list[Tensor] = field(default_factory=list)
-    """The counts of steps of all parameters."""
+    """The step counts of all parameters."""
     bound: list[ParamBinding] = field(default_factory=list)
     """The parameters that take part in this step."""
 
     def add(self, binding: ParamBinding, moments: dict[str, Tensor], number: int) -> None:
-        """Add the rows of a parameter, whose random bits a number tells from others'."""
+        """Add the rows of a parameter; `number` is its parameter id."""
         bucket, first = self.bucket, len(self.bucket.params)
         self.bindings.append(binding)
         self.indices.append(binding.index)
@@ -103,7 +103,7 @@ class BucketPlan:
         bucket.row_offsets += [i * binding.row_size for i in range(len(binding.rows))]
 
     def bind(self, grads: list[Tensor | None], *, missing: bool) -> None:
-        """Hand over this step's gradients, of which some are missing, and dense copies of parameters that need them."""
+        """Bind this step's gradients, of which some may be missing, and update the dense copies of parameters."""
         bucket, mine = self.bucket, list(map(grads.__getitem__, self.indices))
         bucket.grads, bucket.unique_steps, self.bound = mine, self.all_unique_steps, self.bindings
         if missing:
@@ -117,7 +117,7 @@ class BucketPlan:
                 binding.dense.copy_(binding.view)
 
     def release(self) -> None:
-        """Write dense copies back to the parameters that they stand for, and let go of the gradients."""
+        """Write dense copies back to their parameters, and release the gradients."""
         self.bucket.grads = []
         for binding in self.bound if not self.direct else ():
             if binding.dense is not binding.view:
@@ -125,7 +125,7 @@ class BucketPlan:
 
 
 class ShardLaunch(NamedTuple):
-    """A kernel for shards."""
+    """A kernel for shards, with its device and its sharded mesh dims."""
 
     kernel: ShardKernel
     device: torch.device
@@ -134,50 +134,50 @@ class ShardLaunch(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """Everything about a step of some parameters that stays as it is until one of them moves."""
+    """Everything about a step of some parameters that stays the same until one of them moves."""
 
     buckets: list[BucketPlan]
     kernels: list[tuple[torch.device, Kernel]]
-    """Kernels for tensors of which this rank has all."""
+    """Kernels for tensors that this rank holds completely."""
     meshes: dict[ReduceGroup, list[ShardLaunch]]
-    """Kernels for shards, by the ranks that add up their sums."""
+    """Kernels for shards, by reduce group."""
     labels: list[list[str]]
-    """For each parameter, the names of its rows."""
+    """The labels of the rows of each parameter."""
     row_indices: list[list[int]]
-    """For each parameter, its rows, counted through all buckets."""
+    """The rows of each parameter, counted through all buckets."""
     options_version: int
-    """Of the options that the buckets have."""
+    """The version of the buckets' options."""
     present: list[bool] = field(default_factory=list)
-    """Which parameters take part in this step."""
+    """Whether each parameter takes part in this step."""
     stepped: list[bool] = field(default_factory=list)
-    """Which of them took part in the last one."""
+    """Whether each parameter took part in the last step."""
 
     def bind(self, grads: list[Tensor | None]) -> None:
-        """Hand this step's gradients to the buckets; None for a parameter that takes no part in the step."""
+        """Bind this step's gradients to the buckets; None for a parameter that takes no part in the step."""
         self.present = [grad is not None for grad in grads]
         missing = not all(self.present)
         for bucket_plan in self.buckets:
             bucket_plan.bind(grads, missing=missing)
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
-        """Hand over options of which only numbers have changed."""
+        """Set options of which only numbers have changed."""
         for bucket_plan in self.buckets:
             bucket_plan.bucket.options = options[bucket_plan.variant]
         self.options_version = version
 
     def variants(self) -> set[Variant]:
-        """Which options its buckets have."""
+        """The variants of the buckets."""
         return {bucket_plan.variant for bucket_plan in self.buckets}
 
     def square_sums(self) -> list[Tensor]:
-        """Sums of all gradients' squares, over all ranks that have shards of them."""
+        """The sums of the squares of all gradients, over all ranks that hold shards of them."""
         sums = [kernel.square_sum() for _, kernel in self.kernels]
         for reduce_group, launches in self.meshes.items():
             sums.append(reduce_group.total([(launch.dims, launch.kernel.square_sum()) for launch in launches]))
         return sums
 
     def step_shards(self, scale: Tensor | float, apply_mask: Tensor | None) -> None:
-        """One step of all shards; kernels on one mesh go from sum to sum together."""
+        """Step all shards; the kernels of a reduce group share each reduction round."""
         for reduce_group, launches in self.meshes.items():
             running = [
                 (dims, kernel.sharded_step(on_device(scale, device), on_device(apply_mask, device)))
@@ -187,17 +187,17 @@ class StepPlan:
                 reduce_group.all_reduce(parts)
 
     def release(self) -> None:
-        """Let go of the gradients, after the step."""
+        """Release the gradients, after the step."""
         for bucket_plan in self.buckets:
             bucket_plan.release()
         self.stepped = self.present
 
     def step_labels(self) -> list[str]:
-        """The names of the rows that took part in the last step."""
+        """The labels of the rows that took part in the last step."""
         return [label for labels, here in zip(self.labels, self.stepped, strict=True) if here for label in labels]
 
     def figures(self) -> Tensor:
-        """What kernels wrote of the last step, and the learning rate that they were told, `[labels, 4]`."""
+        """The metrics of the last step, and the learning rate that kernels used, `[labels, 4]`."""
         row_indices = [row for mine, here in zip(self.row_indices, self.stepped, strict=True) if here for row in mine]
         device, tables = self.buckets[0].bucket.metrics.device, []
         for bucket_plan in self.buckets:
@@ -208,22 +208,22 @@ class StepPlan:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A tensor on a device; anything else as it is."""
+    """Return a tensor on a device, and anything else unchanged."""
     return value.to(device) if isinstance(value, Tensor) else value
 
 
 def scale_and_mask(
     settings: Settings, grad_scale: Tensor | None, found_inf: Tensor | None, square_sum: Callable[[], Tensor]
 ) -> tuple[Tensor | float, Tensor | None]:
-    """The factor of all gradients, and the apply mask: whether the step is written (None: it is).
+    """Return the factor of all gradients, and the apply mask; without one, kernels write the step.
 
     Both stay on their devices, and the host does not wait for them.
 
     Args:
         settings: Whether gradients are clipped, and whether a step whose gradients are not finite is skipped.
-        grad_scale: What a gradient scaler has multiplied them with.
-        found_inf: Not 0 if it found some that are not finite.
-        square_sum: The sum of all their squares, 0-dim; it is called only if an option needs it.
+        grad_scale: The factor by which a gradient scaler has multiplied them.
+        found_inf: A tensor that is not 0 if the scaler found gradients that are not finite.
+        square_sum: A function that returns the sum of their squares, 0-dim; it is called only if an option needs it.
     """
     scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
     mask = None if found_inf is None else (found_inf == 0).reshape(())
@@ -234,7 +234,7 @@ def scale_and_mask(
             clip = settings.max_grad_norm / norm
             scale = scale * torch.where(norm > settings.max_grad_norm, clip, torch.ones_like(clip))
             if settings.max_grad_norm <= LARGEST_NORM:
-                largest = torch.finfo(norm.dtype).max  # what is beyond is clipped
+                largest = torch.finfo(norm.dtype).max  # larger norms are clipped
         if settings.skip_nonfinite:
             fits = norm <= largest
             mask = fits if mask is None else mask & fits
@@ -244,7 +244,7 @@ def scale_and_mask(
 def square_sum_of(
     plans: list[StepPlan], wait: Callable[[int], None], groups: list[Group], settings: Settings
 ) -> Tensor:
-    """The sum of all gradients' squares; with a process group, over all of its ranks, also those without gradients."""
+    """The sum of all gradients' squares; with a process group, over all of its ranks, even those without gradients."""
     sums: list[Tensor] = []
     for part, plan in enumerate(plans):
         wait(part)

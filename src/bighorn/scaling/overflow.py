@@ -1,4 +1,4 @@
-"""Which gradients are not finite, and who decides."""
+"""Overflow: the gradients that are not finite, and the ranks that share found_inf."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 from bighorn.distributed import sharding
 
 MOST_NAMES = 5
-"""How many overflowed parameters of a rank an error names."""
+"""The most overflowed parameters of a rank that an error names."""
 
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Which gradients overflowed: as many flags as names, still on the device."""
+    """The gradients that overflowed, with one flag per name, still on the device."""
 
     names: list[str]
     flags: list[Tensor]
     group: Any
 
     def describe(self) -> str:
-        """Names by rank. All ranks of a group raise in the same step, so they can ask each other."""
+        """The names by rank. All ranks of a group raise in the same step, so that they can exchange names."""
         bad = [name for name, flag in zip(self.names, self.flags, strict=True) if flag.item()]
         if not dist.is_initialized():
             return _shortened(bad)
@@ -40,7 +40,7 @@ class OverflowReport:
 
 
 def group_of(optimizer: Optimizer) -> Any:
-    """The ranks that see different gradients: all, if a parameter is sharded. Gradients may be missing on a rank."""
+    """The ranks that see different gradients: all, if a parameter is sharded. A rank may lack gradients."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     sharded = any(sharding.is_sharded(param) for group in optimizer.param_groups for param in group["params"])
@@ -48,7 +48,7 @@ def group_of(optimizer: Optimizer) -> Any:
 
 
 def local_grads(optimizer: Optimizer, allow_fp16: bool) -> list[Tensor]:
-    """What lies on this rank of each gradient, real and dense, in the same memory."""
+    """This rank's shard of each gradient, real and dense, in the same memory."""
     grads: list[Tensor] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -58,13 +58,13 @@ def local_grads(optimizer: Optimizer, allow_fp16: bool) -> list[Tensor]:
                 if not allow_fp16:
                     _refuse_fp16(names_of(optimizer)[len(grads)])
                 if param.grad.is_sparse:
-                    param.grad = param.grad.coalesce()  # duplicates are added up, which may overflow
+                    param.grad = param.grad.coalesce()  # adds up duplicates, which may overflow
             grads.append(_real(sharding.local(param.grad)))
     return grads
 
 
 def names_of(optimizer: Optimizer) -> list[str]:
-    """What to call the parameters that have gradients."""
+    """The names or indices of the parameters that have gradients."""
     return [
         group["param_names"][j] if "param_names" in group else f"param_groups[{i}].params[{j}]"
         for i, group in enumerate(optimizer.param_groups)
@@ -88,7 +88,7 @@ def _real(grad: Tensor) -> Tensor:
 
 
 def batches(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients by device and dtype."""
+    """Group gradients by device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
         by_kind[grad.device, grad.dtype].append(grad)
@@ -97,7 +97,7 @@ def batches(grads: list[Tensor]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def unscale(batch: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """Multiply gradients of one device and dtype; 1.0 if one is not finite, else 0.0, where `found_inf` lies."""
+    """Multiply gradients of one device and dtype. Return 1.0 if one is not finite, else 0.0, on found_inf's device."""
     device = batch[0].device
     flag = torch.zeros_like(found_inf, device=device)
     torch._amp_foreach_non_finite_check_and_unscale_(list(batch), flag, inv_scale.to(device, non_blocking=True))

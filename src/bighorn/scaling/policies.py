@@ -1,4 +1,4 @@
-"""How the scale moves: pure transitions from one step's state to the next one's."""
+"""Policies for the loss scale: pure transitions from the state of one step to that of the next."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bighorn.arguments import integer, knows_its_keywords, number
 
 
 class ScaleState(NamedTuple):
-    """What a policy goes by, as 0-dim tensors on any device, so that nobody waits for their values.
+    """The state of a policy, as 0-dim tensors on any device, so that the host does not wait for their values.
 
     Attributes:
-        scale: What the loss is multiplied with, float32.
+        scale: The factor of the loss, float32.
         good_steps: Steps without an overflow since the last overflow or change of the scale, int32.
         bad_steps: Steps with an overflow since the last change of the scale, int32.
     """
@@ -32,7 +32,7 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 def check_scale(name: str, value: object) -> float:
-    """A number above 0 that float32 can hold."""
+    """Return a number above 0 that float32 can hold."""
     return number(name, value, FLOAT32.tiny, FLOAT32.max, span="above 0 that float32 can hold")
 
 
@@ -43,12 +43,12 @@ CHECKS: dict[str, Callable[[str, object], float]] = {
     "growth_interval": partial(integer, least=1),
     "backoff_interval": partial(integer, least=1),
 }
-"""What each number of a policy may be."""
+"""The check of each number of a policy."""
 
 
 @dataclass(frozen=True)
 class ScalePolicy(ABC):
-    """A first scale, and a pure transition from one step's state to the next one's."""
+    """An initial scale, and a pure transition from the state of one step to that of the next."""
 
     init_scale: float
 
@@ -57,16 +57,16 @@ class ScalePolicy(ABC):
             object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
 
     def start(self) -> ScaleState:
-        """The state before the first step, on the CPU."""
+        """Return the state before the first step, on the CPU."""
         zero = torch.zeros((), dtype=torch.int32, device="cpu")
         return ScaleState(torch.tensor(self.init_scale, dtype=torch.float32, device="cpu"), zero, zero)
 
     @abstractmethod
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
-        """The state after a step.
+        """Return the state after a step.
 
         Args:
-            state: The one before.
+            state: The state before the step.
             overflow: Whether a gradient was not finite; 0-dim, bool, on the state's device.
         """
 
@@ -74,36 +74,37 @@ class ScalePolicy(ABC):
 @knows_its_keywords
 @dataclass(frozen=True)
 class FixedScale(ScalePolicy):
-    """A scale that stays as it is. TensorFlow's and MindSpore's `FixedLossScaleManager`.
+    """A constant scale, as TensorFlow's and MindSpore's `FixedLossScaleManager`.
 
     Args:
         init_scale: The scale, above 0.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is out of range.
+        TypeError: `init_scale` is not a number.
+        ValueError: `init_scale` is out of range.
     """
 
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:  # noqa: ARG002 - ScalePolicy's signature
-        """The state after a step: the same."""
+        """Return the state unchanged."""
         return state
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class WindowScale(ScalePolicy):
-    """Grows after so many good steps in a row, shrinks at every overflow.
+    """A scale that grows after a number of consecutive good steps, and shrinks at every overflow.
 
-    `torch.amp.GradScaler`'s way, with its names and defaults, and that of MindSpore's `DynamicLossScaleManager`.
+    This is the policy of `torch.amp.GradScaler`, with its names and defaults, and of MindSpore's
+    `DynamicLossScaleManager`.
 
     Args:
         init_scale: The scale to start at, above 0. Default: 65536.0.
-        growth_factor: What the scale is multiplied with to grow, above 1. Default: 2.0.
-        backoff_factor: What the scale is multiplied with to shrink, between 0 and 1. Default: 0.5.
-        growth_interval: After how many consecutive good steps it grows. Default: 2000.
+        growth_factor: The factor by which the scale grows, above 1. Default: 2.0.
+        backoff_factor: The factor by which the scale shrinks, between 0 and 1. Default: 0.5.
+        growth_interval: The number of consecutive good steps after which the scale grows. Default: 2000.
 
     Raises:
-        TypeError: A value is no number, or `growth_interval` no whole one.
+        TypeError: A value is not a number, or `growth_interval` is not an integer.
         ValueError: A value is out of range.
     """
 
@@ -113,27 +114,28 @@ class WindowScale(ScalePolicy):
     growth_interval: int = 2000
 
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
-        """The state after a step, as `ScalePolicy.next`."""
+        """Return the state after a step, as in `ScalePolicy.next`."""
         return _adapted(self, 1, state, overflow)
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class ExponentialScale(ScalePolicy):
-    """Grows after so many good steps in a row, shrinks after so many overflows, which need not be in a row.
+    """A scale that grows after a number of consecutive good steps, and shrinks after a number of overflows.
 
-    TensorFlow's `ExponentialUpdateLossScaleManager`, which Ascend's npu_bridge takes over: a good step does not clear
-    the count of bad ones, a bad step clears the count of good ones, and a change of the scale clears both.
+    This is the policy of TensorFlow's `ExponentialUpdateLossScaleManager`, which Ascend's npu_bridge has adopted.
+    Overflows need not be consecutive: a good step does not clear the count of bad ones, a bad step clears the count of
+    good ones, and a change of the scale clears both.
 
     Args:
         init_scale: The scale to start at, above 0. Default: 65536.0.
-        growth_factor: What the scale is multiplied with to grow, above 1. Default: 2.0.
-        backoff_factor: What the scale is multiplied with to shrink, between 0 and 1. Default: 0.8.
-        growth_interval: After how many consecutive good steps it grows. Default: 2000.
-        backoff_interval: After how many overflows since the last change it shrinks. Default: 2.
+        growth_factor: The factor by which the scale grows, above 1. Default: 2.0.
+        backoff_factor: The factor by which the scale shrinks, between 0 and 1. Default: 0.8.
+        growth_interval: The number of consecutive good steps after which the scale grows. Default: 2000.
+        backoff_interval: The number of overflows since the last change after which the scale shrinks. Default: 2.
 
     Raises:
-        TypeError: A value is no number, or an interval no whole one.
+        TypeError: A value is not a number, or an interval is not an integer.
         ValueError: A value is out of range.
 
     Example:
@@ -155,14 +157,14 @@ class ExponentialScale(ScalePolicy):
     backoff_interval: int = 2
 
     def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
-        """The state after a step, as `ScalePolicy.next`."""
+        """Return the state after a step, as in `ScalePolicy.next`."""
         return _adapted(self, self.backoff_interval, state, overflow)
 
 
 def _adapted(
     policy: WindowScale | ExponentialScale, backoff_interval: int, state: ScaleState, overflow: Tensor
 ) -> ScaleState:
-    """One transition; a scale that would leave float32 stays, and the counts are cleared as if it had changed."""
+    """Compute one transition. A scale that would overflow float32 does not grow, but the counts are cleared."""
     zero = torch.zeros_like(state.good_steps)
     good = torch.where(overflow, zero, state.good_steps + 1)
     bad = torch.where(overflow, state.bad_steps + 1, state.bad_steps)

@@ -1,4 +1,4 @@
-"""The scaler: torch's GradScaler with policies, bounds and a verdict that all ranks share."""
+"""LossScaler: torch's GradScaler with policies, bounds and a found_inf that all ranks share."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, W
 
 
 class LossScaler(GradScaler):
-    """A `torch.amp.GradScaler` with a choice of policies, bounds, and one verdict for all ranks, devices and meshes.
+    """A `torch.amp.GradScaler` with a choice of policies, bounds, and one found_inf for all ranks, devices and meshes.
 
-    It is used as torch's, in loops of one's own and in trainers that take a GradScaler, with any torch optimizer.
-    Bighorn's optimizers unscale inside their step, which writes nothing on an overflow, so that the host never waits.
+    Use it like torch's scaler, in your own training loop or in trainers that accept a GradScaler, with any torch
+    optimizer. Bighorn's optimizers unscale inside their step, which writes nothing on an overflow, so that the host
+    never waits.
 
-    Which steps overflow is decided over all gradients of an optimizer together, after their reduction, so that an
-    overflow on one rank and one in the reduction are both seen. Where ranks could see different gradients the verdict
-    is their maximum, by one all-reduce of one number:
+    Overflow is detected over all gradients of an optimizer together, after their reduction, so that an overflow on one
+    rank and one in the reduction are both found. If ranks can see different gradients, found_inf is the maximum over
+    ranks, with one all-reduce of one number:
 
     * One process, DistributedDataParallel, and ZeroRedundancyOptimizer above it: every rank sees the same reduced
       gradients, so nothing is sent.
     * FSDP2, tensor parallelism and mixtures of meshes (any DTensor among the parameters), and FSDP1: over all ranks.
-      torch 2.13's GradScaler asks the mesh of the first gradient alone.
-    * Anything else that gives ranks gradients of their own, such as stages of a pipeline or whole tensors per rank, and
-      DTensors that a part of the ranks trains: pass the `process_group` that steps together.
+      torch 2.13's GradScaler only reduces over the mesh of the first gradient.
+    * Any other setup in which ranks have different gradients, such as stages of a pipeline or whole tensors per rank,
+      and DTensors that only some of the ranks train: pass the `process_group` of the ranks that step together.
 
-    The scale lives on the device of the first loss that is scaled.
+    The scale is on the device of the first loss that is scaled.
 
     Args:
-        policy: How the scale moves: a FixedScale, WindowScale or ExponentialScale. Default: None, which is
-            WindowScale().
+        policy: The rule by which the scale changes: a FixedScale, WindowScale or ExponentialScale. Default: None, which
+            is WindowScale().
         min_scale: The scale never falls below it. Default: 1.0.
-        max_scale: The scale never rises above it; None: what float32 can hold. Default: None.
-        skip_on_overflow: False: step even where gradients are not finite. Default: True.
-        max_consecutive_overflows: After so many steps with an overflow in a row the next one raises. It is one step
-            late so that the host need not wait for the device. None: never. Default: None.
-        process_group: The ranks that share a verdict, each of which must step as often as the others. None: as said
-            above. Default: None.
+        max_scale: The scale never rises above it; None: the largest value of float32. Default: None.
+        skip_on_overflow: False: step even if gradients are not finite. Default: True.
+        max_consecutive_overflows: The number of consecutive steps with an overflow after which the next one raises. The
+            error comes one step late, so that the host need not wait for the device. None: never. Default: None.
+        process_group: The ranks that share found_inf, each of which must step as often as the others. None: as
+            described above. Default: None.
         enabled: False: everything passes through unscaled. Default: True.
 
     Raises:
@@ -97,7 +98,8 @@ class LossScaler(GradScaler):
         self.max_consecutive_overflows = max_consecutive_overflows
         self.process_group = process_group
         self._check_bounds("init_scale", policy.init_scale)
-        # "cpu": torch's class looks for a GPU where it is "cuda", and uses it for nothing else that is not done here.
+        # torch's class looks for a GPU if the device is "cuda", and uses the device for nothing else that is not done
+        # here.
         super().__init__("cpu", init_scale=policy.init_scale, enabled=enabled)
         self._bad_steps: Tensor | int = 0
         self._overflows: Tensor | int = 0
@@ -112,17 +114,17 @@ class LossScaler(GradScaler):
             )
         return scale
 
-    # ---- the verdict ------------------------------------------------------------------------------------------------
+    # ---- found_inf --------------------------------------------------------------------------------------------------
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply gradients with `inv_scale`, and tell whether any of them, on any rank, is not finite."""
+        """Multiply gradients by `inv_scale`, and compute whether any of them, on any rank, is not finite."""
         overflows, limit = self._known_overflows(), self.max_consecutive_overflows
         if limit is not None and overflows >= limit and self._overflow_reports:
             self._give_up(overflows)
         grads = local_grads(optimizer, allow_fp16)
-        # Each gradient has a flag of its own where this may be one overflow too many; else they share one.
+        # Each gradient has a flag of its own if this may be one overflow too many; otherwise they share one.
         watch = limit is not None and overflows + 1 >= limit
         flags = [unscale(batch, inv_scale, found_inf) for batch in (zip(grads) if watch else batches(grads))]
         verdict = torch.stack([found_inf, *flags]).amax()
@@ -137,7 +139,7 @@ class LossScaler(GradScaler):
         return {verdict.device: verdict if self.skip_on_overflow else torch.zeros_like(verdict)}
 
     def _known_overflows(self) -> int:
-        """How many steps in a row had overflowed at the last update; nobody asks where no number is too many."""
+        """The number of consecutive overflows at the last update; 0 without a limit, so that the host does not wait."""
         if self.max_consecutive_overflows is None:
             return 0
         return int(self._overflows) if self._late_overflows is None else self._late_overflows.read()
@@ -156,24 +158,24 @@ class LossScaler(GradScaler):
 
         Args:
             optimizer: Any torch optimizer.
-            *args: For its `step`.
-            **kwargs: For its `step`.
+            *args: Arguments of its `step`.
+            **kwargs: Keyword arguments of its `step`.
 
         Returns:
-            What its `step` returned, or None where that was not called.
+            The value that its `step` returned, or None if that was not called.
 
         Raises:
             RuntimeError: A closure is given, or this is the second step since `update`.
-            TypeError: It is no optimizer.
+            TypeError: `optimizer` is not an optimizer.
             ValueError: A gradient is float16, and the optimizer does not unscale by itself.
-            FloatingPointError: `max_consecutive_overflows` steps before this one overflowed. It names the parameters
-                and the ranks; nothing has changed.
+            FloatingPointError: `max_consecutive_overflows` steps before this one overflowed. The message names the
+                parameters and the ranks; nothing has changed.
         """
         if self._enabled and any(arg is not None for arg in args):
             raise RuntimeError("LossScaler.step takes no closure: gradients from a second backward would not be scaled")
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-        # Only for the time of this call: Lightning clips for no optimizer that always says so.
+        # This is set for this call only, since Lightning refuses to clip for an optimizer that always has it.
         says_so = self._enabled and not hasattr(optimizer, "_step_supports_amp_scaling")
         hand_over = says_so and getattr(optimizer, "takes_grad_scale", False)
         if hand_over:
@@ -181,7 +183,7 @@ class LossScaler(GradScaler):
         try:
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
-            # torch 2.13 leaves both behind where a step raises, and multiplies the next scale with the old one.
+            # torch 2.13 keeps both attributes if a step raises, and multiplies the next scale by the old one.
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
             raise
@@ -192,14 +194,14 @@ class LossScaler(GradScaler):
     # ---- the scale --------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale as the policy says; once, after the steps of all optimizers.
+        """Update the scale by the policy. Call this once, after the steps of all optimizers.
 
         Args:
-            new_scale: Set the scale to this instead, and count overflows in a row anew. The value of a tensor is not
-                looked at, but kept within `min_scale` and `max_scale`. Default: None.
+            new_scale: A scale to set instead, which also resets the count of consecutive overflows. The value of a
+                tensor is not read, but clamped to `min_scale` and `max_scale`. Default: None.
 
         Raises:
-            AssertionError: Nothing was scaled, or no optimizer stepped, since the last update.
+            AssertionError: Nothing was scaled, or no optimizer was stepped, since the last update.
             TypeError: `new_scale` is neither a number nor a tensor of one.
             ValueError: `new_scale` is not within the bounds.
         """
@@ -233,27 +235,27 @@ class LossScaler(GradScaler):
         self._per_optimizer_states.clear()
 
     def get_growth_factor(self) -> float:
-        """The policy's growth_factor."""
+        """Return the policy's growth_factor."""
         return float(self._of_policy("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Go on with another growth_factor."""
+        """Set the policy's growth_factor."""
         self._change_policy(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """The policy's backoff_factor."""
+        """Return the policy's backoff_factor."""
         return float(self._of_policy("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Go on with another backoff_factor."""
+        """Set the policy's backoff_factor."""
         self._change_policy(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """The policy's growth_interval."""
+        """Return the policy's growth_interval."""
         return int(self._of_policy("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Go on with another growth_interval."""
+        """Set the policy's growth_interval."""
         self._change_policy(growth_interval=new_interval)
 
     def _of_policy(self, name: str) -> Any:
@@ -262,12 +264,12 @@ class LossScaler(GradScaler):
     def _change_policy(self, **numbers: float) -> None:
         self.policy = replace(self.policy, **numbers)
 
-    # ---- state in and out -------------------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, counters and the policy's numbers; empty where not enabled. To be called after `update`.
+        """Return the scale, the counters and the policy's numbers; empty if not enabled. Call this after `update`.
 
-        That of a WindowScale or ExponentialScale can be loaded into torch's GradScaler, too.
+        The state of a WindowScale or ExponentialScale can be loaded into torch's GradScaler, too.
         """
         if not self._enabled:
             return {}
@@ -282,16 +284,16 @@ class LossScaler(GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict()` was taken, with the policy's numbers from there; a no-op where not enabled.
+        """Load a `state_dict`, including the policy's numbers; a no-op if not enabled.
 
         Args:
-            state_dict: What `state_dict` of a LossScaler gave, or, for a WindowScale, that of torch's GradScaler.
+            state_dict: The `state_dict` of a LossScaler or, for a WindowScale, of torch's GradScaler.
 
         Raises:
-            RuntimeError: It is empty, since its scaler was not enabled.
-            TypeError: It is no mapping, or a value is no number.
-            ValueError: It is of another policy, misses a key or has one too many, or holds a value out of range; the
-                scaler is as before.
+            RuntimeError: The dict is empty, since its scaler was not enabled.
+            TypeError: The dict is not a mapping, or a value is not a number.
+            ValueError: The dict is of another policy, lacks a key, has an unknown key, or holds a value out of range.
+                The scaler is unchanged.
         """
         if not self._enabled:
             return

@@ -1,8 +1,8 @@
 """Schedules: a learning rate or a weight decay by step, counted from 0.
 
-A schedule is a small frozen dataclass that is called with the step. It keeps nothing, so it can be shared between
-groups, compared, hashed, copied and pickled; its repr is the code that makes it. Where a schedule is taken, any other
-callable from the step to a number will do as well.
+A schedule is a small frozen dataclass that is called with the step. It has no state, so it can be shared between
+groups, compared, hashed, copied and pickled; its repr is the code that constructs it. Any other callable from the step
+to a number can be used in place of a schedule.
 
 In the formulas s is the step and D is `decay_steps`.
 

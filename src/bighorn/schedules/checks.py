@@ -1,4 +1,4 @@
-"""What may stand in a schedule and come out of it."""
+"""Checks of the arguments and the values of schedules."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from bighorn.arguments import flag, integer, number
 
 
 def check_value(name: str, value: object, *, above_zero: bool = False) -> float:
-    """A finite number that is not negative: all that a learning rate or a weight decay can be at any step."""
+    """Return a finite number that is not negative, which a learning rate or a weight decay must be at any step."""
     return number(name, plain(value), above=above_zero)
 
 
 def check_length(name: str, value: object) -> int:
-    """A number of steps or samples, at least 1."""
+    """Return a number of steps or samples, at least 1."""
     return integer(name, value, least=1)
 
 
@@ -50,7 +50,7 @@ def _sequence(name: str, value: object) -> Sequence[object]:
 
 
 def plain(value: object) -> object:
-    """A tensor's or an array's content in Python's own numbers and lists; anything else as it is."""
+    """Return the content of a tensor or an array as Python's own numbers and lists, and anything else unchanged."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else value
 
@@ -73,4 +73,4 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
     "first": _check_callable,
     "second": _check_callable,
 }
-"""What each argument may be: a name means the same in every schedule."""
+"""The check of each argument; a name has the same meaning in every schedule."""

@@ -1,4 +1,4 @@
-"""Values that fall as a formula says."""
+"""Schedules whose values fall by a formula."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Inverse(Schedule):
 
     Args:
         lr: The value at step 0.
-        decay_rate: What D steps add to the divisor, above 0.
+        decay_rate: The amount that D steps add to the divisor, above 0.
         decay_steps: D, at least 1.
         staircase: Whether the value falls once in D steps and not at each. Default: False.
 
@@ -87,14 +87,14 @@ class Inverse(Schedule):
 
 
 def _decays(step: int, decay_steps: int, staircase: bool) -> float:
-    """How many times the decay was applied so far: in stairs, or with fractions."""
+    """The number of decays so far: an integer in a staircase, otherwise with fractions."""
     return step // decay_steps if staircase else step / decay_steps
 
 
 @knows_its_keywords
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """end_lr + (lr - end_lr) / 2 * (1 + cos(pi * min(s, D) / D)): half a wave, and `end_lr` ever after.
+    """end_lr + (lr - end_lr) / 2 * (1 + cos(pi * min(s, D) / D)): half a wave, and then `end_lr`.
 
     Args:
         lr: The value at step 0.
@@ -118,7 +118,7 @@ class Cosine(Schedule):
 @knows_its_keywords
 @dataclass(frozen=True)
 class Polynomial(Schedule):
-    """(lr - end_lr) * (1 - min(s, D) / D) ** power + end_lr, and `end_lr` ever after; linear for a power of 1.
+    """(lr - end_lr) * (1 - min(s, D) / D) ** power + end_lr, and then `end_lr`; linear for a power of 1.
 
     Args:
         lr: The value at step 0.
@@ -126,7 +126,7 @@ class Polynomial(Schedule):
         end_lr: The value at the end. Default: 0.0.
         power: The exponent, above 0. Default: 1.0.
         update_decay_steps: Whether D grows with the step, to D * max(ceil(s / D), 1): after each D steps the value
-            leaps up and falls to `end_lr` again, more slowly each time. Default: False.
+            jumps up and falls to `end_lr` again, more slowly each time. Default: False.
 
     Example:
         >>> Polynomial(lr=1.0, decay_steps=2, power=2.0).as_list(4)

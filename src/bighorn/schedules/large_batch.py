@@ -1,4 +1,4 @@
-"""From one batch size to another."""
+"""Learning rates and schedules for another batch size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bighorn.schedules.decay import Polynomial
 from bighorn.schedules.schedule import Schedule
 
 RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float}
-"""How the learning rate grows with the batch."""
+"""The rules by which the learning rate grows with the batch."""
 
 
 def scaled_lr(base_lr: float, base_batch: int, batch: int, rule: str = "sqrt") -> float:
-    """The learning rate for `batch`, where `base_lr` is good for `base_batch`.
+    """Return the learning rate for `batch`, given that `base_lr` is good for `base_batch`.
 
     Args:
         base_lr: A learning rate.
@@ -27,7 +27,7 @@ def scaled_lr(base_lr: float, base_batch: int, batch: int, rule: str = "sqrt") -
         >>> scaled_lr(0.01, base_batch=256, batch=4096), scaled_lr(0.01, base_batch=256, batch=4096, rule="linear")
         (0.04, 0.16)
     """
-    if rule not in list(RULES):  # it may be of a type that cannot be looked up
+    if rule not in list(RULES):  # rule may be of a type that is not hashable
         raise ValueError(f"rule={rule!r} is not known: use {' or '.join(map(repr, RULES))}")
     growth = check_length("batch", batch) / check_length("base_batch", base_batch)
     return check_value("base_lr", base_lr) * RULES[rule](growth)
@@ -36,13 +36,15 @@ def scaled_lr(base_lr: float, base_batch: int, batch: int, rule: str = "sqrt") -
 def large_batch(
     base_lr: float, base_batch: int, batch: int, *, steps: int, base_warmup: float, rule: str = "sqrt"
 ) -> Schedule:
-    """The schedule for `batch` from what is good for `base_batch`, untuned: how LAMB's authors scale the batch.
+    """Return the schedule for `batch` from values that are good for `base_batch`, by the rule of LAMB's authors.
 
     The learning rate grows by the square root of the batch and the warm-up's share of the run grows linearly, so that
-    at a fixed number of epochs the warm-up always takes as many steps; after it, linear decay to 0.
+    at a fixed number of epochs the warm-up always takes the same number of steps. Linear decay to 0 follows. Nothing is
+    tuned for the new batch.
 
     Source: You et al., arXiv:1904.00962v5, section 4.3 with Table 4 (BERT) and Table 5 (ResNet-50); the decay,
-    lr * (1 - t / T), is that of section 4.1. The paper does not say from where t counts: here, from the warm-up's end.
+    lr * (1 - t / T), is that of section 4.1. The paper does not specify where t starts; here, it starts at the
+    warm-up's end.
 
     Args:
         base_lr: The peak learning rate that is good for `base_batch`.
@@ -50,7 +52,7 @@ def large_batch(
         batch: Samples per step of this run.
         steps: Steps of this run, warm-up included.
         base_warmup: The share of the run that is warm-up at `base_batch`, at least 0 and below 1.
-        rule: How the learning rate grows: "sqrt", the paper's, or "linear". Default: "sqrt".
+        rule: The rule by which the learning rate grows: "sqrt", as in the paper, or "linear". Default: "sqrt".
 
     Raises:
         ValueError: A value is out of range, or at this batch the warm-up would fill the run.

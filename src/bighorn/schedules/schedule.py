@@ -1,4 +1,4 @@
-"""What all schedules can do, and the two that join others: a warm-up before one, and one after another."""
+"""The base class of schedules, a warm-up, and the chain of one schedule and another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bighorn.schedules.checks import CHECKS, check_value
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """What all schedules can do.
+    """The base class of all schedules.
 
     Raises:
         TypeError: An argument, or the step, is of a wrong type.
@@ -25,7 +25,7 @@ class Schedule(ABC):
             object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
 
     def __call__(self, step: int) -> float:
-        """The value at a step, counted from 0."""
+        """Return the value at a step, counted from 0."""
         step = integer("step", step)
         try:
             value = self._at(step)
@@ -38,7 +38,7 @@ class Schedule(ABC):
         """The formula, for a step that is an integer and not negative."""
 
     def as_list(self, steps: int) -> list[float]:
-        """The values of the first `steps` steps.
+        """Return the values of the first `steps` steps.
 
         Example:
             >>> WarmUp(lr=1.0, warmup_steps=4).as_list(6)
@@ -47,7 +47,7 @@ class Schedule(ABC):
         return [self(step) for step in range(integer("steps", steps))]
 
     def then(self, second: Callable[[int], float], at: int) -> Chain:
-        """This schedule before step `at`, and from there on another one, which sees steps from 0 again.
+        """Return this schedule before step `at`, followed by another one, whose steps start at 0 again.
 
         Args:
             second: A schedule, or any callable from the step to a number.
@@ -61,10 +61,9 @@ class Schedule(ABC):
         return Chain(self, second, at)
 
     def after_warmup(self, warmup_steps: int) -> Schedule:
-        """A linear warm-up to this schedule's first value, and then this schedule from its beginning.
+        """Return a linear warm-up to this schedule's first value, followed by this schedule from its beginning.
 
-        The warm-up does not start from zero, since a step at a learning rate of 0 is a step lost: see
-        `WarmUp.from_zero`.
+        The warm-up does not start from zero, since a step at a learning rate of 0 is wasted: see `WarmUp.from_zero`.
 
         Args:
             warmup_steps: Steps of the warm-up; 0 for none.
@@ -82,13 +81,13 @@ class Schedule(ABC):
 @knows_its_keywords
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """lr * min(s, W) / W, where W is `warmup_steps`: from 0 to `lr`, and `lr` ever after.
+    """lr * min(s, W) / W, where W is `warmup_steps`: from 0 to `lr`, and then `lr`.
 
     Args:
         lr: The value after the warm-up.
         warmup_steps: W, at least 1.
-        from_zero: Whether step 0 gets 0, which moves nothing. If not, s is counted from 1: step 0 gets lr / W, and step
-            W - 1 gets `lr`. Default: True.
+        from_zero: Whether the value of step 0 is 0, which changes nothing. If not, s is counted from 1: step 0 gets
+            lr / W, and step W - 1 gets `lr`. Default: True.
 
     Example:
         >>> WarmUp(lr=1.0, warmup_steps=4).as_list(5)
@@ -109,12 +108,12 @@ class WarmUp(Schedule):
 @knows_its_keywords
 @dataclass(frozen=True)
 class Chain(Schedule):
-    """first(s) before step `at`, and second(s - at) from there on: what `Schedule.then` returns.
+    """first(s) before step `at`, and second(s - at) from then on, as `Schedule.then` returns it.
 
     Args:
         first: A schedule, or any callable from the step to a number.
-        second: Another one; its steps are counted from its own start.
-        at: The first step of the second one, at least 1.
+        second: Another schedule or callable; its steps are counted from its own start.
+        at: The first step of the second schedule, at least 1.
 
     Example:
         >>> from bighorn.schedules import Polynomial

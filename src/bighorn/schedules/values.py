@@ -1,4 +1,4 @@
-"""Values that are given one by one, for every step or from some steps on."""
+"""Schedules with explicit values, for every step or from certain steps on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bighorn.schedules.checks import plain
 from bighorn.schedules.schedule import Schedule
 
 MAX_VALUES = 2**22
-"""Steps that `Values.of` takes before it calls an iterable infinite."""
+"""The number of values that `Values.of` reads before it treats an iterable as infinite."""
 
 
 @knows_its_keywords
@@ -50,7 +50,7 @@ class PiecewiseConstant(Schedule):
 @knows_its_keywords
 @dataclass(frozen=True)
 class Values(Schedule):
-    """values[s]: a list with one value for every step, and an error past its end.
+    """values[s], from a list with one value for every step; a step past its end is an error.
 
     Args:
         values: The values in a list or a tuple, at least one; `Values.of` takes other iterables.
@@ -71,7 +71,7 @@ class Values(Schedule):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Values:
-        """The values of any iterable: a list, a generator, a 1-D tensor or array. It is read to its end at once.
+        """Return the values of any iterable: a list, a generator, a 1-D tensor or array. It is read to its end at once.
 
         Args:
             values: Numbers in the order of the steps, at least 1 and at most 4194304 of them (2**22).

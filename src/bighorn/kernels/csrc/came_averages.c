@@ -40,7 +40,7 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
     if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
 }
 
-/* Rows that lie within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
+/* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
 void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;

@@ -24,7 +24,7 @@ double came_row_mean(const CameJob *job, const CameAverage *average, int64_t mat
 
 void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s);
 
-/* Rows that lie within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
+/* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
 void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
 
 /* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */

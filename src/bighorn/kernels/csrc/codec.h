@@ -44,7 +44,7 @@ static inline CodecPart next_codec_part(int64_t inner, CodecPart part, int64_t e
 #define EACH_CODEC_PART(part, inner, start, end) \
     for (CodecPart part = first_codec_part(inner, start, end); part.size > 0; part = next_codec_part(inner, part, end))
 
-/* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
+/* ---- scales; forms are compile-time constants ------------------------------------------------------------- */
 
 /* A block's scale, which is the block's largest magnitude, with the factors that follow from it. The specification
  * divides values by the scale; this code multiplies each value once. */

@@ -111,7 +111,7 @@ static inline void narrow(const float *restrict values, int n, void *data, int t
     }
 }
 
-/* ---- one element of float32 or bfloat16; types are known when this is compiled --------------------------- */
+/* ---- one element of float32 or bfloat16; types are compile-time constants -------------------------------- */
 
 FORCE_INLINE_TEMPLATE void *at(const void *data, const int type, int64_t start) {
     return (char *)data + start * (type == FLOAT32 ? 4 : 2);

@@ -43,7 +43,7 @@ static inline void random_bits(const Weights *w, uint32_t rng_key, int64_t start
     }
 }
 
-/* ---- one element; types are known when this is compiled -------------------------------------------------- */
+/* ---- one element; types are compile-time constants ------------------------------------------------------- */
 
 FORCE_INLINE_TEMPLATE float from_half(const int type, uint16_t half) {
     return type == BFLOAT16 ? from_bits((uint32_t)half << 16) : from_float16(half);

@@ -17,7 +17,7 @@ PACKAGES = {
 
 
 def main() -> None:
-    """Run the command line, or name the packages that are missing for it."""
+    """Run the command line, or report the packages that are missing for it."""
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
         sys.exit(f"bighorn: the command line needs {', '.join(missing)}. Install it with: pip install 'bighorn[cli]'")

@@ -1,6 +1,6 @@
 """``python -m bighorn.cli``, and ``torchrun -m bighorn.cli train`` for several processes.
 
-A Ctrl-C ends it as it does the console script, but for the second before this module, in which Python imports
+A Ctrl-C ends it as it ends the console script, except in the second before this module runs, in which Python imports
 ``bighorn``, and so torch, to find it.
 """
 

@@ -27,25 +27,26 @@ from bighorn.cli.shapes import SHAPES, Shape
 from bighorn.cli.values import at_least, check_device, names, positive
 
 WIDTH_OF_FILES = 160
-"""Columns of text for output that is no terminal, which rich would wrap at 80; the widest table has 120."""
+"""Columns of text if the output is not a terminal, where rich would wrap at 80; the widest table has 120."""
 
 MOST_FOR_ERROR = 500_000_000
-"""Parameters of a set, above which the error is left out: its float64 steps would take longer than all the others."""
+"""The largest number of parameters of a set whose error is measured: its float64 steps would take longer than all
+others."""
 
 
 @dataclass(frozen=True)
 class Instrument:
-    """The measurements of a device."""
+    """The measurements on a device."""
 
     facts: Callable[[], dict[str, Any]]
-    """The device, as JSON."""
+    """Returns the properties of the device, as JSON."""
     compare: Callable[[Optimizer, Optimizer, float], dict[str, Any]]
-    """Times of a baseline and an optimizer for some seconds, as JSON."""
+    """Returns times of a baseline and an optimizer for some seconds, as JSON."""
     temporaries: Callable[[Callable[[], object]], int | None]
     seconds: float
     """The default of `--seconds`."""
     copy_speed: Callable[[], float | None] | None = None
-    """Bytes per second of a copy, where steps are compared with one."""
+    """Returns the bytes per second of a copy; None if steps are not compared with a copy."""
 
 
 INSTRUMENTS = {
@@ -84,7 +85,7 @@ class BenchConfig:
 
     @property
     def layout(self) -> BenchTable:
-        """The table; without ``--table``, the one of the device."""
+        """The table of columns; without ``--table``, the default of the device."""
         return TABLES[self.table or ("gpu" if self.device == "cuda" else "steps")]
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         shapes = list(SHAPES[name]())
         result = {"shapes": name, **_measure(shapes, builds, config, console)}
         content["results"].append(result)
-        if json_file is not None:  # after each set: what a peer does to the device can end the run
+        if json_file is not None:  # written after each set, since an error of a peer on the device can end the run
             files.write_json(json_file, content)
         console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(result['parameters'])} parameters")
         console.print(as_table(result["optimizers"], layout.columns))
@@ -163,7 +164,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
 
 
 def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:
-    """The optimizers by name, the baseline first, and why some are absent; an error if ``--optimizers`` names one."""
+    """Return the optimizers by name, the baseline first, and why others are absent: an error for ``--optimizers``."""
     layout, asked = config.layout, config.optimizers
     wanted = (layout.baseline, *(layout.peers if asked is None else names("--optimizers", asked, PEERS)))
     builds, absent = {}, {}
@@ -200,10 +201,10 @@ def _measure(
             try:
                 rows.append({"name": name, **_row(PEERS[name], build, baseline, weights, grads, config)})
             except Exception as reason:
-                if not rows or config.optimizers is not None:  # the baseline, or one that was asked for
+                if not rows or config.optimizers is not None:  # the baseline, or an optimizer that was requested
                     raise
                 failed[name] = f"{type(reason).__name__}: {reason}"
-            gc.collect()  # an optimizer in a reference cycle would keep its memory during the next row
+            gc.collect()  # otherwise an optimizer in a reference cycle would keep its memory during the next row
             bar.advance(task)
     if instrument.copy_speed:
         copies.append(instrument.copy_speed())
@@ -246,7 +247,7 @@ def _beside(
         **instrument.compare(baseline, optimizer, instrument.seconds if config.seconds is None else config.seconds),
         "first_step_s": first_step,
         "temporaries_bytes": extra,
-        "state_bytes": state or None,  # some optimizers keep theirs outside `state`
+        "state_bytes": state or None,  # some optimizers keep tensors outside `state`
         "bytes_once": once,
         "bytes_moved": traffic.bytes_moved(optimizer, config.clip is not None) or once,
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
@@ -254,7 +255,7 @@ def _beside(
 
 
 def _relate(row: dict[str, Any], copies: Sequence[float | None]) -> None:
-    """Give a row its rates relative to a copy's, the mean of those that were measured."""
+    """Add to a row its rates relative to a copy's rate, which is the mean of those that were measured."""
     speeds = [speed for speed in copies if speed is not None]
     known = bool(speeds) and row["ms"] is not None
     for figure, size in (("of_copy", "bytes_moved"), ("of_copy_once", "bytes_once")):

@@ -1,4 +1,4 @@
-"""The table of ``bighorn bench``: measured rows in words, and the notes below them."""
+"""The table of ``bighorn bench``: measured rows as text, and the notes below them."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "state": lambda row: _megabytes(row["state_bytes"]),
     "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",
 }
-"""The columns by name, each from a measured row to text."""
+"""The columns by name: functions from a measured row to text."""
 
 
 def _megabytes(size: int | None) -> str:

@@ -22,7 +22,7 @@ from bighorn.cli.values import matches
 FORMAT = "bighorn checkpoint 2"
 FIELDS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
 ELSEWHERE = ("data", "device", "threads")
-"""Options that may differ when a run is resumed, such as on another machine."""
+"""Options that may differ when a run is resumed, for example on another machine."""
 REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."
 
 
@@ -51,10 +51,10 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, without running code from the file. The tensors of a folder are not read yet.
+    """Read a checkpoint without running code from the file. The tensors of a folder are not read yet.
 
     Raises:
-        InputError: For a file that is missing, damaged or of another kind.
+        InputError: The file is missing, damaged or of another kind.
     """
     place = sharded_checkpoint.find(path) if path.is_dir() else None
     file = path if place is None else place / sharded_checkpoint.COMPLETE
@@ -62,18 +62,18 @@ def load(path: Path) -> dict[str, Any]:
         raise InputError(f"--resume {path}: there is no such file.")
     try:
         with zipfile.ZipFile(file) as archive:
-            broken = archive.testzip()  # torch.load does not look at checksums
+            broken = archive.testzip()  # torch.load does not verify checksums
         if broken is not None:
             raise zipfile.BadZipFile(broken)
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever its zip, pickle and storage readers raise
+    except Exception as error:  # torch.load can raise any error of its zip, pickle and storage readers
         raise InputError(f"--resume {file} is damaged or not a checkpoint of bighorn train. {REMEDY}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise InputError(f"--resume {file} was not written by this version of `bighorn train --save`. {REMEDY}")
     for name, kind in FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
             raise InputError(f"--resume {file} is damaged: its {name} is missing or no {kind.__name__}. {REMEDY}")
-    checksums = checkpoint.get("files", {})  # there were none at first
+    checksums = checkpoint.get("files", {})  # the first version had no checksums
     if not matches(checksums, dict[str, int]):
         raise InputError(f"--resume {file} is damaged: its files are {_short(checksums)}. {REMEDY}")
     damage = None if place is None else sharded_checkpoint.damage(place, checksums)
@@ -83,10 +83,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
-    """Continue ``run`` from ``checkpoint``; returns what differs now and may change the last bits of the result.
+    """Continue ``run`` from ``checkpoint``; return the differences that may change the last bits of the result.
 
     Raises:
-        InputError: If the data are not those of the saved run.
+        InputError: The data are not those of the saved run.
     """
     if checkpoint["data"] != run.dataset.fingerprint():
         raise InputError(f"the training data ({run.dataset.description}) are not those of the checkpoint: see --data.")
@@ -103,18 +103,18 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
         text = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise InputError(f"the checkpoint does not fit the model: {text}. {REMEDY}") from error
     then, now = checkpoint["environment"], environment(run.config.device)
-    then = {"device": "cpu"} | then  # of a checkpoint from before the option
+    then = {"device": "cpu"} | then  # for a checkpoint from a version without this option
     then, now = then | {"processes": checkpoint["processes"]}, now | {"processes": run.ranks.size}
     return [f"{name}: {then.get(name)} then, {now[name]} now" for name in now if str(then.get(name)) != str(now[name])]
 
 
 def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
-    """The configuration of a checkpoint; ``given`` are the options on the command line beside ``--resume``.
+    """Return the configuration of a checkpoint; ``given`` are the options on the command line other than ``--resume``.
 
     Raises:
-        InputError: If an option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ.
+        InputError: An option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ.
     """
-    saved: dict[str, Any] = asdict(_config(checkpoint["config"]))  # with the defaults of options that came later
+    saved: dict[str, Any] = asdict(_config(checkpoint["config"]))  # with the defaults of options that were added later
     for name, value in given.items():
         if name not in ELSEWHERE and saved[name] != value:
             flag = "--" + name.replace("_", "-")
@@ -127,7 +127,7 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
 
 
 def _config(saved: dict[str, Any]) -> RunConfig:
-    """The options of a checkpoint, each with a value that the command line would accept."""
+    """Return the options of a checkpoint, each with a value that the command line would accept."""
     hints = typing.get_type_hints(RunConfig)
     for name, value in saved.items():
         if name not in hints:

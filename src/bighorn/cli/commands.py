@@ -1,4 +1,4 @@
-"""The command group: one line per command, which is imported when it is called."""
+"""The command group: one line per command, whose module is imported when the command is called."""
 
 import io
 import signal
@@ -32,14 +32,14 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command, or suggest the nearest name."""
         if cmd_name not in COMMANDS and ctx.resilient_parsing:
-            return None  # the shell asks for completions
+            return None  # None, since the shell is requesting completions
         if cmd_name not in COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}; {suggestion(cmd_name, COMMANDS)}")
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; wrong input and failing disks end in one message, without a traceback."""
+        """Run the command; wrong input and failed writes end in one message, without a traceback."""
         try:
             return super().invoke(ctx)
         except (InputError, OSError) as error:
@@ -64,5 +64,5 @@ def bighorn() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # file names may not be valid in the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")  # file names can be invalid in the terminal's encoding
     check_variables()

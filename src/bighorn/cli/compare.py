@@ -23,7 +23,7 @@ from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, check_name, names, numbers
 
 WIDEST = 120
-"""Columns of text of the table on any terminal: wrapped lines are better than cut names."""
+"""Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     ]
     epochs = bases[0][1].epochs
     dataset = task.load(config.data)
-    for _, base in bases:  # so that an error of the last cell is raised now
+    for _, base in bases:  # an error of the last cell is raised before any run
         Run(base, dataset.held_out(sweep.HELD_OUT))
     settings = asdict(config) | {
         "optimizers": ", ".join(batch_sizes),
@@ -155,7 +155,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
 
 
 def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
-    """Read ``OPTIMIZER=LR,LR,...`` for some of ``optimizers``; the others get their recipe's own."""
+    """Read ``OPTIMIZER=LR,LR,...`` for some of ``optimizers``; the others use their recipe's rates."""
     grids = {name: OPTIMIZERS[CONTESTANTS[name]["optimizer"]].grid for name in optimizers}
     for text in texts:
         name, equals, rates = text.partition("=")
@@ -171,7 +171,7 @@ def _rates(rates: Sequence[float]) -> str:
 
 
 def _sizes(batch_sizes: Mapping[str, Sequence[int]]) -> str:
-    """The batch sizes, by optimizer where they differ."""
+    """Return the batch sizes, by optimizer if they differ."""
     texts = {name: ", ".join(map(str, sizes)) for name, sizes in batch_sizes.items()}
     different = set(texts.values())
     return different.pop() if len(different) == 1 else "; ".join(f"{name} {text}" for name, text in texts.items())
@@ -210,12 +210,12 @@ def _run_as_json(trial: sweep.Trial) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """Replace infinity by None, since JSON has no infinity."""
     return value if math.isfinite(value) else None
 
 
 def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
-    """The table for the terminal, without the last column: time is in the report, and the names need the width."""
+    """Build the terminal's table without the last column: the report has the time, and names need the width."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in head[:-1]:
         table.add_column(name, justify="left" if name == head[0] else "right", no_wrap=True)
@@ -248,7 +248,7 @@ def row(cell: sweep.Cell) -> tuple[str, ...]:
 
 
 def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
-    """Sentences on what a larger batch changed for each optimizer, and on how they compare at the largest."""
+    """Return sentences on the effect of a larger batch on each optimizer, and on the comparison at the largest."""
     lines = []
     by_name = {cell.optimizer: [other for other in cells if other.optimizer == cell.optimizer] for cell in cells}
     for name, mine in by_name.items():
@@ -282,7 +282,7 @@ def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]])
 
 
 def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
-    """Warnings for cells whose best learning rate is the first or last that was tried: a better one may be beyond."""
+    """Warnings for cells whose best learning rate is the first or last that was tried: a better one may be outside."""
     return [
         f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the "
         f"edge of its grid: give a wider one with --lrs {cell.optimizer}=..."

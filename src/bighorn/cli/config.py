@@ -33,7 +33,7 @@ MOST_SEED = 2**63 - 1
 """The largest seed of torch's generators."""
 
 MOST_THREADS = 1024
-"""Far more than any CPU has. OpenMP ends the process if it has no memory for the number of threads asked for."""
+"""Far more than any CPU has. OpenMP ends the process if it has no memory for the requested number of threads."""
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtypes of weights."""
@@ -43,7 +43,7 @@ DECAYS: dict[str, Callable[[float, int], Schedule]] = {
     "cosine": Cosine,
     "constant": lambda peak, _: PiecewiseConstant([], [peak]),
 }
-"""The schedules after the warm-up, each made from its first value and its number of steps."""
+"""The schedules after the warm-up, each created from its first value and its number of steps."""
 
 
 def _by_name(table: Mapping[str, Any], attribute: str) -> str:
@@ -109,7 +109,7 @@ class RunConfig:
     )
 
     def _check(self) -> None:
-        """Refuse values that are out of range and options that exclude each other."""
+        """Raise an error for values that are out of range and options that exclude each other."""
         at_least("--batch-size", self.batch_size, 1)
         at_least("--steps", self.steps, 1)
         at_least("--threads", self.threads, 1, MOST_THREADS)
@@ -155,7 +155,7 @@ class RunConfig:
         )
 
     def total_steps(self, samples: int) -> int:
-        """The number of steps of a resolved run over ``samples`` training samples; a partial last batch is left out."""
+        """Return the steps of a resolved run over ``samples`` training samples; a partial last batch is omitted."""
         assert self.batch_size is not None
         if self.batch_size > samples:
             raise InputError(
@@ -181,7 +181,7 @@ class RunConfig:
         return scaled
 
     def lr_schedule(self, total: int) -> Schedule:
-        """Linear warm-up to the peak, then one of :data:`DECAYS`, which would end at step ``total``; if resolved.
+        """Return a resolved run's schedule: linear warm-up to the peak, then one of :data:`DECAYS` until ``total``.
 
         Example:
             >>> RunConfig(lr=1.0, warmup="2", batch_size=32).lr_schedule(total=6).as_list(6)
@@ -190,13 +190,13 @@ class RunConfig:
         peak, warmup = self.peak_lr(), warmup_steps(self.warmup, total)
         if warmup > total:
             raise InputError(f"--warmup {self.warmup} is longer than the run of {total} steps: take less.")
-        decay_steps = max(total - warmup, 1)  # a run that is all warm-up has no decay
+        decay_steps = max(total - warmup, 1)  # a run that consists of warm-up has no decay
         return DECAYS[self.schedule](peak, decay_steps).after_warmup(warmup)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How processes divide the work of a step. It changes results by rounding alone, and no checkpoint holds it."""
+    """How processes divide the work of a step. It changes results only by rounding, and checkpoints do not store it."""
 
     parallel: str = option(
         "ddp",
@@ -228,15 +228,15 @@ class ParallelConfig:
             )
 
     def shards(self, processes: int) -> bool:
-        """Whether so many processes each hold a part of every tensor of the model."""
+        """Whether each of this number of processes holds a part of every tensor of the model."""
         return self.parallel != "ddp" and processes > 1
 
     def dp_size(self, processes: int) -> int:
-        """The number of groups of processes that each take another part of a batch: the data-parallel size."""
+        """The data-parallel size: the number of groups of processes that process different parts of a batch."""
         return 1 if self.parallel == "tp" else processes
 
     def check(self, config: RunConfig, processes: int) -> None:
-        """Refuse a resolved run that so many processes cannot divide in this way."""
+        """Raise an error for a resolved run that this number of processes cannot divide in this way."""
         assert config.batch_size is not None
         dp_size = self.dp_size(processes)
         if config.batch_size % (dp_size * self.accumulate):
@@ -254,7 +254,7 @@ class ParallelConfig:
             )
 
     def without_effect(self, processes: int) -> list[str]:
-        """The options that have no effect with so few processes."""
+        """Return the options that have no effect with this number of processes."""
         sharding = f"--parallel {self.parallel}", self.parallel != "ddp"
         flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update), sharding]
         return [flag for flag, given in flags if given and processes == 1]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from bighorn.cli.measure import LEAST_ROUNDS, beside
 
 WARM_UP = 10
-"""Steps of each optimizer that are not counted: clocks rise, and allocators and launchers warm up."""
+"""Steps of each optimizer that are not counted, while clocks rise, and allocators and launchers warm up."""
 
 SWEEP_BYTES = 1 << 30
 """The bytes written before each step: more than any cache."""
@@ -21,10 +21,11 @@ MARGIN = 3
 """The device sleeps this many times as long as the host takes to enqueue a step."""
 
 LEAST_SLEEP = 1e-3
-"""Seconds, for steps that cost the host next to nothing: a single interrupt takes longer than they do."""
+"""Seconds; a minimum for steps that cost the host almost nothing, since a single interrupt takes longer than they
+do."""
 
 TRIES = 4
-"""Samples in a row for which the host may be too late, each with twice the sleep of the one before."""
+"""Samples in a row for which the host may be too late, each with twice the sleep of the previous one."""
 
 CALIBRATION_CYCLES = 10_000_000
 MOST_ROUNDS = 40
@@ -49,8 +50,8 @@ def facts() -> dict[str, Any]:
 def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
     """As :func:`bighorn.cli.measure.compare`, with device time, wall time and host time of a step.
 
-    Device time and wall time are measured for ``seconds`` each. `ms`, `baseline_ms` and `ratio` are None, and
-    `host_ahead` is false, where :class:`DeviceTimer` refuses the step.
+    Device time and wall time are measured for ``seconds`` each. If :class:`DeviceTimer` rejects the step, `ms`,
+    `baseline_ms` and `ratio` are None, and `host_ahead` is false.
     """
     for _ in range(WARM_UP):
         baseline.step()
@@ -73,18 +74,18 @@ def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[s
 class DeviceTimer:
     """Device time of some work, with cold caches and a host that is ahead of the device.
 
-    The device sleeps, then writes `SWEEP_BYTES`, then does the work, between two events. Where the host enqueues the
-    work more slowly than the device does it, events alone would count the time that the device waits for launches. A
+    The device sleeps, then writes `SWEEP_BYTES`, then does the work, between two events. If the host enqueues the work
+    more slowly than the device does it, events alone would count the time that the device waits for launches. A
     sample therefore counts only if the device has not reached the first event when the host has enqueued the last
-    one. Otherwise the sample is refused, and the sleep is doubled for the next one.
+    one. Otherwise the sample is rejected, and the sleep is doubled for the next one.
 
     Args:
-        work: Enqueues the work.
-        host: Seconds that the host takes for it.
+        work: A function that enqueues the work.
+        host: Seconds that the host takes to enqueue it.
         sweep: Memory on the device, larger than its caches.
 
     Attributes:
-        refused: How many samples were refused.
+        refused: The number of rejected samples.
     """
 
     def __init__(self, work: Callable[[], object], host: float, sweep: Tensor) -> None:
@@ -93,10 +94,10 @@ class DeviceTimer:
         self._cycles = int(max(MARGIN * host, LEAST_SLEEP) * cycles_per_second())
 
     def seconds(self) -> float | None:
-        """One sample; None if `TRIES` in a row are refused.
+        """Return one sample; None if `TRIES` in a row are rejected.
 
-        The work then waits for the device itself, or launches more than the device's queue holds, so that no sleep is
-        long enough.
+        In that case the work itself waits for the device, or launches more than the device's queue holds, so that no
+        sleep is long enough.
         """
         for _ in range(TRIES):
             start, stop = events()
@@ -133,8 +134,8 @@ def device_rounds(first: DeviceTimer, second: DeviceTimer, seconds: float) -> tu
 def wall_rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
     """Wall time of a step, in `STEPS_IN_A_ROW` steps between two synchronizations.
 
-    The optimizers take turns for ``seconds``, at least 3 and at most 7 times. The result is limited by the host or by
-    the device, whichever is slower, as a training loop is. Caches are as the step before left them.
+    The optimizers take turns for ``seconds``, at least 3 and at most 7 times. As in a training loop, the slower of host
+    and device limits the result. Caches are as the previous step left them.
     """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
@@ -165,7 +166,7 @@ def copy_speed() -> float | None:
 
 
 def cycles_per_second() -> float:
-    """The rate at which `torch.cuda._sleep` counts: the device's clock, which changes with load."""
+    """Return the rate at which `torch.cuda._sleep` counts: the device's clock, which changes with load."""
     start, stop = events()
     start.record()
     torch.cuda._sleep(CALIBRATION_CYCLES)  # type: ignore[no-untyped-call]
@@ -175,18 +176,18 @@ def cycles_per_second() -> float:
 
 
 def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two events that can be timed."""
+    """Return two events that record times."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     return start, stop
 
 
 def scratch() -> Tensor:
-    """Memory on the device to sweep and to copy, `SWEEP_BYTES` of it."""
+    """Return `SWEEP_BYTES` of memory on the device, to write and to copy."""
     return torch.empty(SWEEP_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def temporaries(step: Callable[[], object]) -> int:
-    """Bytes that torch's allocator hands out during a step, at most, beyond those that it has handed out before."""
+    """Return the most bytes that torch's allocator allocates during a step, beyond those allocated before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -196,9 +197,9 @@ def temporaries(step: Callable[[], object]) -> int:
 
 
 def host_seconds(step: Callable[[], object]) -> float:
-    """Seconds until a step returns that begins on an idle device, a median.
+    """Return the seconds until a step that begins on an idle device returns, a median.
 
-    On a busy one, a full queue would make the host wait. A step that synchronizes includes its device time.
+    On a busy device, a full queue would make the host wait. The time of a step that synchronizes includes device time.
     """
     times = []
     for _ in range(HOST_STEPS):

@@ -20,9 +20,9 @@ class Display:
 
     Args:
         run: The run.
-        console: Where to print.
-        seconds: Time that the run has spent in training steps before.
-        warnings: Printed below the introduction.
+        console: The console to print to.
+        seconds: Time that the run has already spent in training steps.
+        warnings: Warnings that are printed below the introduction.
     """
 
     def __init__(self, run: Run, console: Console, seconds: float, warnings: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ class Display:
         self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
 
     def evaluated(self) -> None:
-        """Print the line of the last evaluation; training loss and accuracy are means since the line before."""
+        """Print the line of the last evaluation; training loss and accuracy are means since the previous line."""
         run, history = self.run, self.run.history
         count = run.step - self._line[0]
         _, test_loss, test_accuracy = history.tests[-1]
@@ -87,7 +87,7 @@ class Display:
         return (self.run.step - step) * self.run.batch_size / max(self.run.history.seconds - seconds, 1e-9)
 
     def _gauge(self) -> str:
-        """The lowest, the median and the highest value of the layers."""
+        """Return the lowest, the median and the highest value of the layers."""
         if self.run.gauge is None:
             return ""
         ordered = self.run.gauge.sort().values.tolist()
@@ -95,7 +95,7 @@ class Display:
 
 
 def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
-    """Print what is about to run, and warnings."""
+    """Print the configuration of the run before it starts, and warnings."""
     config = run.config
     parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
     scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"

@@ -74,7 +74,7 @@ def preset_rows() -> list[dict[str, Any]]:
 
 
 def step_failure(backend: str) -> str | None:
-    """The reason why a step of a backend fails, or None: only a step shows whether a backend works."""
+    """Return the reason why a step of a backend fails, or None; only a step shows whether a backend works."""
     try:
         ours, exact = _step(backend, torch.float32), _step("reference", torch.float64)
     except Exception as error:

@@ -17,9 +17,10 @@ from bighorn.kernels.cpu import library
 
 
 def provenance(command: str, device: str = "cpu") -> dict[str, Any]:
-    """The provenance of measurements: the command, its date, the commit, the environment and the machine.
+    """Return the provenance of measurements: the command, its date, the commit, the environment and the machine.
 
-    Call it before the runs: they change the load of the machine, and a commit made meanwhile is not the one that ran.
+    Call it before the runs, since they change the load of the machine, and a commit made meanwhile is not the one that
+    ran.
     """
     return {
         "command": command,
@@ -52,7 +53,7 @@ def device_name(device: str) -> str:
 
 
 def check_variables() -> None:
-    """Refuse values of ``BIGHORN_NUM_THREADS`` and ``BIGHORN_ISA`` that the first step would refuse."""
+    """Raise an error for values of ``BIGHORN_NUM_THREADS`` and ``BIGHORN_ISA`` that the first step would reject."""
     try:
         library.threads()
         library.isa()
@@ -97,7 +98,7 @@ def commit() -> dict[str, str | bool]:
     """The commit that this package runs from and whether its sources are unchanged; empty outside a checkout."""
     folder = Path(bighorn.__file__).parent
     try:
-        # Fails for an untracked package, such as one in a virtual environment within another project.
+        # git fails for an untracked package, such as one in a virtual environment within another project.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         return {"commit": _git(folder, "rev-parse", "HEAD"), "clean": not _git(folder, "status", "--porcelain", ".")}
     except (OSError, subprocess.CalledProcessError):

@@ -36,7 +36,7 @@ class WriteError(InputError):
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None) -> None:
-    """Create the folders of output files, and refuse a path whose write would fail, or destroy a file, after hours.
+    """Create the folders of outputs; raise an error for a path whose write would, hours later, fail or destroy a file.
 
     Args:
         outputs: Path by option; None is an option that was not given.
@@ -59,9 +59,9 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path 
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Make the folder of ``path``, and refuse a path that cannot be written to."""
+    """Create the folder of ``path``, and raise an error for a path that cannot be written to."""
     try:
-        status = _status(path) or _status(_target(path))  # "no/.." does not exist until there is a folder "no"
+        status = _status(path) or _status(_target(path))  # "no/.." does not exist until a folder "no" does
         _check_kind(status, f"{option} {path}")
         if _replaceable(status):
             target = _target(path)
@@ -75,21 +75,21 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def check_regular(path: Path, option: str) -> None:
-    """Refuse a pipe or a device, where a file is written several times and read again."""
+    """Raise an error for a pipe or a device, since the file is written several times and read again."""
     if path.exists() and not path.is_file():
         kind = KINDS[stat.S_IFMT(path.stat().st_mode)]
         raise InputError(f"{option} {path} is a {kind}. Give the name of a file.")
 
 
 def check_folder(path: Path, option: str) -> None:
-    """Make the folder ``path``, and refuse one that cannot be written to."""
+    """Create the folder ``path``, and raise an error if it cannot be written to."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{option} {path} is a file, and sharded runs are saved in folders. Give another name.")
     check_writable(path / "checkpoint", option)
 
 
 def unused(path: Path) -> Path:
-    """``path``, or with a number added to its name if that exists.
+    """Return ``path``, or if it exists, ``path`` with a number added to its name.
 
     Example:
         >>> unused(Path("no-such-file.pt"))
@@ -103,12 +103,12 @@ def unused(path: Path) -> Path:
 
 
 def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
-    """Replace ``path``, or the target of a link, atomically by what ``content`` writes; write to pipes and devices.
+    """Replace ``path``, or the target of a link, atomically by the output of ``content``; write to pipes and devices.
 
     An existing file keeps its mode.
 
     Raises:
-        WriteError: The system has refused to write. A file is as before.
+        WriteError: The write has failed. An existing file has not changed.
     """
     left = "A part of it may be written"
     try:
@@ -130,16 +130,16 @@ def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` atomically by ``text``; bytes of file names that are no UTF-8 are written as escapes."""
+    """Replace ``path`` atomically by ``text``; bytes of file names that are not UTF-8 are written as escapes."""
     write(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace ``path`` atomically by JSON whose innermost lists and objects have a line each where they are short."""
+    """Replace ``path`` atomically by JSON, whose innermost lists and objects are on one line each if they are short."""
 
     def joined(match: re.Match[str]) -> str:
         tight = re.sub(r"(?<=[\[{])\n *|\n *(?=[\]}])", "", match[0])
-        line = re.sub(r"\n *", " ", tight)  # line breaks stand between values alone, never within
+        line = re.sub(r"\n *", " ", tight)  # line breaks are only between values, never within them
         return line if len(line) <= 200 else match[0]
 
     text = json.dumps(content, indent=1, allow_nan=False)
@@ -147,7 +147,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _replace(target: Path, status: os.stat_result | None, content: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file in the folder of the target, then rename it."""
+    """Write a temporary file in the target's folder, then rename it."""
     temporaries = f".bighorn-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
     _remove_abandoned(target.parent, temporaries)
     descriptor, temporary = _make_temporary(target.parent, temporaries)
@@ -165,7 +165,7 @@ def _replace(target: Path, status: os.stat_result | None, content: Callable[[Bin
 
 
 def _make_temporary(folder: Path, prefix: str) -> tuple[int, Path]:
-    """A new file that its process has locked, with the mode that the umask gives, which mkstemp ignores."""
+    """Create a temporary file that this process locks, with the mode of the umask, which mkstemp ignores."""
     while True:
         path = folder / f"{prefix}{secrets.token_hex(8)}.partial"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -188,7 +188,7 @@ def _remove_abandoned(folder: Path, prefix: str) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether the file could be locked: another process holds no lock, and the system has locks."""
+    """Whether the file could be locked: no other process holds a lock, and the file system supports locks."""
     if sys.platform == "win32":
         return False
     try:
@@ -204,7 +204,7 @@ def _open_stream(path: Path, status: os.stat_result) -> int:
 
 
 def _standard_stream(status: os.stat_result) -> int | None:
-    """The descriptor of stdout or stderr if it is this file, which may be a regular one: ``> file``."""
+    """Return the descriptor of stdout or stderr if it is this file, which may be a regular one: ``> file``."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), status):
@@ -213,7 +213,7 @@ def _standard_stream(status: os.stat_result) -> int | None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """The status of a file; None if it, or the target of a link, does not exist."""
+    """Return the status of a file; None if it, or the target of a link, does not exist."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -244,12 +244,12 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def refusal(path: Path, cause: str) -> str:
-    """The message of a write that the system has refused."""
+    """Return the message for a write that the system has refused."""
     return f"{path} cannot be written: {cause}. Make space or give permissions there, or choose another place."
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The system's error in a chain of errors: torch.save raises its own when it closes its archive (torch 2.13)."""
+    """Return the system's error in a chain of errors, since torch.save raises its own when it closes (torch 2.13)."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

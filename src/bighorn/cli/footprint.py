@@ -13,10 +13,10 @@ from torch import Tensor
 from bighorn import Came, Lamb
 
 Named = Sequence[tuple[str, Tensor]]
-"""Parameters with their names; they may be on the meta device."""
+"""Parameters with their names, possibly on the meta device."""
 
 STEP_BYTES = 4
-"""A count of steps is a float32, where the default dtype is."""
+"""The bytes of a step count, which is a float32 if that is the default dtype."""
 
 
 def adam(params: Named) -> dict[str, int]:
@@ -54,11 +54,11 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "sgd": sgd,
     "adafactor": adafactor,
 }
-"""By the names of ``bighorn train`` and ``bighorn compare``; the state of Adam is that of AdamW."""
+"""The functions by the names of ``bighorn train`` and ``bighorn compare``; the state of Adam is that of AdamW."""
 
 
 def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str, int]:
-    """The state of an optimizer, with those of the options that it has; torch's optimizers have none."""
+    """Return the state of an optimizer for those of the options that it has; torch's optimizers have none of them."""
     if name not in OURS:
         return FOOTPRINTS[name](params)
     return FOOTPRINTS[name](params, **{key: options[key] for key in options.keys() & OURS[name]})
@@ -75,12 +75,12 @@ OURS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of the same shape, whose names differ in numbers alone.
+    """Layers of the same shape whose names differ only in numbers.
 
     Attributes:
-        name: Their name with * for numbers; * alone where parameters have no names.
-        shape: Of each.
-        count: How many there are.
+        name: Their name with * for numbers; * alone if parameters have no names.
+        shape: The shape of each layer.
+        count: The number of layers.
         bytes: The state of all of them, by optimizer.
     """
 
@@ -91,18 +91,18 @@ class Kind:
 
     @property
     def label(self) -> str:
-        """Name, number and shape in words."""
+        """The name, count and shape as text."""
         count = f"{self.count} of " if self.count > 1 else ""
         shape = count + ("x".join(map(str, self.shape)) or "scalar")
         return shape if self.name == "*" else f"{self.name}\n{shape}"
 
 
 def kinds(params: Named, sizes: Mapping[str, Mapping[str, int]]) -> list[Kind]:
-    """The kinds of layers, those with the most elements first.
+    """Return the kinds of layers, those with the most elements first.
 
     Args:
         params: The parameters.
-        sizes: By optimizer, bytes by the parameter's name.
+        sizes: Bytes by the parameter's name, by optimizer.
     """
     members: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, param in params:

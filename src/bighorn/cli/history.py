@@ -9,18 +9,18 @@ from bighorn.cli.values import matches
 
 @dataclass
 class History:
-    """The record of a run as plain lists. Checkpoints have them all, so that a report shows a resumed run as a whole.
+    """The record of a run as plain lists. Checkpoints store all of it, so that a report shows a resumed run as a whole.
 
     Attributes:
         loss: Training loss of each step's batch.
         accuracy: Training accuracy of each step's batch.
         lr: Learning rate of each step.
-        scale: Loss scale of each step; empty without.
+        scale: Loss scale of each step; empty without loss scaling.
         skipped: The steps, counted from 1, that changed nothing because gradients overflowed.
         tests: Evaluations, ``(step, loss, accuracy)``.
         layers: Names of the matrices, for which gauges are kept; empty for optimizers without gauges.
         gauge_steps: The steps, counted from 1, whose gauges were kept.
-        gauges: By the name of a gauge, for each of these steps one value per layer.
+        gauges: One value per layer for each of these steps, by the name of the gauge.
         seconds: Time spent in training steps.
         commands: The command that started the run, and each one that resumed it.
     """
@@ -38,11 +38,11 @@ class History:
     commands: list[str] = field(default_factory=list)
 
     def steps_to(self, accuracy: float) -> int | None:
-        """The first evaluated step at which the test accuracy reached ``accuracy``, None if it never did."""
+        """Return the first evaluated step at which the test accuracy reached ``accuracy``, None if it never did."""
         return next((step for step, _, reached in self.tests if reached >= accuracy), None)
 
     def truncate(self, steps: int) -> None:
-        """Forget the steps after the first ``steps``."""
+        """Remove the steps after the first ``steps``."""
         kept = sum(step <= steps for step in self.gauge_steps)
         self.skipped = [step for step in self.skipped if step <= steps]
         for values in (self.loss, self.accuracy, self.lr, self.scale):
@@ -53,7 +53,7 @@ class History:
 
 
 def check_progress(state: dict[str, Any], total: int) -> None:
-    """Refuse a saved state whose history does not fit its step, or that is after no step of a run.
+    """Raise an error for a saved state whose history does not fit its step, or whose step is not one of the run.
 
     Raises:
         ValueError: The state is damaged.

@@ -1,7 +1,7 @@
 """``bighorn lr-find``: a learning rate to start from.
 
 The range test of Smith, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186v6, section 3.3: one
-run, whose learning rate grows by the same factor at every step, until the loss says that it is too large.
+run, whose learning rate grows by the same factor at every step, until the loss shows that it is too large.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -27,21 +27,21 @@ SHARED = (
     *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
     *("state_dtype", "optimizer_option", "backend", "device", "threads"),
 )
-"""The options of a run that a range test has too."""
+"""The options that a range test has in common with a run."""
 
 MEMORY = 0.95
-"""The smoothed loss is an average with this weight on what was before, corrected for its start."""
+"""The smoothed loss is an average with this weight on previous values, corrected for its start at 0."""
 
 TOO_LARGE = 4.0
 """The test ends when the smoothed loss is this many times the best."""
 
 SETTLING = 10
-"""Steps whose slopes do not count: the average is young, and the loss falls for any learning rate."""
+"""Steps whose slopes do not count, since the average has few values, and the loss falls for any learning rate."""
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The options of a range test besides those of the run."""
+    """The options of a range test, in addition to those of the run."""
 
     lr_min: float = option(1e-5, "The first step's learning rate.")
     lr_max: float = option(10.0, "The last step's, unless the loss ends the search before.")
@@ -74,11 +74,11 @@ class Curve:
 
     @property
     def over(self) -> bool:
-        """Whether the loss says that the learning rate is too large."""
+        """Whether the loss shows that the learning rate is too large."""
         return bool(self.smooth) and self.smooth[-1] > TOO_LARGE * min(self.smooth)
 
     def suggestion(self) -> int | None:
-        """The step before the minimum at which the smoothed loss falls most steeply over log(lr), or None."""
+        """Return the step before the minimum at which the smoothed loss falls most steeply over log(lr), or None."""
         best = int(np.argmin(self.smooth))
         if best <= SETTLING:
             return None
@@ -147,7 +147,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
 
 
 def range_test(run: Run, search: SearchConfig, console: Console) -> tuple[Curve, str]:
-    """Train until the loss is too large or all steps are made; returns the curve, and why it ends."""
+    """Train until the loss is too large or all steps are made; return the curve and the reason why it ends."""
     run.schedule = Exponential(search.lr_min, search.lr_max / search.lr_min, search.steps - 1)
     curve = Curve()
     with counting(console) as bar:

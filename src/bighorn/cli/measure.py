@@ -1,4 +1,4 @@
-"""The measurements of ``bighorn bench``: times, temporaries, error."""
+"""The measurements of ``bighorn bench``: times, temporaries, errors."""
 
 import ctypes
 import math
@@ -21,12 +21,12 @@ from bighorn.cli.shapes import Shape
 LEAST_ROUNDS = 5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 RESET_PEAK = Path("/proc/self/clear_refs")
-LR = 1e-4  # hundreds of steps along one gradient must leave the weights' size as it is
-ERROR_LR = 0.1  # a step that changes weights by their own size, or their rounding would hide the step's error
+LR = 1e-4  # after hundreds of steps along one gradient, the weights must still have a similar size
+ERROR_LR = 0.1  # changes weights by their own size, since otherwise their rounding would hide the error of the step
 
 
 def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
-    """Normal random tensors, drawn on the device; the same for the same seed on the same kind of device."""
+    """Return normal random tensors, drawn on the device; the same for the same seed on the same kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     return [torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype) for shape in shapes]
 
@@ -34,10 +34,10 @@ def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torc
 def prepared(
     build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None
 ) -> tuple[Optimizer, float]:
-    """An optimizer over copies of ``weights`` and ``grads``, after its first step, and the seconds that step took.
+    """Return an optimizer over copies of ``weights`` and ``grads``, after its first step, and the seconds of that step.
 
-    The state exists then, and what compiles has compiled. Gradients are copied since some steps write to them: apex's
-    FusedLAMB leaves its update there, and ``clip_grad_norm_`` scales them.
+    After it, the state exists and all compilation is done. Gradients are copied, since some steps write to them: apex's
+    FusedLAMB stores its update there, and ``clip_grad_norm_`` scales them.
     """
     params = [weight.clone() for weight in weights]
     for param, grad in zip(params, grads, strict=True):
@@ -49,13 +49,13 @@ def prepared(
 
 
 def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
-    """Wall times of the steps of two optimizers, and their ratio, as JSON has them."""
+    """Return the wall times of the steps of two optimizers, and their ratio, as JSON."""
     theirs, mine = rounds(baseline, optimizer, seconds)
     return {"rounds": len(mine), **beside(theirs, mine)}
 
 
 def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> dict[str, dict[str, float]]:
-    """Spreads of the baseline's seconds, of an optimizer's, in milliseconds, and of the ratio of each round."""
+    """Return spreads of the milliseconds of the baseline and of an optimizer, and of the ratio of each round."""
     return {
         f"{prefix}ms": spread(mine, 1e3),
         f"baseline_{prefix}ms": spread(theirs, 1e3),
@@ -64,9 +64,9 @@ def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> 
 
 
 def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
+    """Return the seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
 
-    Both have the same disturbances, and neither has its tensors in cache unless both fit.
+    Both have the same disturbances, and neither optimizer's tensors are in cache unless both fit.
     """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
@@ -86,9 +86,9 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 @torch.no_grad()
 def error(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
-    """The weights' relative error after two steps of a large learning rate: ||ours - exact|| / ||exact||.
+    """Return the weights' relative error after two steps of a large learning rate: ||ours - exact|| / ||exact||.
 
-    Exact is the same optimizer on float64 tensors, Bighorn's with its reference backend, one tensor at a time.
+    Exact weights come from the same optimizer on float64 tensors, one at a time; Bighorn's uses the reference backend.
     The second step's gradients are the first's, shifted by one element. Gradients are not clipped.
     """
     params = [weight.clone() for weight in weights]
@@ -111,11 +111,11 @@ def _two_steps(build: Build, params: Sequence[Tensor], grads: Sequence[Tensor]) 
 
 
 def temporaries(step: Callable[[], object]) -> int | None:
-    """Bytes by which the process's resident memory rises while ``step`` runs; None where there is no Linux and glibc.
+    """Return the bytes by which resident memory rises while ``step`` runs; None without Linux and glibc.
 
-    The kernel keeps the peak and resets it on demand. Memory that malloc holds back would be used again unnoticed, so
-    malloc first returns all of it, and the allocations of ``step`` come from the kernel. ``step`` runs in a thread of
-    its own, so that the scratch memory of each thread counts too. Exact to about a megabyte.
+    The kernel records the peak and resets it on demand. Memory that malloc has kept would be used again unnoticed, so
+    malloc first returns all of it, and the allocations of ``step`` come from the kernel. ``step`` runs in a separate
+    thread, so that the scratch memory of each thread counts, too. The result is exact to about a megabyte.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "malloc_trim") or not os.access(RESET_PEAK, os.W_OK):
@@ -128,12 +128,12 @@ def temporaries(step: Callable[[], object]) -> int | None:
     thread.start()
     thread.join()
     peak = _resident("VmHWM")
-    _hold_back(libc, 32 << 20)  # the threshold of a process that has freed large tensors, as any training has
+    _hold_back(libc, 32 << 20)  # the threshold of a process that has freed large tensors, as every training run does
     return max(peak - before, 0)
 
 
 def _hold_back(libc: ctypes.CDLL, size: int) -> None:
-    """Let malloc keep what is smaller than ``size`` bytes when it is freed."""
+    """Make malloc keep freed memory that is smaller than ``size`` bytes."""
     libc.mallopt(M_MMAP_THRESHOLD, size)
     libc.mallopt(M_TRIM_THRESHOLD, 2 * size)
 

@@ -69,7 +69,7 @@ class MemoryConfig:
             )
 
     def options(self, wanted: Sequence[str]) -> Mapping[str, Any]:
-        """The options of Bighorn's own optimizers; each is one of some that are wanted."""
+        """Return the options of Bighorn's own optimizers; raise an error for one that none of ``wanted`` has."""
         options = dict(read_options(self.optimizer_option))
         known = frozenset().union(*(OURS.get(name, ()) for name in wanted))
         for name in options:
@@ -81,7 +81,7 @@ class MemoryConfig:
         return {"weight_rounding": self.weight_rounding, **options}
 
     def parameters(self) -> tuple[str, Named]:
-        """What the prediction is for, and its parameters on the meta device."""
+        """Return the description of the prediction, and the parameters on the meta device."""
         dtype = PRECISIONS[self.precision]
         if self.shapes is not None:
             return self.shapes, models.of_shapes(self.shapes, dtype)
@@ -148,7 +148,7 @@ TOTAL_HEAD = ("optimizer", "state", "bytes per parameter")
 
 
 def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
-    """The largest kinds of layers as text, and the rest as one row."""
+    """Return the largest kinds of layers as text, and the rest as one row."""
     rows = [(kind.label, *map(quantity, kind.bytes.values())) for kind in layers[:most]]
     rest = layers[most:]
     if rest:
@@ -158,7 +158,7 @@ def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
 
 
 def total_rows(sizes: Mapping[str, Mapping[str, int]], elements: int) -> list[tuple[str, ...]]:
-    """The state of each optimizer as text."""
+    """Return the state of each optimizer as text."""
     totals = {name: sum(mine.values()) for name, mine in sizes.items()}
     return [(name, f"{quantity(total)}B", f"{total / elements:.3f}") for name, total in totals.items()]
 

@@ -1,4 +1,4 @@
-"""The parameters for a prediction: of a set of shapes, a task or any code. Nothing is allocated."""
+"""The parameters for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
 import sys
 from importlib import import_module
@@ -16,30 +16,30 @@ from bighorn.cli.values import suggestion
 
 
 def of_shapes(name: str, dtype: torch.dtype) -> Named:
-    """The parameters of a set of shapes. These have no names: numbers stand for them."""
+    """Return the parameters of a set of shapes. They have no names, so they are numbered."""
     shapes = enumerate(SHAPES[name]())
     return [(str(index), torch.empty(shape, dtype=dtype, device="meta")) for index, shape in shapes]
 
 
 def of_task(name: str, data: str | None, dtype: torch.dtype) -> Named:
-    """The parameters of a task's model; the data say how many classes there are."""
+    """Return the parameters of a task's model; the data determine the number of classes."""
     dataset = TASKS[name].load(data)
     with torch.device("meta"):
         return _trainable(TASKS[name].model(dataset), dtype)
 
 
 def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
-    """The trainable parameters of what ``PACKAGE.MODULE:CALLABLE`` returns, called without arguments.
+    """Return the trainable parameters of the result of ``PACKAGE.MODULE:CALLABLE``, called without arguments.
 
     Raises:
-        InputError: If it cannot be imported or called, or returns no model with trainable parameters of known shapes.
+        InputError: It cannot be imported or called, or returns no model with trainable parameters of known shapes.
     """
     module_name, colon, attribute = place.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise InputError(f"{flag} {place!r} is not of the form PACKAGE.MODULE:CALLABLE like mypackage.nets:small.")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: the model may be in the current folder
+        sys.path.insert(0, here)  # as in `python -m`, since the model may be in the current folder
     made: object
     try:
         made = import_module(module_name)
@@ -65,7 +65,7 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
 
 
 def _trainable(model: nn.Module, dtype: torch.dtype) -> Named:
-    """Frozen parameters have no gradients, and so no state."""
+    """Return the trainable parameters: frozen ones have no gradients, and so no state."""
     return [
         (name, torch.empty_like(param, dtype=dtype, device="meta"))
         for name, param in model.named_parameters()

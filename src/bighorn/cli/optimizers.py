@@ -1,4 +1,4 @@
-"""The optimizers of ``--optimizer``, each with its defaults. Adding one is one entry."""
+"""The optimizers of ``--optimizer``, each with its defaults. A new one needs one entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from bighorn.cli.errors import InputError
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
-"""The names of ``--state-dtype``, and the names that the optimizers take."""
+"""The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """One figure per layer and step.
+    """One metric per layer and step.
 
     Attributes:
         name: The attribute of ``telemetry()``.
@@ -65,16 +65,16 @@ UPDATE_RMS = Gauge(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build an optimizer, and its defaults.
+    """The construction of an optimizer, and its defaults.
 
     Attributes:
         lr: Default learning rate.
         weight_decay: Default weight decay of matrices.
         grid: The learning rates that ``bighorn compare`` tries.
-        build: From parameter groups and options to the optimizer.
-        state_dtypes: What ``--state-dtype`` may be; the first is the default. Empty for torch's optimizers, whose
+        build: A function from parameter groups and options to the optimizer.
+        state_dtypes: The choices of ``--state-dtype``; the first is the default. Empty for torch's optimizers, whose
             state has the dtype of the parameters and which have no ``--backend``.
-        gauges: The values of its telemetry that are kept for each layer.
+        gauges: The values of its telemetry that the history keeps for each layer.
     """
 
     lr: float
@@ -98,7 +98,7 @@ OPTIMIZERS = {
     "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.AdamW, fused=True)),
     "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.Adam, fused=True)),
     "adafactor": Recipe(0.05, 0.01, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), torch.optim.Adafactor),
-    # Not fused: on the CPU that leaves bf16 parameters as they are (https://github.com/pytorch/pytorch/issues/191763).
+    # Not fused: on the CPU that does not change bf16 parameters (https://github.com/pytorch/pytorch/issues/191763).
     "sgd": Recipe(0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), partial(torch.optim.SGD, momentum=0.9, foreach=True)),
 }
 
@@ -119,7 +119,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for way in ROUNDING_MODES
     },
 }
-"""More names for ``bighorn compare --optimizers``: an optimizer with other options of a run than its defaults.
+"""More names for ``bighorn compare --optimizers``: optimizers with options that are not their defaults.
 
 ``lamb-free`` has no trust ratio on an LSTM's recurrent weights. ``lamb-nearest`` to ``lamb-master`` have weights in
 bf16, and are named after their rounding mode.
@@ -162,11 +162,11 @@ def build_optimizer(
     try:
         optimizer = recipe.build(groups, lr=lr, **ours, **options)
         return shard_update(optimizer) if sharded else optimizer
-    except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that this machine does not have
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that does not work on this machine
         raise InputError(f"--optimizer {name}: {error}") from error
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The size of all tensors in the optimizer's state, in bytes."""
+    """Return the size of all tensors in the optimizer's state, in bytes."""
     states = optimizer.state.values()
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))

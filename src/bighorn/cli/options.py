@@ -1,4 +1,4 @@
-"""Click options made from the fields of a dataclass, so that name, type, default and help are in one place."""
+"""Click options made from the fields of a dataclass, so that name, type, default and help are declared once."""
 
 import dataclasses
 import shlex
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class FilePath(click.Path):
-    """A path. An empty string is refused: ``--save "$UNSET"`` would mean the current folder."""
+    """A path. An empty string is an error: ``--save "$UNSET"`` would mean the current folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -34,7 +34,7 @@ def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[
     """A dataclass field that is also a command line option (see :func:`config_options`).
 
     Args:
-        default: The default; None if another table has it.
+        default: The default; None if another table defines it.
         text: The help text.
         shown: The default as the help shows it, if ``default`` is None.
         choices: The values allowed; empty for any.
@@ -43,7 +43,7 @@ def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[
 
 
 def config_options(config: type[Any], only: Container[str] | None = None) -> Callable[[Command], Command]:
-    """Give a command one option per field of the dataclass ``config``, or per field that is in ``only``."""
+    """Add to a command one option per field of the dataclass ``config``, or per field in ``only``."""
     hints = typing.get_type_hints(config)
 
     def decorate(command: Command) -> Command:
@@ -67,18 +67,18 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
 
 
 def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
-    """The options of ``config`` that were given on the command line, by field name."""
+    """Return the options of ``config`` that were given on the command line, by field name."""
     names = [field.name for field in dataclasses.fields(config) if field.name in ctx.params]
     return {name: ctx.params[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
 def command_line(ctx: click.Context) -> str:
-    """The command as it was given, without defaults."""
+    """Return the command as it was given, without defaults."""
     return shlex.join([*ctx.command_path.split(), *words(ctx, ctx.params)])
 
 
 def words(ctx: click.Context, names: Container[str]) -> list[str]:
-    """The options with these names that were given on the command line."""
+    """Return the options with these names that were given on the command line, as text."""
     found = []
     for parameter in ctx.command.params:
         name = parameter.name or ""

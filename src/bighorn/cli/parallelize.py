@@ -1,4 +1,4 @@
-"""A model in several processes: whole in each of them, or sharded."""
+"""A model in several processes: replicated in each of them, or sharded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bighorn.cli.tasks.text import GPT
 
 
 def parallelize(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
-    """Shard or wrap a model that every process has built alike; gradients are averaged over the processes.
+    """Shard or wrap a model that is identical in every process; gradients are averaged over the processes.
 
     Returns:
         The module to call for outputs.
 
     Raises:
-        InputError: The model cannot be divided in this way, or not among so many processes.
+        InputError: The model cannot be divided in this way, or not among this number of processes.
     """
     if parallel == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -39,7 +39,7 @@ def parallelize(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
 
 
 def _copies(ranks: Ranks) -> tuple[int, int]:
-    """The number of copies of the model, and the number of processes that share each of them."""
+    """Return the number of copies of the model, and the number of processes that share each of them."""
     copies = ranks.machines if ranks.machines > 1 else 2
     if ranks.size % copies or ranks.size // copies < 2:
         raise InputError(
@@ -50,7 +50,7 @@ def _copies(ranks: Ranks) -> tuple[int, int]:
 
 
 def _shard_layers(model: GPT, processes: int) -> None:
-    """Give each process some heads of attention and some neurons of the perceptron."""
+    """Shard the heads of attention and the neurons of the perceptron over the processes."""
     if model.heads % processes:
         raise InputError(
             f"--parallel tp divides {model.heads} heads of attention, which {processes} processes cannot share evenly: "

@@ -1,4 +1,4 @@
-"""The optimizers that ``bighorn bench`` times, and its tables. Adding one is one entry."""
+"""The optimizers that ``bighorn bench`` times, and its tables. A new one needs one entry."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from bighorn.cli.optimizers import state_bytes
 WEIGHT_DECAY = 0.01
 
 Build = Callable[[Sequence[Tensor], float, float | None], Optimizer]
-"""From parameters, learning rate and the norm to clip gradients to (None: no clipping) to an optimizer."""
+"""A function from parameters, learning rate and the norm to clip gradients to (None: no clipping) to an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Peer:
 
     Attributes:
         label: Its name in the table.
-        load: Imports its package and returns the function that builds it; ImportError says why it is absent.
-        package: The distribution that it comes from.
-        devices: The devices that it works on.
-        float64: Whether it takes float64 tensors, to which the error is relative.
-        state_bytes: The size of its state.
+        load: A function that imports its package and returns the function that builds it; raises ImportError with the
+            reason why it is absent.
+        package: The distribution that contains it.
+        devices: The devices that it supports.
+        float64: Whether it supports float64 tensors, to which the error is relative.
+        state_bytes: A function that returns the size of its state.
     """
 
     label: str
@@ -42,7 +43,7 @@ class Peer:
     state_bytes: Callable[[Optimizer], int] = state_bytes
 
     def load_for(self, device: str) -> Build:
-        """The function that builds it for a device; ImportError says why it is absent."""
+        """Return the function that builds it for a device; raise ImportError with the reason if it is absent."""
         build = self.load()
         if device not in self.devices:
             raise ImportError(f"it takes {' or '.join(self.devices)} tensors alone, and this times --device {device}")
@@ -58,7 +59,7 @@ class BenchTable:
         peers: The other rows, unless ``--optimizers`` names others.
         shapes: The parameter sets, unless ``--shapes`` names others.
         columns: Names of :data:`bighorn.cli.bench_table.COLUMNS`.
-        devices: The devices that have these columns.
+        devices: The devices for which these columns are measured.
     """
 
     baseline: str
@@ -88,21 +89,21 @@ def _torch_adamw(*, fused: bool) -> Callable[[], Build]:
 
 
 def clipped(optimizer: Optimizer, params: Sequence[Tensor], clip: float | None) -> Optimizer:
-    """Clip gradients by torch's function before each step of an optimizer that has no clip of its own."""
+    """Clip gradients by torch's function before each step of an optimizer that does not clip."""
     if clip is not None:
         optimizer.register_step_pre_hook(lambda *_: _discard(torch.nn.utils.clip_grad_norm_(params, clip)))
     return optimizer
 
 
 def _discard(_: object) -> None:
-    """Return None: the value of a hook would replace the arguments of the step."""
+    """Discard the result of a hook, which would replace the arguments of the step."""
 
 
 def _imported(module: str, name: str, remedy: str) -> Any:
-    """A class of another package.
+    """Return a class of another package.
 
     Raises:
-        ImportError: The package is absent, or its import fails: those with compiled parts raise anything then.
+        ImportError: The package is absent, or its import fails: packages with compiled code can raise any error.
     """
     if find_spec(module.partition(".")[0]) is None:
         raise ImportError(f"not installed{remedy}")
@@ -116,7 +117,7 @@ def _apex() -> Build:
     lamb = _imported(
         "apex.optimizers", "FusedLAMB", "; it is built from https://github.com/NVIDIA/apex, for CUDA alone"
     )
-    # It always clips: a norm that is never reached stands for no clip.
+    # It always clips: a norm that is never reached disables clipping.
     return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip or 1e9)
 
 
@@ -166,7 +167,7 @@ def _bitsandbytes(name: str) -> Callable[[], Build]:
         kind = _imported("bitsandbytes.optim", name, ": pip install --no-deps bitsandbytes")
 
         def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-            if name == "AdamW8bit" and params[0].dtype == torch.float64:  # it has no such kernel; AdamW is exact
+            if name == "AdamW8bit" and params[0].dtype == torch.float64:  # it has no float64 kernel, and AdamW is exact
                 return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
             return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
 
@@ -179,11 +180,11 @@ def _flashoptim() -> Build:
     kind = _imported("flashoptim", "FlashAdamW", ": pip install --no-deps flashoptim")
 
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        if params[0].dtype == torch.float64:  # it has no such kernel; AdamW is exact
+        if params[0].dtype == torch.float64:  # it has no float64 kernel; AdamW is exact
             return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
         for param in params:
-            param.requires_grad_()  # it leaves out parameters that need no gradient (flashoptim 0.1.4)
-        # It refuses bits of master weights for weights that are float32.
+            param.requires_grad_()  # it omits parameters without requires_grad (flashoptim 0.1.4)
+        # It raises an error for bits of master weights if weights are float32.
         bits = None if params[0].dtype == torch.float32 else 24
         return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, master_weight_bits=bits), params, clip)
 
@@ -191,7 +192,7 @@ def _flashoptim() -> Build:
 
 
 def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
-    """The size of the state with its moments, which are not tensors but objects with codes and scales."""
+    """Return the size of the state, whose moments are not tensors but objects with codes and scales."""
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     tensors: list[Tensor] = [tensor for moment in moments for tensor in (moment.quantized, moment.scales)]
     return state_bytes(optimizer) + sum(tensor.nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The processes of a run: a single one, or those that torchrun started, on one machine or several; and Ctrl-C."""
+"""The processes of a run: a single one, or those of torchrun, on one machine or several; and Ctrl-C."""
 
 import gc
 import os
@@ -21,10 +21,10 @@ from bighorn.cli.errors import InputError
 T = TypeVar("T")
 
 ECHO = 5.0
-"""Seconds after a Ctrl-C in which torchrun passes it on to processes that have had it from the terminal already."""
+"""Seconds after a Ctrl-C in which torchrun passes it on to processes that the terminal has already interrupted."""
 
 PATIENCE = timedelta(seconds=10)
-"""How long the other processes wait for the first one to print an error."""
+"""The time that the other processes wait for the first one to print an error."""
 
 FAREWELL = 46_368
 """The tag of a message that is never sent."""
@@ -49,7 +49,7 @@ class Ranks:
         All processes raise the same InputError (see :meth:`together`), and only the first prints it.
 
         Raises:
-            ProcessLostError: A collective failed since a process has ended; raised in place of the error of gloo.
+            ProcessLostError: A collective failed because a process has ended; raised instead of gloo's error.
         """
         if _world_size() == 1:
             yield cls()
@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def launcher(self) -> list[str]:
-        """The words before ``bighorn`` that start as many processes, on the first machine."""
+        """The words before ``bighorn`` in a command that starts the same processes, on the first machine."""
         if self.size == 1:
             return []
         here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -97,7 +97,7 @@ class Ranks:
 
     @property
     def machines(self) -> int:
-        """The number of machines, each with as many processes as this one."""
+        """The number of machines, which have the same number of processes each."""
         return 1 if self.size == 1 else self.size // int(os.environ["LOCAL_WORLD_SIZE"])
 
     def meet(self) -> None:
@@ -106,7 +106,7 @@ class Ranks:
             dist.barrier()
 
     def together(self, work: Callable[[], T]) -> T:
-        """The result of work that every process does by itself; if it fails in one process, it fails in all.
+        """Return the result of work that every process does independently; if it fails in one process, it fails in all.
 
         Raises:
             InputError: In all processes, if the work raised an InputError or OSError in some.
@@ -125,7 +125,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """The result of work of the first process, in all processes.
+        """Return, in all processes, the result of work of the first process.
 
         Raises:
             InputError: In all processes, if the work raised an InputError or OSError.
@@ -136,7 +136,7 @@ class Ranks:
         return result[0]  # type: ignore[return-value]
 
     def check_same(self, **values: object) -> None:
-        """Refuse values that differ between processes, such as the options of two machines."""
+        """Raise an error for values that differ between processes, such as the options of two machines."""
         for name, value in values.items():
             everywhere = self.gather(value)
             differing = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
@@ -161,7 +161,7 @@ class Ranks:
         return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in every process."""
+        """Return the values of all processes, in every process."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -175,12 +175,12 @@ ALONE = Ranks()
 def end_process_group() -> None:
     """Destroy the process group, if there is one. Call it after the functions that made models have returned.
 
-    A worker thread of gloo releases the tensors of its last collectives. If one of these releases is the last reference
-    to a Python tensor, the thread needs Python's lock, and a thread that wants it while the interpreter ends is
-    terminated: the process aborts with "terminate called without an active exception" (torch 2.13; 8 of 50 processes
-    with DistributedDataParallel and AdamW, although they called ``destroy_process_group``). Models hold the group in
-    reference cycles, so its threads end before the interpreter does only if these cycles are collected first. Without
-    ``gc.collect()`` 3 of 40 such processes aborted, with it none.
+    A worker thread of gloo releases the tensors of its last collectives. If one of these releases drops the last
+    reference to a Python tensor, the thread needs Python's lock, and a thread that requests the lock while the
+    interpreter ends is terminated: the process aborts with "terminate called without an active exception" (torch 2.13;
+    8 of 50 processes with DistributedDataParallel and AdamW, although they called ``destroy_process_group``). Models
+    hold the group in reference cycles, so the group's threads end before the interpreter does only if these cycles are
+    collected first. Without ``gc.collect()`` 3 of 40 such processes aborted, with it none.
 
     The group itself is released last: DistributedDataParallel would wait for gloo's threads with Python's lock held.
     """
@@ -192,7 +192,7 @@ def end_process_group() -> None:
 
 
 def _world_size() -> int:
-    """The number of processes that torchrun has started, or 1."""
+    """Return the number of processes that torchrun has started, or 1."""
     if "WORLD_SIZE" not in os.environ:
         return 1
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -216,9 +216,9 @@ def _without_frames() -> Iterator[None]:
 
 
 def _first_is_gone() -> bool:
-    """Wait until the first process has printed the error: torchrun ends all processes as soon as one has ended."""
+    """Wait until the first process has printed the error, since torchrun ends all processes when one has ended."""
     start = time.monotonic()
-    with suppress(RuntimeError):  # of a connection that was closed, or of the time that is over
+    with suppress(RuntimeError):  # the connection was closed, or the time has expired
         nothing = dist.irecv(torch.zeros(1), src=0, tag=FAREWELL)
         assert nothing is not None
         nothing.wait(PATIENCE)
@@ -249,7 +249,7 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.requested and self._echo:
-            return  # the echo may still come while the run is saved
+            return  # torchrun can still pass the Ctrl-C on while the run is saved
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

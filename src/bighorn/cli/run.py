@@ -1,4 +1,4 @@
-"""A training run: a model, its data, its step and its history. Nothing here prints or reads options."""
+"""A training run: a model, its data, its step and its history. This module neither prints nor reads options."""
 
 import math
 import random
@@ -22,14 +22,14 @@ from bighorn.cli.values import read_options, scale_policy, warmup_steps
 TEST_BATCH = 1000
 
 HEAT_COLUMNS = 400
-"""The largest number of steps of a run, about, whose gauges are kept."""
+"""The approximate largest number of steps of a run whose gauges are kept."""
 
 MAX_UNREAD = 50
-"""Steps on a GPU whose losses the host reads at once, since a read waits until the device has finished them."""
+"""Steps on a GPU whose losses the host reads at once, since a read waits until the device has finished the steps."""
 
 
 class DivergedError(ArithmeticError):
-    """The loss is not finite, or gradients have overflowed for long.
+    """The loss is not finite, or gradients have overflowed too many times in a row.
 
     On the CPU, the model is as it was before the step. On a GPU, up to :data:`MAX_UNREAD` more steps were made.
     """
@@ -88,11 +88,11 @@ class Run:
         self._unread: list[Tensor] = []  # mean loss and accuracy of the last steps, not yet in the history
         self._max_unread = 1 if self.device.type == "cpu" else MAX_UNREAD
         self.gauge: Tensor | None = None
-        """The first gauge of each layer in the last step that it was read after; None for optimizers without."""
+        """The first gauge of each layer in the last step for which it was read; None for optimizers without gauges."""
 
     @property
     def history(self) -> History:
-        """The history so far.
+        """The history up to this step.
 
         Raises:
             DivergedError: The loss of a step on a GPU, which was not read before, is not finite.
@@ -110,12 +110,12 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training data so far."""
+        """Passes over the training data up to this step."""
         return self.step * self.batch_size / len(self.dataset)
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether an evaluation follows the last step; one follows the last step of a run in any case."""
+        """Whether an evaluation follows the last step; an evaluation always follows the last step of a run."""
         return self.step * self.evaluations // self.total > (self.step - 1) * self.evaluations // self.total
 
     def train_step(self) -> None:
@@ -147,7 +147,7 @@ class Run:
         history.seconds += time.perf_counter() - started
 
     def _record(self, means: Tensor) -> None:
-        """Take the mean loss and accuracy of a step."""
+        """Record the mean loss and accuracy of a step."""
         self._unread.append(means)
         if len(self._unread) >= self._max_unread:
             self._read_losses()
@@ -166,14 +166,14 @@ class Run:
             self._history.accuracy.append(accuracy)
 
     def _diverged(self, steps: int, reason: str) -> DivergedError:
-        """The error that ends the run, with the history cut to the steps before."""
+        """Return the error that ends the run, and truncate the history to the steps before."""
         self.step = steps
         self._history.truncate(steps)
         return DivergedError(reason)
 
     @property
     def _heat_map_due(self) -> bool:
-        """Whether the step just made is a column of the heat maps."""
+        """Whether the last step is a column of the heat maps."""
         return (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0
 
     def _record_gauges(self) -> None:
@@ -190,7 +190,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Loss and accuracy on the whole test data, kept in the history."""
+        """Compute loss and accuracy on the whole test data, and keep them in the history."""
         self.model.eval()
         inputs, targets = self.dataset.test_inputs[self._own], self.dataset.test_targets[self._own]
         totals, count = torch.zeros(2, dtype=torch.float64, device=self.device), len(self.dataset.test_inputs)
@@ -209,11 +209,11 @@ class Run:
         return loss, accuracy
 
     def state_dict(self) -> dict[str, Any]:
-        """All state that the rest of the run depends on beyond its configuration; call it in all processes."""
+        """Return all state that the rest of the run depends on beyond its configuration; call it in all processes."""
         return {**self.progress(), "model": self.model.state_dict(), "optimizer": self._train_step.state_dict()}
 
     def progress(self) -> dict[str, Any]:
-        """The part of :meth:`state_dict` without the model and the optimizer; call it in all processes."""
+        """Return the part of :meth:`state_dict` without the model and the optimizer; call it in all processes."""
         return {
             "step": self.step,
             "scaler": self._train_step.scaler.state_dict(),
@@ -224,7 +224,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the value of :meth:`state_dict`.
 
-        With another data-parallel size, or on another type of device, dropout draws anew.
+        With another data-parallel size, or on another type of device, dropout draws other random numbers.
         """
         self.model.load_state_dict(state["model"])
         self._train_step.load_state_dict(state["optimizer"])
@@ -234,7 +234,7 @@ class Run:
         """Continue from the value of :meth:`progress`, with the model and the optimizer of the same step.
 
         Raises:
-            ValueError: The history is not that of so many steps of this run.
+            ValueError: The history is not that of this number of steps of this run.
         """
         check_progress(state, self.total)
         self._train_step.scaler.load_state_dict(state["scaler"])
@@ -253,14 +253,14 @@ class Run:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all generators that code in a training step may draw from: torch's, also on a GPU, Python's and NumPy's."""
+    """Seed all generators that a training step may use: torch's, also on a GPU, Python's and NumPy's."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is the one to be reproducible
 
 
 def generator_state(device: torch.device) -> dict[str, Any]:
-    """The state of these generators, with a GPU's for ``cuda``, as ``torch.load(weights_only=True)`` accepts it."""
+    """Return these generators' state, with a GPU's for ``cuda``, in types for ``torch.load(weights_only=True)``."""
     numpy_state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
     kind, keys, *rest = numpy_state
     on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}

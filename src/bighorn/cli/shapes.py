@@ -99,19 +99,19 @@ def llama(layers: int, width: int, hidden: int, heads: int, key_heads: int, voca
     """A decoder as transformers' LlamaForCausalLM: untied head, no biases, one scale for each norm.
 
     Args:
-        layers: Blocks.
-        width: Of the residual stream.
-        hidden: Of the gated multilayer perceptron.
-        heads: Query heads.
-        key_heads: Key and value heads, as many or fewer.
-        vocabulary: Tokens.
+        layers: The number of blocks.
+        width: The width of the residual stream.
+        hidden: The hidden width of the gated multilayer perceptron.
+        heads: The number of query heads.
+        key_heads: The number of key and value heads, which is at most ``heads``.
+        vocabulary: The number of tokens.
     """
     keys = width // heads * key_heads
     yield (vocabulary, width)
     for _ in range(layers):
         yield from ((width, width), (keys, width), (keys, width), (width, width))
         yield from ((hidden, width), (hidden, width), (width, hidden))
-        yield from norm(width)  # two norms of a scale each
+        yield from norm(width)  # two norms, each with a scale only
     yield (width,)
     yield (vocabulary, width)
 
@@ -129,13 +129,13 @@ def linear(out: int, channels: int) -> Iterator[Shape]:
 
 
 def convolution(out: int, channels: int, kernel: int) -> Iterator[Shape]:
-    """A convolution and its normalisation; ``channels`` counts those of one group."""
+    """Yield a convolution and its normalisation; ``channels`` is the number of channels of one group."""
     yield (out, channels, kernel, kernel)
     yield from norm(out)
 
 
 def inverted_bottleneck(kernel: int, channels: int, expanded: int, out: int, squeezed: int) -> Iterator[Shape]:
-    """Expansion where there is any, depthwise convolution, squeeze and excitation (unless 0), projection."""
+    """Yield expansion if there is any, depthwise convolution, squeeze and excitation (unless 0), and projection."""
     if expanded != channels:
         yield from convolution(expanded, channels, 1)
     yield from convolution(expanded, 1, kernel)
@@ -157,5 +157,5 @@ SHAPES: dict[str, Callable[[], Iterable[Shape]]] = {
     "one": lambda: [(30522, 1024)],
     "linears": lambda: [(1024, 1024)] * 100,
 }
-"""By name: `tiny` shows the overhead of a step, `one` a tensor larger than any cache, `linears` is LAMBrrr's model,
-`llama_1b` TinyLlama, `llama_7b` Llama 2."""
+"""The sets of shapes by name: `tiny` shows the overhead of a step, `one` is a tensor larger than any cache, `linears`
+is LAMBrrr's model, `llama_1b` TinyLlama, `llama_7b` Llama 2."""

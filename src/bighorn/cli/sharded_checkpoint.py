@@ -1,7 +1,7 @@
 """Checkpoints as folders, by torch.distributed.checkpoint: each process writes its shards, and any number reads them.
 
-A checkpoint such as ``RUN/step-120`` is written as ``RUN/step-120.bighorn-partial``. It gets its name when all
-processes have written their shards, and only then earlier checkpoints are removed: the last complete one always exists.
+A checkpoint such as ``RUN/step-120`` is written as ``RUN/step-120.bighorn-partial``. It is renamed when all processes
+have written their shards, and only then earlier checkpoints are removed: the last complete one always exists.
 """
 
 import re
@@ -35,25 +35,25 @@ PARTIAL = ".bighorn-partial"
 
 
 def root(path: Path) -> Path:
-    """The folder of a run, given it or one of its checkpoints."""
+    """Return the folder of a run, given this folder or one of its checkpoints."""
     return path.parent if STEP.fullmatch(path.name.removesuffix(PARTIAL)) else path
 
 
 def steps(path: Path) -> list[Path]:
-    """The entries of the folder of a run that have the name of a checkpoint, the last one first."""
+    """Return the entries of the folder of a run that have the name of a checkpoint, the last one first."""
     found = [(_number(entry), entry) for entry in path.iterdir() if STEP.fullmatch(entry.name)]
     return [entry for _, entry in sorted(found, reverse=True)]
 
 
 def check(path: Path, resumed: str | None) -> None:
-    """Refuse a folder for checkpoints that cannot be written, or that has checkpoints of another run.
+    """Raise an error for a folder of checkpoints that cannot be written to, or that has checkpoints of another run.
 
     Args:
         path: The folder.
         resumed: The checkpoint that the run continues, if that is a folder.
 
     Raises:
-        InputError: One of the two is true.
+        InputError: The folder cannot be written to, or has checkpoints of another run.
     """
     if root(path).is_dir():
         place = None if resumed is None else Path(resumed)
@@ -68,10 +68,10 @@ def check(path: Path, resumed: str | None) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at ``path``, or the last complete one if ``path`` is the folder of a run.
+    """Return the checkpoint at ``path``, or the last complete one if ``path`` is the folder of a run.
 
     Raises:
-        InputError: It is half-written, or there is none.
+        InputError: The checkpoint is incomplete, or there is none.
     """
     single = root(path) != path
     complete = [entry for entry in steps(root(path)) if _is_complete(entry)]
@@ -92,11 +92,11 @@ def save(run: Run, path: Path, about: dict[str, Any]) -> None:
     """Write a checkpoint of the run to ``path``; call it in all processes, which share that folder.
 
     Raises:
-        InputError: In all processes, if the system has refused to write. Earlier checkpoints are kept.
+        InputError: In all processes, if a write has failed. Earlier checkpoints are kept.
     """
     place, ranks = root(path) / f"step-{run.step}", run.ranks
     if ranks.from_first(lambda: _is_complete(place)):
-        return  # of this very run (see check): an interrupt in the step that was saved last, or before the first one
+        return  # of this run (see check): interrupted in the step that was saved last, or before the first
     partial = place.with_name(place.name + PARTIAL)
     ranks.from_first(lambda: _remove_partial(place.parent))
     checkpoint = {**about, "run": run.progress()}
@@ -119,22 +119,22 @@ def _finish(checkpoint: dict[str, Any], partial: Path, place: Path) -> None:
     partial.rename(place)
     for other in steps(place.parent):
         if _number(other) < _number(place) and _is_complete(other) and not other.is_symlink():
-            with suppress(OSError):  # an old checkpoint that stays does no harm
-                other = other.rename(other.with_name(other.name + PARTIAL))  # no longer complete, then removed
+            with suppress(OSError):  # an old checkpoint that remains is harmless
+                other = other.rename(other.with_name(other.name + PARTIAL))  # marked as incomplete before it is removed
                 shutil.rmtree(other, ignore_errors=True)
 
 
 def _remove_partial(path: Path) -> None:
-    """Remove half-written checkpoints of a run that was killed while it saved."""
+    """Remove incomplete checkpoints of a run that was killed while it saved."""
     for entry in path.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(entry, ignore_errors=True)
 
 
 def damage(place: Path, checksums: dict[str, int]) -> str | None:
-    """Which file of a checkpoint is not as `save` has written it, and how; None if all are.
+    """Return a file of a checkpoint that is not as `save` has written it, and the difference; None if all files are.
 
-    Torch has checksums for tensors and never looks at them, and none for its metadata, which is a pickle and may run
-    anything that a flipped bit makes of it. So this comes before torch reads any.
+    torch stores checksums of tensors but never verifies them, and has none for its metadata, a pickle that can run any
+    code after a bit has flipped. This check therefore comes before torch reads any file.
     """
     for name, checksum in checksums.items():
         try:
@@ -164,7 +164,7 @@ def _number(entry: Path) -> int:
 
 
 def _cause(error: BaseException) -> str:
-    """The first error of a process that has failed to write or read, in words."""
+    """Return the first error of a process that has failed to write or read, as text."""
     first: BaseException = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
     return " ".join(str(files.system_error(first) or first).split())
 
@@ -203,7 +203,7 @@ def restore_from_whole(run: Run, saved: dict[str, Any]) -> None:
 
 
 def _tensors(run: Run) -> dict[str, Any]:
-    """This process's part of the state of the model and the optimizer, by the names of parameters."""
+    """Return this process's part of the state of the model and the optimizer, by the names of parameters."""
     model, optimizer = get_state_dict(run.model, run.whole_optimizer)
     return {"model": model, "optimizer": optimizer}
 

@@ -1,4 +1,4 @@
-"""The runs of ``bighorn compare``, several at a time, and their results. Nothing here prints."""
+"""The runs of ``bighorn compare``, several at a time, and their results. This module does not print."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ Named = tuple[str, RunConfig]
 """The name of an optimizer, or of a variant of one, and its configuration."""
 
 HELD_OUT = 0.2
-"""The fraction of the training data that is held out to choose learning rates by."""
+"""The fraction of the training data that is held out for choosing learning rates."""
 
 EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
@@ -78,7 +78,7 @@ class Cell:
     lr: float
     trials: tuple[Trial, ...]
     tuning: tuple[Trial, ...] = ()
-    """The runs that the learning rate was chosen by."""
+    """The runs from which the learning rate was chosen."""
 
     @property
     def accuracy(self) -> tuple[float, float, float]:
@@ -104,7 +104,7 @@ class Cell:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """The median accuracy after each evaluated step, of the seeds that got there."""
+        """The median accuracy after each evaluated step, over the seeds that reached it."""
         reached: dict[int, list[float]] = {}
         for trial in self.trials:
             for step, accuracy in trial.curve:
@@ -113,7 +113,7 @@ class Cell:
 
     @property
     def on_edge(self) -> bool:
-        """Whether a better learning rate may lie outside of the grid."""
+        """Whether a better learning rate may be outside the grid."""
         return self.lr in (self.tuned[0][0], self.tuned[-1][0])
 
 
@@ -147,7 +147,7 @@ def make(job: Job) -> Trial:
 
 @contextmanager
 def workers(processes: int) -> Iterator[Callable[[Sequence[Job]], Iterable[tuple[int, Trial]]]]:
-    """Give a function that makes runs, ``processes`` at a time, and yields each with its index when it is made."""
+    """Yield a function that makes runs, ``processes`` at a time, and yields each with its index when it is finished."""
     if processes == 1:
         yield lambda jobs: enumerate(map(make, jobs))
         return
@@ -172,7 +172,7 @@ def _leave_interrupts_to_parent() -> None:
 
 
 def count(bases: Sequence[Named], grids: Grids, seeds: int, tuning_seeds: int) -> int:
-    """The number of runs of :func:`compare` if no grid is continued."""
+    """Return the number of runs of :func:`compare` if no grid is continued."""
     return sum(tuning_seeds * len(grids[name]) + seeds for name, _ in bases)
 
 
@@ -194,8 +194,8 @@ def compare(
         grids: The learning rates to try, by name. One of two or more whose end is best is continued.
         seeds: Seeds of each final run.
         tuning_seeds: Seeds of each learning rate tried.
-        target: The test accuracy to count steps to.
-        processes: Runs at a time.
+        target: The test accuracy to which steps are counted.
+        processes: The number of runs at a time.
         made: Called after each run.
         added: Called with a number of runs to make beyond those of :func:`count`.
 
@@ -205,7 +205,7 @@ def compare(
     with workers(processes) as make_all:
 
         def trials(rates: Sequence[Sequence[float]], tuning: bool) -> list[tuple[Trial, ...]]:
-            """The runs of each cell with its rates."""
+            """Make the runs of each cell with its rates."""
             jobs = [
                 [
                     Job(dataclasses.replace(base, lr=lr, seed=seed), target, tuning)
@@ -237,7 +237,7 @@ def compare(
 
 
 def beyond(lr: float, tuned: Sequence[tuple[float, float]], given: int) -> tuple[float, ...]:
-    """The learning rate to try next where the best one, ``lr``, is the end of a grid that had ``given`` rates.
+    """Return the learning rate to try next if the best one, ``lr``, is the end of a grid that had ``given`` rates.
 
     The tuple is empty if the best rate is inside the grid, if :data:`BEYOND` rates were tried already, and for a grid
     of one rate, which the user has chosen.
@@ -256,7 +256,7 @@ def beyond(lr: float, tuned: Sequence[tuple[float, float]], given: int) -> tuple
 
 
 def choose(trials: Sequence[Trial]) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """The learning rate of the highest mean accuracy, the lower loss deciding ties, and all rates with their means."""
+    """Return the learning rate of the highest mean accuracy (ties: the lowest loss), and all rates with their means."""
     runs: dict[float, list[Trial]] = {}
     for trial in trials:
         runs.setdefault(trial.config.lr or 0.0, []).append(trial)
@@ -266,5 +266,5 @@ def choose(trials: Sequence[Trial]) -> tuple[float, tuple[tuple[float, float], .
 
 
 def available_processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

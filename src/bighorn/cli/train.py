@@ -57,7 +57,7 @@ def train(
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
     options, parallel, command = given(ctx, RunConfig), given(ctx, ParallelConfig), command_line(ctx)
     with Ranks.join() as ranks:
-        # Functions of their own hold the model: see ranks.end_process_group.
+        # Separate functions hold the model: see ranks.end_process_group.
         done = _run(Request(options, parallel, outputs, resume), command, ctx, ranks)
     if not done:
         ctx.exit(130)
@@ -70,8 +70,8 @@ class Request:
     Attributes:
         options: The options of the run on the command line.
         parallel: The options of :class:`ParallelConfig` on the command line.
-        outputs: Files to write, by option.
-        resume: The checkpoint to continue.
+        outputs: The files to write, by option.
+        resume: The checkpoint from which the run continues.
     """
 
     options: dict[str, Any]
@@ -81,7 +81,7 @@ class Request:
 
 
 def _run(request: Request, command: str, ctx: click.Context, ranks: Ranks) -> bool:
-    """Train, or draw the schedule; False if Ctrl-C has ended the run early."""
+    """Train, or draw the schedule; return False if Ctrl-C has ended the run early."""
     run, warnings = _set_up(request, ranks)
     history = run.history
     history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
@@ -115,7 +115,7 @@ def _run(request: Request, command: str, ctx: click.Context, ranks: Ranks) -> bo
 
 
 def _set_up(request: Request, ranks: Ranks) -> tuple[Run, list[str]]:
-    """Make the run, or load it; the second value are warnings."""
+    """Create the run, or load it; the second value is its warnings."""
     resume = request.resume
     saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
     config, parallel, dataset, warnings = ranks.together(lambda: _prepare(request, saved, ranks.size, ranks.first))
@@ -134,7 +134,7 @@ def _set_up(request: Request, ranks: Ranks) -> tuple[Run, list[str]]:
 def _prepare(
     request: Request, saved: dict[str, Any] | None, processes: int, writes_files: bool
 ) -> tuple[RunConfig, ParallelConfig, Dataset, list[str]]:
-    """Check the options and read the data: the work whose errors may be those of one process alone."""
+    """Check the options and read the data: the work that can fail in a single process."""
     parallel = ParallelConfig(**request.parallel)
     is_sharded = parallel.shards(processes)
     idle = parallel.without_effect(processes)
@@ -158,7 +158,7 @@ def _prepare(
 
 
 def _check_save(save: Path, data: str | None, resumed: str | None, is_sharded: bool) -> None:
-    """Refuse a checkpoint that cannot be written, or that would destroy anything but checkpoints of this run."""
+    """Raise an error for a checkpoint that cannot be written, or would destroy anything but this run's checkpoints."""
     if is_sharded or save.is_dir():
         sharded_checkpoint.check(save, resumed)
     else:
@@ -167,7 +167,7 @@ def _check_save(save: Path, data: str | None, resumed: str | None, is_sharded: b
 
 
 def _finish(run: Run, outputs: dict[str, Path | None], ctx: click.Context, console: Console) -> None:
-    """Write the results, and say how to continue a run that Ctrl-C has ended early."""
+    """Write the results, and print how to continue a run that Ctrl-C has ended early."""
     ranks, save = run.ranks, outputs["--save"]
     if not run.done and save is None:
         fresh = f"bighorn-{run.config.task}-{run.config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded)
@@ -215,7 +215,7 @@ def _plot(run: Run, path: Path) -> None:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """The figures that a finished run comes down to; None for what was not measured."""
+    """Return the results of a finished run; None for values that were not measured."""
     tests = run.history.tests
     return {
         "steps": run.step,
@@ -250,7 +250,7 @@ def _summary(run: Run) -> Table:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Everything about a run that a later analysis could want."""
+    """Return all data of a run, for later analysis."""
     history = {name: values for name, values in vars(run.history).items() if name != "seconds"}
     history["gauges"] = {
         name: [[value if math.isfinite(value) else None for value in row] for row in rows]

@@ -17,21 +17,22 @@ from bighorn.cli.optimizers import OPTIMIZERS, build_optimizer
 from bighorn.cli.ranks import Ranks
 
 MAX_OVERFLOWS = 50
-"""After so many overflows in a row, a lower loss scale does not help: a dynamic one has long been at its minimum."""
+"""Overflows in a row after which a lower loss scale does not help: a dynamic one has reached its minimum long
+before."""
 
 
 class TrainStep:
-    """Makes the steps of a model that several processes may share.
+    """The training steps of a model that several processes may share.
 
     Args:
-        model: The model itself.
-        forward: The module to call for outputs: the model, or what wraps it.
+        model: The model without wrappers.
+        forward: The module to call for outputs: the model, or its wrapper.
         config: A resolved configuration.
         parallel: How processes divide the work.
         ranks: The processes.
         lr: The peak learning rate.
-        options: More options of the optimizer.
-        loss_scale: Scales losses; None for no loss scaling.
+        options: Additional options of the optimizer.
+        loss_scale: The scale policy; None for no loss scaling.
 
     Attributes:
         whole: The optimizer of all parameters.
@@ -72,7 +73,7 @@ class TrainStep:
         self._model, self._forward, self._ranks = model, forward, ranks
         self._device, self._fp16 = torch.device(config.device), config.precision == "fp16"
         self._accumulate = parallel.accumulate
-        # Bighorn's optimizers clip by themselves.
+        # Bighorn's optimizers clip gradients themselves.
         self._clip = None if OPTIMIZERS[config.optimizer].state_dtypes else config.max_grad_norm
         self._overlap = None
         if parallel.tail_overlap and isinstance(forward, DistributedDataParallel):
@@ -85,7 +86,7 @@ class TrainStep:
             inputs: The samples, on the CPU.
             targets: Their targets, on the CPU.
             lr: The learning rate.
-            record: Called with the batch's mean loss and accuracy, before anything of the model changes.
+            record: Called with the batch's mean loss and accuracy, before the model changes.
 
         Returns:
             False if gradients overflowed, so that the step changed nothing.
@@ -109,7 +110,7 @@ class TrainStep:
         return self.update()
 
     def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss and accuracy of samples on the CPU."""
+        """Return the mean loss and accuracy of samples on the CPU."""
         inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in (inputs, targets))
         with torch.autocast(self._device.type, torch.float16) if self._fp16 else nullcontext():
             logits = model(inputs)
@@ -117,14 +118,14 @@ class TrainStep:
         return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
     def _without_sync(self) -> AbstractContextManager[Any]:
-        """A context in which gradients are added up in this process alone."""
+        """Return a context in which gradients are accumulated in this process, without communication."""
         if not isinstance(self._forward, DistributedDataParallel):
             return nullcontext()
         context: AbstractContextManager[Any] = self._forward.no_sync()
         return context
 
     def update(self) -> bool:
-        """Clip, step the optimizer and clear the gradients; False if they overflowed.
+        """Clip, step the optimizer and clear the gradients; return False if they overflowed.
 
         Raises:
             FloatingPointError: Too many steps in a row have overflowed.
@@ -143,7 +144,7 @@ class TrainStep:
         return not self.scaler.state_dict().get("overflows")
 
     def telemetry(self, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-        """The attributes ``names`` of the optimizer's telemetry, each by parameter, in the model's order."""
+        """Return the attributes ``names`` of the optimizer's telemetry, each by parameter, in the model's order."""
         local = self.optimizer.telemetry()  # type: ignore[attr-defined]
         values = {name: dict(zip(local.names, getattr(local, name).tolist(), strict=True)) for name in names}
         if self._sharded is not None:
@@ -153,14 +154,14 @@ class TrainStep:
         return {name: {key: of[key] for key in order if key in of} for name, of in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of one unsharded optimizer, in the first process; call it in all processes."""
+        """Return the state of one unsharded optimizer, in the first process; call it in all processes."""
         if self._sharded is not None:
             self._sharded.consolidate_state_dict(to=0)
         if not self._ranks.first:
             return {}
         state: dict[str, Any] = self.whole.state_dict()
         if self._sharded is not None:
-            # Its groups have all parameters, but the names of the first process's parameters.
+            # Its groups have all parameters, but only the names of the first process's parameters.
             names = {parameter: name for name, parameter in self._model.named_parameters()}
             for saved, group in zip(state["param_groups"], self.whole.param_groups, strict=True):
                 saved["param_names"] = [names[parameter] for parameter in group["params"]]
@@ -171,7 +172,7 @@ class TrainStep:
         names = [group["param_names"] for group in self.optimizer.param_groups]
         self.whole.load_state_dict(state)
         if self._sharded is not None:
-            self._sharded.state.clear()  # a second copy of the state of its parts
+            self._sharded.state.clear()  # otherwise the state of its parts would exist twice
             for groups in (self._sharded.param_groups, self.optimizer.param_groups):
                 for group, own in zip(groups, names, strict=True):
                     group["param_names"] = own

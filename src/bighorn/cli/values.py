@@ -1,4 +1,4 @@
-"""Reading and checking the values of options."""
+"""Functions that read and check the values of options."""
 
 import ast
 import difflib
@@ -17,15 +17,15 @@ from bighorn.cli.errors import InputError
 Number = TypeVar("Number", int, float)
 
 MOST = 3.4e38
-"""The largest float32, in which the kernels compute."""
+"""The largest float32, the dtype of the kernels' arithmetic."""
 
 COMMAND_ARGUMENTS = (
     *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "process_group", "names"),
 )
-"""Arguments of an optimizer that the command sets itself, so that ``--optimizer-option`` does not."""
+"""Arguments of an optimizer that other options of the command set, so that ``--optimizer-option`` cannot."""
 
 DEVICES = ("cpu", "cuda")
-"""What ``--device`` can be."""
+"""The choices of ``--device``."""
 
 
 def matches(value: object, hint: Any) -> bool:
@@ -53,7 +53,7 @@ def matches(value: object, hint: Any) -> bool:
 
 
 def at_least(flag: str, value: float | None, least: float, most: float = math.inf) -> None:
-    """Refuse a number below ``least`` or above ``most``, or one that is not finite; None means that none was given."""
+    """Raise an error for a number below ``least`` or above ``most``, or one that is not finite; None is accepted."""
     if value is not None and not (least <= value <= most and value < math.inf):
         raise InputError(
             f"{flag} is {value}, but must be at least {least}{f' and at most {most}' * (most < math.inf)}."
@@ -61,7 +61,7 @@ def at_least(flag: str, value: float | None, least: float, most: float = math.in
 
 
 def check_device(device: str) -> None:
-    """Refuse ``cuda`` on a machine without a CUDA device.
+    """Raise an error for ``cuda`` on a machine without a CUDA device.
 
     Raises:
         InputError: torch sees no CUDA device.
@@ -75,7 +75,7 @@ def check_device(device: str) -> None:
 
 
 def positive(flag: str, value: float | None) -> None:
-    """Refuse a number that is not above 0 or overflows float32; None means that none was given."""
+    """Raise an error for a number that is not above 0 or overflows float32; None is accepted."""
     if value is not None and not 0 < value <= MOST:
         raise InputError(f"{flag} is {value}, but must be a number above 0 and at most {MOST:g}.")
 
@@ -97,13 +97,13 @@ def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
 
 
 def check_name(flag: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not among ``known``."""
+    """Raise an error for a name that is not in ``known``."""
     if name not in known:
         raise InputError(f"{flag}: no {name!r} here; {suggestion(name, known)}")
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """The name in ``known`` that is nearest to a wrong one, or all of them."""
+    """Return the name in ``known`` that is nearest to a wrong one, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
 

@@ -1,8 +1,8 @@
-"""The backends, and the one place that finds out which of them work here.
+"""The backends, and the only module that determines which of them work on this machine.
 
-A backend is a package with `unsupported_reason(param, options)` and one class per algorithm, in a file of its own, that
-is made from buckets when tensors change and then steps them. `bucket.py` describes its input, and `reference` computes
-the expected result.
+A backend is a package with `unsupported_reason(param, options)` and one class per algorithm, each in its own file. The
+class is instantiated with buckets when tensors change, and then steps them. `bucket.py` describes its input, and
+`reference` computes the expected result.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ __all__ = [
 
 
 class Kernel(Protocol):
-    """An algorithm on one backend, made for some buckets on one device."""
+    """An algorithm on one backend, instantiated for some buckets on one device."""
 
     def prepare(self) -> None:
-        """Do whatever can fail, before any kernel of a step writes."""
+        """Do everything that can fail, before any kernel of a step writes."""
 
     def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, 0-dim, in float64 where the device has it."""
+        """Return the sum of all gradients' squares, 0-dim, in float64 if the device supports it."""
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """One step of whole tensors, in place; nothing is written where `apply_mask` is False."""
+        """Make one step of whole tensors, in place; nothing is written if `apply_mask` is False."""
 
 
 class ShardKernel(Kernel, Protocol):
-    """A kernel that serves shards, too."""
+    """A kernel that also serves shards."""
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards: yields sums, 1-dim, that must be added up over all ranks, in place, before it goes on.
+        """Make one step of shards; it yields 1-dim sums, which must be added up over all ranks, in place, to continue.
 
-        On every rank there are as many, of the same sizes.
+        The number of sums and their sizes are the same on every rank.
         """
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Where an algorithm runs: a field for each algorithm, None where a backend has no kernels of it."""
+    """An implementation of the kernels: a field for each algorithm, None if the backend has no kernels for it."""
 
     unsupported_reason: Callable[[Tensor, Any], str | None]
-    """Why it cannot serve such a tensor, or None."""
+    """The reason why it cannot serve a tensor, or None."""
 
     unsupported_shard_reason: Callable[[Shard, Any], str | None]
-    """Why it cannot serve a shard of a tensor that it could serve whole, or None."""
+    """The reason why it cannot serve a shard of a tensor that it could serve whole, or None."""
 
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
     came: Callable[[list[Bucket[CameOptions]]], Kernel]
 
     @classmethod
     def of(cls, package: Any) -> Backend:
-        """The backend of a package, which has a class for each algorithm that it serves."""
+        """Return the backend of a package, which has a class for each algorithm that it serves."""
         algorithms = [field.name for field in fields(cls) if not field.name.startswith("unsupported")]
         kernels: dict[str, Any] = {name: getattr(package, name.capitalize(), None) for name in algorithms}
         return cls(package.unsupported_reason, package.unsupported_shard_reason, **kernels)
@@ -86,24 +86,24 @@ BACKENDS = {
     "foreach": Backend.of(foreach),
     "reference": Backend.of(reference),
 }
-"""By name, in the order in which `auto` prefers them."""
+"""The backends by name, in the order in which `auto` prefers them."""
 
 SERVES_WRAPPERS = "reference"
-"""Others read and write plain memory, which tensors that hold other tensors do not have (`storage.has_memory`)."""
+"""The backend that serves wrapper tensors; the others need tensors with memory of their own (`storage.has_memory`)."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a backend works on this machine, and what it runs on or why it does not."""
+    """Whether a backend works on this machine, and the device that it runs on or the reason why it does not work."""
 
     available: bool
     detail: str
     device: str = "cpu"
-    """The type of a device on which it can be tried."""
+    """The type of a device on which the backend can be tried."""
 
 
 def status() -> dict[str, Status]:
-    """Every backend's status on this machine.
+    """Return every backend's status on this machine.
 
     Example:
         >>> status()["reference"].available
@@ -124,17 +124,17 @@ def pick(
     shard: Shard | None = None,
     solid: bool | None = None,
 ) -> tuple[str, str]:
-    """The name of the backend that serves such a tensor, and why.
+    """Return the name of the backend that serves a tensor, and the reason for the choice.
 
     Args:
-        backend: "auto", or the one that is asked for.
+        backend: "auto", or the name of the requested backend.
         param: The tensor as the backend would see it.
-        options: Its bucket's options.
-        shard: Where it lies in the tensor that is stepped. Default: None, which means all of it.
-        solid: Whether it, its gradient and its state have memory of their own. Default: None, which asks the tensor.
+        options: The options of its bucket.
+        shard: Its position in the whole tensor. Default: None, which means all of it.
+        solid: Whether it, its gradient and its state have memory of their own. Default: None, which tests `param`.
 
     Raises:
-        ValueError: The backend that is asked for cannot serve it.
+        ValueError: The requested backend cannot serve it.
     """
     if solid is None:
         solid = has_memory(param)
@@ -156,7 +156,7 @@ def pick(
 
 @functools.cache
 def _warn_of(failure: str) -> None:
-    """Say once what keeps the kernels of a GPU from it."""
+    """Warn once that the kernels of a GPU cannot be used, and why."""
     warnings.warn(
         f"bighorn steps without Triton's kernels, which is slower: {failure}. `bighorn doctor` shows more; "
         'backend="foreach" silences this warning.',

@@ -1,8 +1,8 @@
 """One table per algorithm: the options that kernels get, each with its type, its check and its type in C.
 
-A field with a check is an option of a parameter group, which kernels get as it is in the group; the algorithm computes
-the others (`optim/lamb.py`, `optim/came.py`). A field with a type in C is a field of the structure in `csrc/abi.h`, in
-the same order.
+A field with a check is an option of a parameter group, and kernels get the group's value; the algorithm computes the
+others (`optim/lamb.py`, `optim/came.py`). A field with a type in C is a field of the structure in `csrc/abi.h`, in the
+same order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CType(NamedTuple):
 
 
 class Option(NamedTuple):
-    """The check of an option of a group, and its type in C; None for what it does not have."""
+    """The check of a group's option, and its type in C; each is None if the field has none."""
 
     check: Check | None = None
     c: CType | None = None
@@ -56,12 +56,12 @@ BOUNDS = CType(ctypes.c_double * 2, lambda value: value or (0.0, math.inf))
 
 
 def doubles(size: int) -> CType:
-    """An array of numbers."""
+    """Return the type of an array of numbers."""
     return CType(ctypes.c_double * size, tuple)
 
 
 def one_of(kind: Any) -> Option:
-    """One of the values of a `Literal`; in C its index among them, as in the enumeration in `csrc/abi.h`."""
+    """Return an option for the values of a `Literal`, which in C is the value's index, as in `csrc/abi.h`."""
     values = get_args(kind)
     return Option(choice(*values), CType(ctypes.c_int32, values.index))
 
@@ -71,7 +71,7 @@ class LambOptions:
     """The options of one bucket: without names and group keys."""
 
     algorithm: ClassVar[str] = "lamb"
-    """The field of `kernels.Backend`."""
+    """The name of the algorithm's field in `kernels.Backend`."""
 
     lr: Annotated[float | Tensor, Option(c=DOUBLE)]
     betas: Annotated[tuple[float, float], Option(betas(2), doubles(2))]
@@ -90,12 +90,12 @@ class LambOptions:
     weight_rounding: Annotated[Rounding, Option(choice(*get_args(Rounding)))] = "nearest"
     rounding_seed: Annotated[int, Option(count, UINT64)] = 0
     blocks: bool = False
-    """Whether both moments are kept in blocks, `kernels/codec.py`."""
+    """Whether both moments are kept in blocks, as in `kernels/codec.py`."""
 
 
 @dataclass(frozen=True)
 class CameOptions:
-    """The options of one bucket, as `LambOptions`; all of its rows are factored by one rule, or none is."""
+    """The options of one bucket, as `LambOptions`; all of its rows are factored by one rule, or none of them is."""
 
     algorithm: ClassVar[str] = "came"
 
@@ -111,8 +111,8 @@ class CameOptions:
     maximize: Annotated[bool, Option(flag, INT32)]
     centre: bool
     factor: Factor | None
-    """How a row becomes matrices: "matrix", one of dim 0 by everything else; "last_two", one for each index of the
-    leading dims; None, its second moment is kept unfactored."""
+    """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
+    the leading dims; None: the second moment is unfactored."""
     weight_rounding: Annotated[Rounding, Option(choice(*get_args(Rounding)))] = "nearest"
     rounding_seed: Annotated[int, Option(count, UINT64)] = 0
 
@@ -121,7 +121,7 @@ Options = TypeVar("Options", LambOptions, CameOptions)
 
 
 def table(options: type) -> dict[str, Option]:
-    """The annotated fields of a class, such as `LambOptions`, by name.
+    """Return the annotated fields of a class, such as `LambOptions`, by name.
 
     Example:
         >>> [name for name, option in table(LambOptions).items() if option.check is None]

@@ -1,4 +1,4 @@
-"""Whether tensors have memory of their own that kernels can read and write."""
+"""Tests whether tensors have memory of their own that kernels can read and write."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def address_of(tensor: Tensor) -> int | None:
-    """A tensor's address, 0 where it holds other tensors or was freed; None where torch knows none."""
+    """Return a tensor's address, 0 if it holds other tensors or was freed; None if torch cannot determine it."""
     if type(tensor) in (Tensor, Parameter):
-        with suppress(RuntimeError):  # of functorch
+        with suppress(RuntimeError):  # for a tensor of functorch
             return tensor.data_ptr()
         return None
     with suppress(RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and gives 0
+        warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and returns 0
         return tensor.data_ptr()
     return None

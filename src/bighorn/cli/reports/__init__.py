@@ -1,4 +1,4 @@
-"""Reports: one self-contained HTML file with the results of a command, and the command to get them again."""
+"""Reports: one self-contained HTML file with the results of a command, and the command that reproduces them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

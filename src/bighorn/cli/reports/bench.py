@@ -9,7 +9,7 @@ from bighorn.cli.reports import Section, figures, render
 def bench_report(
     content: Mapping[str, Any], columns: Mapping[str, Callable[[dict[str, Any]], str]], absent: Sequence[str]
 ) -> str:
-    """The report of ``bighorn bench``, from what it writes as JSON: a figure and a table for each set of shapes."""
+    """Return the report of ``bighorn bench``, from its JSON: a figure and a table for each set of shapes."""
     config, sets = content["config"], content["results"]
     baseline = sets[0]["optimizers"][0]["label"]
     rows = [row for found in sets for row in found["optimizers"]]

@@ -15,7 +15,7 @@ def compare_report(
     command: str,
     settings: Mapping[str, object],
 ) -> str:
-    """The report of ``bighorn compare``."""
+    """Return the report of ``bighorn compare``."""
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     of = {name: [cell for cell in cells if cell.optimizer == name] for name in names}
     accuracy = figures.ranges(
@@ -76,7 +76,7 @@ def compare_report(
 
 
 def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
-    """The epochs of a cell's evaluations, and the test error at each."""
+    """Return the epochs of a cell's evaluations, and the test error at each."""
     trial = cell.trials[0]
     assert trial.config.epochs is not None
     epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]

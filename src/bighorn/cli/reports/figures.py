@@ -1,4 +1,4 @@
-"""Figures for the reports, as SVG that takes its colours and its font from the page around it."""
+"""Figures for the reports, as SVG with the colours and the font of the page around it."""
 
 import io
 import math
@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
-# Stand-ins that to_svg() turns into the page's CSS variables, so that a figure follows light and dark mode.
+# Placeholders that to_svg() replaces by the page's CSS variables, so that figures follow light and dark mode.
 INK, GRID = "#010203", "#040506"
 SERIES = tuple(f"#0708{number:02x}" for number in range(8))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
@@ -23,7 +23,7 @@ LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
         ("#2f5fd0", "#d5600f", "#12866a", "#8a3ffc", "#b4235a", "#6b7280", "#a37b00", "#0b8fa8"),
         strict=True,
     )
-)  # the page's, where there is no page around it
+)  # the page's colours, for a figure without a page
 
 STYLE: Any = {
     "font.size": 11,
@@ -51,7 +51,7 @@ STYLE: Any = {
 }
 
 WIDTH = 9.2
-"""Inches: what fills the page's text column at its natural size."""
+"""Inches; the width of the page's text column at its natural size."""
 
 
 def curves(
@@ -64,7 +64,7 @@ def curves(
     percent: bool = False,
     log: bool = False,
 ) -> str:
-    """Draw the training curve, faint per batch and smoothed, with the test's points on top."""
+    """Draw the training curve, faint per batch and smoothed, with the test's points in front."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.2))
         axes = figure.add_subplot()
@@ -112,7 +112,7 @@ def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
 
 
 def line_picture(steps: Sequence[int], values: Sequence[float], label: str, kind: str) -> bytes:
-    """The same as the content of a file of its own, in the page's light colours; ``kind`` is png or svg."""
+    """Return a figure of :func:`line` as the content of a file in the page's light colours; ``kind`` is png or svg."""
     style = {name: LIGHT.get(value, value) for name, value in STYLE.items()}
     buffer = io.BytesIO()
     with mpl.rc_context(style):
@@ -159,7 +159,7 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
 
 
 def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]], xlabel: str) -> str:
-    """Draw accuracies, ``(low, middle, high)`` per x, one line per named group, x on a log scale to base 2."""
+    """Draw accuracies, ``(low, middle, high)`` per x, one line per named group, with x on a log scale to base 2."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.add_subplot()
@@ -167,7 +167,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         for index, (name, xs, triples) in enumerate(groups):
             ticks.update(xs)
             low, middle, high = np.array(triples).T
-            shift = 2 ** (0.04 * index)  # or bars of equal batch sizes would hide one another
+            shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
             axes.errorbar(
                 np.array(xs) * shift,
                 middle,
@@ -189,7 +189,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
 
 
 def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], label: str) -> str:
-    """Draw a bar per name, from the left, of parts laid end to end: each with its label and one value per name."""
+    """Draw one bar per name, as segments from left to right, each segment with its label and one value per name."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 1.2 + 0.34 * len(names) + 0.2 * math.ceil(len(parts) / 2)))
         axes = figure.add_subplot()
@@ -209,7 +209,7 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], lab
 
 
 def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
-    """Draw medians as dots with lines from the 10th to the 90th percentile, one row each; 1 is marked."""
+    """Draw medians as dots with lines from the 10th to the 90th percentile, one row each, with a mark at 1."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
         axes = figure.add_subplot()
@@ -229,7 +229,7 @@ def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
 
 
 Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]
-"""A name per panel, and in it lines: a batch size, its x and its accuracies or errors."""
+"""Per panel: a name, and lines with a batch size, x values and accuracies or errors."""
 
 
 def tuning(panels: Panels) -> str:
@@ -265,7 +265,7 @@ def _panels(
 
 
 def label_powers(axis: Axis) -> None:
-    """Give a logarithmic axis labels: some within each power of ten, where there is room for them."""
+    """Label some positions within each power of ten of a logarithmic axis, if the axis is long enough."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.set_minor_locator(NullLocator())
@@ -273,7 +273,7 @@ def label_powers(axis: Axis) -> None:
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:
-    """A centred running mean over a fortieth of the curve, narrower towards its ends."""
+    """Return a centred running mean over a fortieth of the curve, narrower towards its ends."""
     series = np.asarray(values, dtype=float)
     half = len(series) // 80
     total = np.concatenate(([0.0], np.cumsum(series)))
@@ -284,7 +284,7 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an ``<svg>`` element for an HTML page: nothing but the element, colours and font left to the page.
+    """Return the figure as an ``<svg>`` element for an HTML page, which defines the element's colours and font.
 
     ``name`` must differ between the figures of a page, since the ids inside are made from it.
     """

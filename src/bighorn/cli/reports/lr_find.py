@@ -19,7 +19,7 @@ def lr_report(
     command: str,
     settings: Mapping[str, object],
 ) -> str:
-    """The report of ``bighorn lr-find``."""
+    """Return the report of ``bighorn lr-find``."""
     best = int(np.argmin(smooth))
     return render(
         f"A learning rate for {config.optimizer}",

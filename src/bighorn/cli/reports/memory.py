@@ -6,7 +6,7 @@ from bighorn.cli.footprint import Kind
 from bighorn.cli.reports import Section, figures, render
 
 MAX_PARTS = 5
-"""The number of kinds of layers with a color of their own in the bars."""
+"""The number of kinds of layers with a separate color in the bars."""
 
 
 def memory_report(
@@ -19,7 +19,7 @@ def memory_report(
     command: str,
     settings: Mapping[str, object],
 ) -> str:
-    """The report of ``bighorn memory``."""
+    """Return the report of ``bighorn memory``."""
     names = list(layers[0].bytes)
     parts = [
         (kind.label.replace("\n", ": "), [kind.bytes[name] / elements for name in names]) for kind in layers[:MAX_PARTS]

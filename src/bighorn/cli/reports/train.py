@@ -11,7 +11,7 @@ from bighorn.cli.run import Run
 
 
 def train_report(run: Run) -> str:
-    """The report of ``bighorn train``."""
+    """Return the report of ``bighorn train``."""
     config, history = run.config, run.history
     steps = range(1, run.step + 1)
     tests = history.tests

@@ -1,6 +1,6 @@
-"""What can be trained: a task is a data set, a model for it and the defaults that suit both.
+"""The tasks: a task is a data set, a model for it and defaults for both.
 
-Adding one is a file beside these that holds a :class:`Task`, and an entry in :data:`TASKS`.
+To add one, write a file beside these that defines a :class:`Task`, and an entry in :data:`TASKS`.
 """
 
 from typing import Protocol
@@ -17,7 +17,7 @@ __all__ = ["TASKS", "Dataset", "Task"]
 
 
 class Task(Protocol):
-    """A classification of every target position: of an image, or of each next character."""
+    """A classification of every target position: of an image, or of the next character at each position."""
 
     batch_size: int
     """Default batch size."""
@@ -26,13 +26,13 @@ class Task(Protocol):
     batch_sizes: tuple[int, ...]
     """The batch sizes that ``bighorn compare`` compares."""
     target: float
-    """The test accuracy that ``bighorn compare`` counts the steps to."""
+    """The test accuracy to which ``bighorn compare`` counts the steps."""
 
     def load(self, data: str | None) -> Dataset:
-        """Read the data from ``--data``, or the built-in ones for None; raise InputError where that fails."""
+        """Read the data from ``--data``, or the built-in data for None; raise InputError if that fails."""
 
     def model(self, dataset: Dataset) -> nn.Module:
-        """Build a freshly initialised float32 model that maps inputs as stored to logits over ``dataset.classes``."""
+        """Build a newly initialised float32 model that maps stored inputs to logits over ``dataset.classes``."""
 
 
 TASKS: dict[str, Task] = {"digits": Digits(), "text": Text(), "mnist": Mnist(), "mnist-rows": MnistRows()}

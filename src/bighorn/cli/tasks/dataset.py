@@ -1,4 +1,4 @@
-"""Training and test samples in memory, and which of them each step takes."""
+"""Training and test samples in memory, and the selection of the samples of each step."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Dataset:
     """Samples along dimension 0 of each tensor.
 
     Attributes:
-        description: Where the data come from, for people.
+        description: The source of the data, as text.
         inputs: Training inputs as stored (images as bytes, characters as numbers); the model normalises.
         targets: Training classes, one or several per sample, any integer type.
         test_inputs: The same for the test.
@@ -32,7 +32,7 @@ class Dataset:
         return len(self.inputs)
 
     def fingerprint(self) -> str:
-        """A digest of the training data, by which a resumed run knows that it sees the same."""
+        """Return a digest of the training data, by which a resumed run detects other data."""
         digest = hashlib.sha256()
         for tensor in (self.inputs, self.targets):
             digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
@@ -40,9 +40,9 @@ class Dataset:
         return digest.hexdigest()
 
     def held_out(self, share: float, most: int = 2**17) -> "Dataset":
-        """The training data alone, a fixed random ``share`` of them as the test: to choose a learning rate by.
+        """Return the training data with a fixed random ``share`` of them as the test, for choosing learning rates.
 
-        Of the share, as many are looked at as have ``most`` targets, since more would say no more.
+        Of the share, only samples with up to ``most`` targets in all are used, since more would not be more accurate.
         """
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))
         held, kept = order[: int(share * len(self))], order[int(share * len(self)) :]
@@ -58,11 +58,11 @@ class Dataset:
 
 
 def batch_indices(seed: int, step: int, batch_size: int, samples: int) -> Tensor:
-    """The samples of a step, counted from 0, in an endless stream of epochs that are shuffled anew.
+    """Return the samples of a step, counted from 0, in an endless stream of epochs, each with another random order.
 
-    They depend on the arguments alone, so that a checkpoint needs no state of them.
+    They depend only on the arguments, so that a checkpoint stores no state of them.
 
-    Batches are always full: one that reaches past the end of an epoch goes on with the next.
+    Batches are always full: one that extends past the end of an epoch continues with the next.
 
     Example:
         >>> stream = torch.cat([batch_indices(seed=0, step=step, batch_size=3, samples=4) for step in range(4)])

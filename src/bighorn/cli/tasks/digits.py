@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 pixels, from scikit-learn: trains in seconds and needs no download."""
+"""Handwritten digits, 8 x 8 pixels, from scikit-learn. The task trains in seconds and needs no download."""
 
 import torch
 from torch import Tensor, nn

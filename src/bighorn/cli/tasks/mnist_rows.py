@@ -1,4 +1,4 @@
-"""MNIST read row by row by a recurrent network: what few layers, used many times each, make of large batches."""
+"""MNIST read row by row by a recurrent network: large batches with few layers, each of which is used many times."""
 
 from torch import Tensor, nn
 

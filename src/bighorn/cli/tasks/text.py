@@ -13,7 +13,7 @@ from bighorn.cli.tasks.dataset import Dataset
 
 CONTEXT = 64
 ALPHABET = 255
-"""Characters told apart; rarer ones share number 0."""
+"""The number of characters with a number of their own; rarer ones share number 0."""
 
 
 class Text:
@@ -36,7 +36,7 @@ class Text:
         inputs = codes[: windows * CONTEXT].view(windows, CONTEXT)
         targets = codes[1 : windows * CONTEXT + 1].view(windows, CONTEXT)
         cut = windows - windows // 10
-        # Evenly spread, since one module after another is what the text consists of.
+        # Evenly spread, since the text is one module after another.
         test = torch.linspace(cut, windows - 1, min(256, windows - cut)).long()
         description = f"{description}, {len(text):,} characters"
         return Dataset(description, inputs[:cut], targets[:cut], inputs[test], targets[test], len(common) + 1)
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 def standard_library() -> str:
-    """Join the top-level modules of Python's standard library, by name; the generated build record is left out."""
+    """Join the top-level modules of Python's standard library, by name; the generated build record is omitted."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_sysconfigdata"))
     text = "\n".join(path.read_text("utf-8", errors="replace") for path in paths)

@@ -12,7 +12,7 @@ __all__ = ["Came", "Lamb", "unsupported_reason", "unsupported_shard_reason"]
 
 
 def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
-    """Why the library cannot serve such a tensor, or None."""
+    """The reason why the library cannot serve a tensor, or None."""
     return (
         came.unsupported_reason(param, options)
         if isinstance(options, CameOptions)

@@ -17,7 +17,7 @@ ROUNDS = 3
 
 
 def c_fields(kind: type) -> list[tuple[str, Any]]:
-    """The fields of the structure that the library gets of such options."""
+    """Return the fields of the C structure for a class of options."""
     return [(name, option.c.type) for name, option in options.table(kind).items() if option.c]
 
 
@@ -133,7 +133,7 @@ C_OPTIONS: dict[type, tuple[Any, list[tuple[str, Callable[[Any], Any]]]]] = {
 
 
 def c_options(buckets: Sequence[Bucket[Any]]) -> ctypes.Array[Any]:
-    """The options of each bucket as the library reads them."""
+    """Return the options of each bucket as the library reads them."""
     structure, fields = C_OPTIONS[type(buckets[0].options)]
     each = [structure(*[convert(getattr(b.options, name)) for name, convert in fields]) for b in buckets]
     array: ctypes.Array[Any] = (structure * len(buckets))(*each)
@@ -141,7 +141,7 @@ def c_options(buckets: Sequence[Bucket[Any]]) -> ctypes.Array[Any]:
 
 
 class _FieldLayout(ctypes.Structure):
-    """One field of a structure, or with an empty name the whole of it."""
+    """One field of a structure; an entry with an empty field name describes the whole structure."""
 
     _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", INT64), ("size", INT64)]
 
@@ -162,7 +162,7 @@ Layout = dict[tuple[str, str], tuple[int, int]]
 
 
 def layout_here() -> Layout:
-    """The layout of the structures above."""
+    """Return the layout of the structures above."""
     layout = {}
     for structure in STRUCTURES:
         for name, *_ in structure._fields_:
@@ -173,7 +173,7 @@ def layout_here() -> Layout:
 
 
 def layout_of(library: ctypes.CDLL) -> Layout:
-    """The layout of the structures that the library was compiled with."""
+    """Return the layout of the structures that the library was compiled with."""
     library.bighorn_layouts.restype = ctypes.POINTER(_FieldLayout)
     layout, entries, i = {}, library.bighorn_layouts(), 0
     while (entry := entries[i]).structure is not None:
@@ -183,7 +183,7 @@ def layout_of(library: ctypes.CDLL) -> Layout:
 
 
 def difference(library: ctypes.CDLL) -> str | None:
-    """The first difference between the library's structures and these, in words; None if they are the same.
+    """Return the first difference between the library's structures and these, in words; None if they are the same.
 
     A library that reads the fields of a structure at other offsets would read and write at wrong addresses.
     """

@@ -28,12 +28,12 @@ STATE = (
 
 
 def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
-    """Why the library cannot serve such a tensor, or None."""
+    """The reason why the library cannot serve a tensor, or None."""
     return unsupported(param, options)
 
 
 class Came(Stepper[CameOptions]):
-    """CAME on the library."""
+    """CAME in the library."""
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         super().__init__(buckets)
@@ -41,12 +41,12 @@ class Came(Stepper[CameOptions]):
 
     @cached_property
     def shards(self) -> Shards:
-        """Where the rows begin in whole tensors, and the sums that ranks add up."""
+        """The positions of the rows in whole tensors, and the sums that are added up over ranks."""
         return Shards(self.buckets)
 
     @staticmethod
     def make_row(bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None) -> abi.CameRow:
-        """As `Stepper.make_row`."""
+        """See `Stepper.make_row`."""
         x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
         matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
         return abi.CameRow(
@@ -64,26 +64,26 @@ class Came(Stepper[CameOptions]):
         )
 
     def make_shards(self) -> Tensor | None:
-        """As `Stepper.make_shards`."""
+        """See `Stepper.make_shards`."""
         return words(list(self.shards.table)) if any(bucket.shards for bucket in self.buckets) else None
 
     def reserve(self, threads: int) -> None:
-        """A workspace for so many threads."""
+        """Allocate a workspace for this number of threads."""
         t = self.all_rows
         shards = None if t.shards is None else t.shards.data_ptr()
         size = loaded().bighorn_came_workspace(t.rows.data_ptr(), shards, t.gradients.data_ptr(), len(t.rows), threads)
         self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
-        """One CAME step of all buckets, not counted."""
+        """Make one CAME step of all buckets, without counting it."""
         self._run(grads, grad_scale, None, 0)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Came.sharded_step`: the same rounds of as many numbers."""
+        """Make one step of shards, as `reference.Came.sharded_step`: the same rounds with the same number of sums."""
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, shards = self._grads(), float(grad_scale), self.shards
-        table = self.tables.shards  # which whole tensors do not have
+        table = self.tables.shards  # None if all tensors are whole
         if table is None:
             table = words(list(shards.table))[self.tables.indices]
         for sums in shards.sums:

@@ -1,4 +1,4 @@
-"""CAME's rows as shards of whole tensors, and the sums that the library leaves for all ranks to add up."""
+"""CAME's rows as shards of whole tensors, and the sums of the library that are added up over all ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bighorn.kernels.rounding import positions
 
 
 class Shards:
-    """The table of all rows, and one tensor of sums for each round.
+    """The table of all rows, and one tensor of sums for each reduction round.
 
     Attributes:
         table: One entry per row.
         sums: In the order of rows, in float64.
-        dtypes: In which they are exchanged, as in the reference: float64 where there are sums of squares.
+        dtypes: The dtypes in which they are reduced, as in the reference: float64 if there are sums of squares.
     """
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
-        self.places: list[Tensor] = []  # the table holds only their addresses
+        self.places: list[Tensor] = []  # kept alive, because the table has only their addresses
         rows = [
             (bucket, i, bucket.shards[i] if bucket.shards else Shard.whole(tuple(x.shape)))
             for bucket in buckets
@@ -68,7 +68,7 @@ class Shards:
         )
 
     def _at(self, shard: Shard, dims: Sequence[int], like: Tensor | None = None) -> int | None:
-        """Where each element of what has these dims lies in the whole of it, in memory order; None if in the same."""
+        """Return the address of the elements' positions along these dims in the whole tensor, or None for 0, 1, ..."""
         size, offset, whole = ([extent[dim] for dim in dims] for extent in (shard.size, shard.offset, shard.shape))
         if size == whole and (like is None or like.is_contiguous()):
             return None
@@ -80,7 +80,7 @@ class Shards:
 
 
 def numbers(whole: CameShard, factored: bool) -> tuple[int, int, int]:
-    """How many numbers each round of a tensor has; csrc/came_shards.c says which."""
+    """Return how many numbers each reduction round of a tensor has; csrc/came_shards.c documents which."""
     matrices, height, width = whole.matrices, whole.height, whole.width
     if matrices * height * width == 0:
         return 0, 0, 0

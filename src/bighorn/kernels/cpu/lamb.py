@@ -18,11 +18,11 @@ from bighorn.kernels.options import LambOptions
 from bighorn.kernels.rounding import AUX_STATE
 
 BOTH, FIRST, SECOND = 0, 1, 2
-"""Phases of a step, as in csrc/abi.h."""
+"""The phases of a step, as in csrc/abi.h."""
 
 
 def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
-    """Why the library cannot serve such a tensor, or None."""
+    """The reason why the library cannot serve a tensor, or None."""
     reason = unsupported(param, options)
     if reason is None and options.cautious:
         return "cautious updates are not in the C library"
@@ -30,18 +30,18 @@ def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
 
 
 class Lamb(Stepper[LambOptions]):
-    """LAMB on the library."""
+    """LAMB in the library."""
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
         rows, gradients = self.tables.rows, self.tables.gradients
-        # Sums of squares of x and u for each block of a large row, twice.
+        # Two sets of sums of squares of x and u, with one entry per chunk of a row that all threads share.
         most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
         self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
 
     @staticmethod
     def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
-        """As `Stepper.make_row`."""
+        """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
         return abi.LambRow(
@@ -55,16 +55,16 @@ class Lamb(Stepper[LambOptions]):
         )
 
     def reserve(self, threads: int) -> None:
-        """Scratch, which does not depend on the number of threads."""
+        """Allocate the scratch, which does not depend on the number of threads."""
         del threads
         scratch()
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
-        """One LAMB step of all buckets, not counted."""
+        """Make one LAMB step of all buckets, without counting it."""
         self._run(grads, grad_scale, BOTH, None)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Lamb.sharded_step`: one round, of the sums of squares of x and u."""
+        """Make one step of shards, as `reference.Lamb.sharded_step`: one round, with the sums of squares of x and u."""
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, tables = self._grads(), float(grad_scale), self.tables

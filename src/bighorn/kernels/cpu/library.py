@@ -1,7 +1,7 @@
-"""The ctypes face of the C library: tables of addresses in, one call for the whole model.
+"""The ctypes interface of the C library: it takes tables of addresses, and one call serves the whole model.
 
-The library knows nothing of torch or Python. What it is told about the process comes from here: how many threads,
-which OpenMP runtime to borrow them from, which instruction set.
+The library does not depend on torch or Python. This module determines the properties of the process that it needs: the
+number of threads, the OpenMP runtime to borrow them from, and the instruction set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bighorn.kernels.cpu.abi import RunConfig, difference
 
 LIBRARY_NAME = "libbighorn.so"
 CSRC = Path(__file__).parents[1] / "csrc"
-SCRATCH_BYTES = 8 << 20  # u is kept for the last blocks of a tensor up to this much, for all threads together
+SCRATCH_BYTES = 8 << 20  # u is kept for the last chunks of a tensor up to this size, for all threads together
 
 ISAS = {"v2": 2, "v3": 3, "v4": 4}
 
@@ -32,8 +32,8 @@ ISAS = {"v2": 2, "v3": 3, "v4": 4}
 
 
 def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why there is none."""
-    # In an editable install the library lies in site-packages, the sources elsewhere: resources know both places.
+    """Return the library, or None and the reason why there is none."""
+    # In an editable install the library is in site-packages, the sources are elsewhere; importlib.resources finds both.
     path = Path(str(importlib.resources.files("bighorn.kernels").joinpath(LIBRARY_NAME)))
     if not path.is_file():
         return None, f"{LIBRARY_NAME} was not built: install a C compiler, then reinstall bighorn from source"
@@ -41,7 +41,7 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(path))
         declare(library)
         other = difference(library)
-    except (OSError, AttributeError) as error:  # an AttributeError: built from older sources
+    except (OSError, AttributeError) as error:  # AttributeError: it was built from older sources
         return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
     if (present := sources()) is not None and library.bighorn_sources() != present:
         return None, f"{LIBRARY_NAME} was built from other sources than these; reinstall bighorn from source"
@@ -51,9 +51,9 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def sources() -> bytes | None:
-    """The digest of the C sources beside this package, as CMakeLists.txt computes it; None where there are none.
+    """Return the digest of the C sources beside this package, as CMakeLists.txt computes it; None without sources.
 
-    An editable install's sources change without the library, and one that reads its tables in another way would crash.
+    In an editable install, sources can change without a rebuild, and a library with other tables would crash.
     """
     paths = sorted(path for path in CSRC.glob("*") if path.suffix in {".c", ".h"})
     digests = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
@@ -61,7 +61,7 @@ def sources() -> bytes | None:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes what the library's functions take and return."""
+    """Declare the argument and result types of the library's functions."""
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     run = ctypes.POINTER(RunConfig)
     library.bighorn_sources.restype = ctypes.c_char_p
@@ -88,7 +88,7 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 def openmp() -> tuple[int, int, int] | None:
-    """The addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in the process, torch's own."""
+    """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads of torch's runtime, if any."""
     if os.name != "posix":
         return None
     process = ctypes.CDLL(None)
@@ -101,7 +101,7 @@ def openmp() -> tuple[int, int, int] | None:
 
 
 def cores() -> int:
-    """How many this process may use: by affinity, and by its control group's quota."""
+    """Return the number of cores that this process may use: by affinity, and by its control group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -111,7 +111,7 @@ def cores() -> int:
 
 
 def threads() -> int:
-    """The team size for the next call: `BIGHORN_NUM_THREADS`, else torch's, but no more than there are cores."""
+    """Return the team size for the next call: `BIGHORN_NUM_THREADS`, or torch's number of threads up to `CORES`."""
     if OPENMP is None or _forked:
         return 1
     asked = os.environ.get("BIGHORN_NUM_THREADS")
@@ -123,7 +123,7 @@ def threads() -> int:
 
 
 def isa() -> int:
-    """The x86-64 level to run (2 to 4; 0 elsewhere): the machine's, or a lower one from `BIGHORN_ISA` (v2, v3)."""
+    """Return the x86-64 level to use (2 to 4; 0 elsewhere): the machine's, or a lower one of `BIGHORN_ISA` (v2, v3)."""
     level = int(LIBRARY.bighorn_isa()) if LIBRARY else 0
     asked = os.environ.get("BIGHORN_ISA")
     if not asked:
@@ -134,7 +134,7 @@ def isa() -> int:
 
 
 def describe() -> str:
-    """One line for `bighorn doctor`."""
+    """Return one line for `bighorn doctor`."""
     if LIBRARY is None:
         return LIBRARY_DETAIL
     count = threads()
@@ -147,7 +147,7 @@ def describe() -> str:
 
 
 def _after_fork() -> None:
-    # The runtime's workers do not exist in a forked child, and waiting for them would take forever.
+    # A forked child does not have the runtime's workers, and would wait for them forever.
     global _forked
     _forked = True
 
@@ -162,7 +162,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def scratch() -> Tensor:
-    """The calling thread's scratch, made once."""
+    """Return the calling thread's scratch, which is allocated once."""
     if not hasattr(_scratch, "tensor"):
         _scratch.tensor = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device="cpu")
     tensor: Tensor = _scratch.tensor
@@ -170,13 +170,13 @@ def scratch() -> Tensor:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library, where `unsupported` said that there is one."""
+    """Return the library, after `unsupported` has found that there is one."""
     assert LIBRARY is not None, LIBRARY_DETAIL
     return LIBRARY
 
 
 def run() -> RunConfig:
-    """How the next call is to run."""
+    """Return the configuration of the next call."""
     return _run_on(threads(), isa())
 
 
@@ -186,5 +186,5 @@ def _run_on(threads: int, isa: int) -> RunConfig:
 
 
 def address(values: array[int] | array[float]) -> int:
-    """Where an array's values lie."""
+    """Return the address of an array's values."""
     return values.buffer_info()[0]

@@ -1,4 +1,4 @@
-"""What the algorithms share: tables of addresses, made once; gradients and options, read at each step."""
+"""The base of the algorithms: tables of addresses, built once; gradients and options, read at each step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from bighorn.kernels.options import Options
 
 @dataclass
 class Tables:
-    """What the library is told of the rows that take part in a step: one structure for each row, in int64 words."""
+    """The library's tables of the rows that take part in a step: one structure for each row, in int64 words."""
 
     indices: list[int]
-    """Which of all rows these are."""
+    """The indices of these rows among all rows."""
     rows: Tensor
     gradients: Tensor
     shards: Tensor | None
     order: Tensor
-    """The largest row first."""
+    """The indices of the rows, largest row first."""
     unique_steps: array[int]
-    """The addresses of the counts of steps."""
+    """The addresses of the step counts."""
 
     def select(self, indices: list[int], counts: array[int]) -> Tables:
-        """Some of these rows."""
+        """Return the tables of some of these rows."""
         chosen = torch.tensor(indices, device="cpu")
         takes_part = torch.zeros(len(self.indices), dtype=torch.bool, device="cpu").index_fill_(0, chosen, True)
         new_index = takes_part.long().cumsum(0) - 1
@@ -48,7 +48,7 @@ class Tables:
 
 
 class Stepper(Generic[Options]):
-    """An algorithm of the library for some buckets; it adds the table of its rows and the call of its step."""
+    """The base of an algorithm in the library; the algorithm adds the table of its rows and the call of its step."""
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         rows = [
@@ -58,9 +58,9 @@ class Stepper(Generic[Options]):
             if grad is not None
         ]
         self.lock = threading.Lock()
-        """Held in a call of the library, which computes in memory of the stepper's: two threads may step at once."""
+        """Held during a call of the library, which uses the stepper's memory, because two threads may step at once."""
         self.buckets: list[Bucket[Options]] = buckets
-        self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # the tables hold only their addresses
+        self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # kept alive: the tables have only addresses
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
         gradients = [gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True)]
         sizes = [x.numel() for x, _, _ in rows]
@@ -76,18 +76,18 @@ class Stepper(Generic[Options]):
         self.blocks = [-(-size // BLOCK_ELEMS) for size in sizes]
         self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
         self.threads = 0
-        """For which `reserve` has been called."""
+        """The number of threads for which `reserve` was called."""
 
     @staticmethod
     def make_row(bucket: Bucket[Options], i: int, index: int, places: array[int] | None) -> Any:
-        """The structure of row `i` of a bucket, which is the `index`-th."""
+        """Return the structure of row `i` of a bucket, which is the `index`-th bucket."""
         raise NotImplementedError
 
     def make_shards(self) -> Tensor | None:
-        """A table of where each row begins in the whole tensor, where an algorithm needs one."""
+        """Return a table of the shards of all rows, if an algorithm needs one."""
 
     def prepare(self) -> None:
-        """Whatever can fail, as `reference.Lamb.prepare`; and how this step is to run, which the environment says."""
+        """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
         grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
         tables = self.all_rows
         if type(None) in set(map(type, grads)):
@@ -100,10 +100,10 @@ class Stepper(Generic[Options]):
             self.how, self.tables = how, tables
 
     def reserve(self, threads: int) -> None:
-        """Memory for so many threads, where an algorithm needs any."""
+        """Allocate memory for this number of threads, if an algorithm needs any."""
 
     def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads, sums = self._grads(), self.sums.data_ptr()
         with self.lock:
             gradients = self.tables.gradients.data_ptr()
@@ -111,7 +111,7 @@ class Stepper(Generic[Options]):
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """One step of all buckets, as `reference.Lamb.step`."""
+        """Make one step of all buckets, as `reference.Lamb.step`."""
         if apply_mask is not None and not apply_mask:
             return
         self.launch(self._grads(), float(grad_scale))
@@ -123,7 +123,7 @@ class Stepper(Generic[Options]):
         loaded().bighorn_advance(address(counts), len(counts))
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
-        """One step of the rows that have a gradient, not counted, of the gradients at these addresses."""
+        """Step the rows that have a gradient, without counting the step; `grads` has the gradients' addresses."""
         raise NotImplementedError
 
     def _grads(self) -> array[int]:
@@ -140,7 +140,7 @@ class Stepper(Generic[Options]):
 
 
 def words(structures: list[Any]) -> Tensor:
-    """A table of structures of 8-byte words, `[structures, words]`."""
+    """Return a table of structures of 8-byte words, `[structures, words]`."""
     if not structures:
         return torch.empty(0, 0, dtype=torch.int64, device="cpu")
     table = (type(structures[0]) * len(structures))(*structures)

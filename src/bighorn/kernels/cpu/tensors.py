@@ -1,4 +1,4 @@
-"""What the library is told about tensors, and which of them it cannot serve."""
+"""The structures that describe tensors to the library, and the tensors that it cannot serve."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bighorn.kernels.options import CameOptions, LambOptions, Options
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import AUX_STATE
 
-BLOCK_ELEMS = 8192  # of csrc/run.h
-LONGEST_FAN = 1 << 16  # a mean is taken again for each block that it covers, so rows beyond are left to foreach
+BLOCK_ELEMS = 8192  # BLOCK_ELEMS of csrc/run.h
+LONGEST_FAN = 1 << 16  # a mean is computed again for each chunk that it covers, so foreach serves longer rows
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRAD_TYPES = {**TYPES, torch.float64: 3}
@@ -26,7 +26,7 @@ ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
 
 def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None:
-    """Why no algorithm of the library can serve such a tensor, or None."""
+    """The reason why no algorithm of the library can serve a tensor, or None."""
     if library.LIBRARY is None:
         return library.LIBRARY_DETAIL
     if param.device.type != "cpu":
@@ -39,14 +39,14 @@ def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None
 
 
 def unsupported_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
-    """Why no algorithm of the library can serve a shard of a tensor that it would serve whole, or None."""
+    """The reason why no algorithm of the library can serve a shard of a tensor that it would serve whole, or None."""
     if options.centre and shard.splits(range(1, len(shard.shape))):
         return "gradients that are cut up along the dims over which they are centred are not in the C library"
     return None
 
 
 def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> Gradient:
-    """How a gradient lies, which may have to be centred."""
+    """Return the memory layout of a gradient, which is centred if `centre` is set."""
     return Gradient(
         layout=layout.buffer_info()[0] if layout else None,
         size=x.numel(),
@@ -56,7 +56,7 @@ def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> G
 
 
 def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weights:
-    """How the weights of row `i` of a bucket are stored, and where in their parameter they lie: `place_layout`."""
+    """Return how the weights of row `i` of a bucket are stored; `places` is their `place_layout`."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     return Weights(
         data=x.data_ptr(),
@@ -70,7 +70,7 @@ def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weigh
 
 
 def first_place(bucket: Bucket[Options], i: int) -> int:
-    """Where in its parameter the first element of row `i` lies."""
+    """Return the position of the first element of row `i` in its parameter."""
     if not bucket.shards:
         return bucket.row_offsets[i]
     shard = bucket.shards[i]
@@ -79,7 +79,7 @@ def first_place(bucket: Bucket[Options], i: int) -> int:
 
 
 def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
-    """How row `i` lies in its parameter; None where its elements follow one another there."""
+    """Return the layout of row `i` in its parameter; None if its elements are consecutive there."""
     if not bucket.shards:
         return None
     shard = bucket.shards[i]
@@ -87,12 +87,12 @@ def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
 
 
 def grad_layout(x: Tensor, g: Tensor) -> array[int] | None:
-    """Where a gradient's elements lie, in the order of the parameter's; None where they lie in that order."""
+    """Return the layout of a gradient in the parameter's order; None if it has the parameter's strides."""
     return layout(x.shape, x.stride(), g.stride())
 
 
 def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:
-    """A layout (csrc/numbers.h) of elements counted by the strides `order`; None where `strides` are these."""
+    """Return a layout (csrc/numbers.h) of elements in the order of the strides `order`; None if `strides` are equal."""
     dims = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: -order[d])
     if all(order[d] == strides[d] for d in dims):
         return None
@@ -100,5 +100,5 @@ def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a row-major tensor."""
+    """Return the strides of a row-major tensor."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

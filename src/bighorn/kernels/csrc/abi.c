@@ -1,4 +1,4 @@
-/* What the library says of itself, so that Python notices a library of another build. */
+/* The digest of the sources and the layout of the structures, by which Python detects a library of another build. */
 #include "abi.h"
 #include "compiler.h"
 
@@ -7,7 +7,7 @@
 /* The digest of the sources; CMakeLists.txt computes it. */
 EXPORT const char *bighorn_sources(void) { return SOURCES; }
 
-/* One field of a structure, or with an empty name the whole of it. */
+/* One field of a structure; an entry with an empty field name describes the whole structure. */
 typedef struct {
     const char *structure, *field;
     int64_t offset, size;

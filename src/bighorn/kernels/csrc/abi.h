@@ -14,7 +14,7 @@ enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECON
 enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
 enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
 
-/* The parts of a layer-wise step. With both in one call, the second one finds its data in cache. */
+/* The phases of a layer-wise step. If one call runs both, the second phase finds its data in cache. */
 enum LayerwisePhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
 
 typedef void ParallelFunction(void (*body)(void *), void *data, unsigned threads, unsigned flags);
@@ -23,7 +23,8 @@ typedef double Pair[2];
 typedef double Triple[3];
 typedef double *RoundSums[3];
 
-/* What cpu/library.py knows of the process: the OpenMP runtime that is loaded, and the instruction set. */
+/* The properties of the process that cpu/library.py determines: the OpenMP runtime that is loaded, and the instruction
+ * set. */
 #define RUN_CONFIG_FIELDS(FIELD, S)         \
     FIELD(S, ParallelFunction *, parallel)  \
     FIELD(S, ThreadFunction *, thread_num)  \
@@ -33,7 +34,7 @@ typedef double *RoundSums[3];
 
 /* The memory layout of one row's gradient; its address is new at each step.
  * layout: offsets of the elements in the parameter's order (numbers.h); NULL: they are in that order.
- * fan: the number of consecutive elements that are centred on their mean; 0: none are. */
+ * fan: the number of consecutive elements that are centred on their mean; 0: gradients are not centred. */
 #define GRADIENT_FIELDS(FIELD, S)     \
     FIELD(S, const int64_t *, layout) \
     FIELD(S, int64_t, size)           \
@@ -53,8 +54,8 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, type)           \
     FIELD(S, int32_t, rounding)
 
-/* The options that the tensors of one bucket share, from the table in kernels/options.py. Bounds are [0, infinity]
- * where nothing is bounded. The second beta of CAME can depend on the tensor (`beta2s` of bighorn_came_step). */
+/* The options that the tensors of one bucket share, from the table in kernels/options.py. A bound that is not set is 0
+ * or infinity. The second beta of CAME can depend on the tensor (`beta2s` of bighorn_came_step). */
 #define LAMB_OPTIONS_FIELDS(FIELD, S)  \
     FIELD(S, double, lr)               \
     FIELD(S, Pair, betas)              \
@@ -71,7 +72,7 @@ typedef double *RoundSums[3];
     FIELD(S, uint64_t, rounding_seed)
 
 /* One tensor (or one slice of a stacked one), dense in memory, with its state in the same order.
- * inner: for moments in blocks, the elements per index of dim 0, which blocks do not cross; else 0.
+ * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
  * step: the number of steps taken so far.
  * metrics: the output: weight norm, update norm, trust ratio.
  * options: the index of its options. */
@@ -100,9 +101,9 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, maximize)        \
     FIELD(S, uint64_t, rounding_seed)
 
-/* As a LambRow: `matrices` of height x width elements one after the other.
+/* As LambRow, with `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an int8 average.
- * exp_avg_sq: the second moment where it is not factored; where it is, the four averages after it.
+ * exp_avg_sq: the second moment if it is not factored; if it is, the four averages after it are used instead.
  * metrics: the output: RMS of u, its clip factor, mean confidence. */
 #define CAME_ROW_FIELDS(FIELD, S)      \
     FIELD(S, Weights, weights)         \
@@ -124,10 +125,11 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, factored)
 
 /* The whole tensor of which a row is a shard.
- * matrix_at, row_at, col_at: the index in the whole tensor of each matrix, row and column here; NULL: the same.
- * sums: for each round of reductions, the sums that all shards add up.
- * split_down, split_across: other shards have other rows, other columns of the matrices here.
- * leads_down, leads_across: this shard has the first row, the first column. */
+ * matrix_at, row_at, col_at: the index in the whole tensor of each matrix, row and column of the shard; NULL: they are
+ * equal.
+ * sums: for each reduction round, the sums that are added up over all shards.
+ * split_down, split_across: whether other shards hold other rows, other columns of the shard's matrices.
+ * leads_down, leads_across: whether this shard holds the first row, the first column. */
 #define CAME_SHARD_FIELDS(FIELD, S)      \
     FIELD(S, int64_t, matrices)          \
     FIELD(S, int64_t, height)            \

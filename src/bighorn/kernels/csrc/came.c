@@ -1,9 +1,10 @@
-/* CAME: who does what, and when: schedule, clipping, what is known of whole tensors. No arithmetic on elements here.
+/* The schedule of a CAME step: the distribution of tensors over threads, the order of the passes, clipping, and the
+ * sums over whole tensors. This file has no arithmetic on elements.
  *
- * A step reads the gradient for the averages of its squares (and again for the size of u, where it cannot be had from
- * sums of columns), again for m and the residuals' averages, and then writes x. Small tensors go to threads whole, so
- * that all but the first pass find them in cache. Large ones are shared by all threads in static slices with barriers
- * between the passes; these go forward and backward in turn, to begin with what the last one left in cache. */
+ * A step reads the gradient for the averages of its squares (and again for the size of u, if sums of columns do not
+ * give it), again for m and the residuals' averages, and then writes x. One thread steps a small tensor, so that every
+ * pass but the first finds it in cache. All threads share a large one in static slices, with barriers between the
+ * passes; these alternate between forward and backward, to begin with the data that the last pass left in cache. */
 #include "came_shards.h"
 #include "codec.h"
 #include "run.h"
@@ -12,13 +13,14 @@
 
 TABLE_PER_ISA(CameLoops, came_loops)
 
-/* From so many elements on a tensor is shared by all threads, which then wait for each other's sums; below, it goes to
- * one of them whole. */
+/* All threads share a tensor of more elements than this, and then wait for each other's sums; one thread steps a
+ * smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 20 };
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
-/* A block has so many rows and elements at least, so that sums of its columns are few beside its elements. */
+/* A range of rows (`block`) has at least this many rows and elements, so that its column sums are few compared with its
+ * elements. */
 enum { BLOCK_MIN_ROWS = 128, BLOCK_MIN_ELEMS = 8192 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -47,7 +49,8 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard) {
     return g;
 }
 
-/* In doubles: sums of tiles, of rows and twice of columns, and what a shard needs more, one after the other. */
+/* Offsets into the workspace, in doubles: the sums of tiles, of rows and (two sets) of columns, and the extra memory of
+ * a shard, one after the other. */
 typedef struct {
     int64_t row_sums, col_sums, ratio_sums, means, ratios, end;
 } CameWorkspace;
@@ -63,7 +66,7 @@ static CameWorkspace places_in(const CameGrid *g, const CameShard *shard) {
     return p;
 }
 
-/* What a tensor shared by all threads needs, and what each thread needs for its small ones; in doubles. */
+/* The doubles of workspace for a tensor that all threads share, and for each thread's small tensors. */
 typedef struct {
     int64_t shared, own;
 } CameWorkspaceNeeds;
@@ -83,7 +86,7 @@ static CameWorkspaceNeeds needs_of(const CameRow *rows, const CameShard *shards,
     return needs;
 }
 
-/* How many doubles of workspace a step needs with so many threads. */
+/* Returns the doubles of workspace that a step needs with this number of threads. */
 EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
                                       int64_t count, int threads) {
     CameWorkspaceNeeds needs = needs_of(rows, shards, gradients, count);
@@ -102,14 +105,14 @@ typedef struct {
     void *const *grads;
     const double *beta2s;
     double grad_scale;
-    int round; /* of the shards' sums: what comes before it is done, or after the last */
+    int round; /* the reduction round of shards: a call does the work before this round, or after the last one */
     double *workspace;
     CameWorkspaceNeeds needs;
     RowQueue queue;
     RunBarrier barrier;
 } CameStep;
 
-/* What falls to one thread of a tensor's step. */
+/* One thread's share of a tensor's step. */
 typedef struct {
     const CameLoops *loops;
     const CameOptions *options;
@@ -184,7 +187,8 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
 
 static void wait(const CameWork *w) { wait_for_all(w->barrier, w->team); }
 
-/* The sum of all threads' tile sums, after a barrier. They may be written again only after another one. */
+/* Returns the sum of all threads' tile sums, after a barrier. A second barrier must come before they are written
+ * again. */
 static double total(const CameWork *w, int64_t count) {
     double sum = 0;
     wait(w);
@@ -192,7 +196,7 @@ static double total(const CameWork *w, int64_t count) {
     return sum;
 }
 
-/* Averages of the lines that no tile saw whole. */
+/* Updates the averages of lines that extend over several tiles. */
 static void finish(const CameWork *w, const CameAverage *average) {
     const CameJob *job = &w->job;
     const CameGrid *g = &job->grid;
@@ -206,7 +210,8 @@ static void finish(const CameWork *w, const CameAverage *average) {
             job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
 }
 
-/* The sum of x^2 if the learning rate depends on it. It ends with a barrier, so that it can come before other sums. */
+/* Returns the sum of x^2 if the learning rate depends on it. The function ends with a barrier, so that other sums can
+ * follow. */
 static double param_square_sum(CameWork *w) {
     if (!w->options->scale_parameter) return 0;
     for (int64_t tile = w->first; tile < w->last; tile++)
@@ -222,7 +227,7 @@ static double update_square_sum(CameWork *w) {
     return total(w, w->job.grid.tiles);
 }
 
-/* The second moment; returns the sum of u^2, which of a shard that is split is not known yet. */
+/* Updates the second moment; returns the sum of u^2, which is not known yet for a shard that is split. */
 static double second_moment(CameWork *w) {
     const CameLoops *loops = w->loops;
     const CameJob *job = &w->job;
@@ -249,7 +254,7 @@ static double second_moment(CameWork *w) {
     return total(w, g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles);
 }
 
-/* What u is multiplied with, from the sum of its squares. */
+/* Returns the factor of u, from the sum of its squares. */
 static double clip_factor(const CameWork *w, double update_sum) { /* CAME-clip */
     double rms = sqrt(update_sum / w->size), excess = rms / w->options->clip_threshold;
     if (excess < 1) excess = 1;
@@ -264,13 +269,13 @@ static double learning_rate(const CameWork *w, double param_sum) {
     return o->lr * (rms < o->scale_eps ? o->scale_eps : rms);
 }
 
-/* Of the residual's averages, for their start at 0. */
+/* The bias correction of the residuals' averages, which start at 0. */
 static double correction(const CameWork *w) {
     const CameOptions *o = w->options;
     return o->bias_correction ? sqrt(1 - power(o->betas[2], (int64_t)*w->job.row->step + 1)) : 1;
 }
 
-/* m and the residual's averages; where the second moment is not factored, m and x. */
+/* Updates m and the residuals' averages; if the second moment is not factored, m and x. */
 static void momentum(CameWork *w, CameSquareSums sums) {
     const CameLoops *loops = w->loops;
     const CameJob *job = &w->job;
@@ -296,14 +301,14 @@ static void momentum(CameWork *w, CameSquareSums sums) {
     w->columns->matrix = -1;
 }
 
-/* The sum of the confidence, before it is corrected. */
+/* Returns the sum of the confidence before bias correction. */
 static double confidence(CameWork *w) {
     for (int64_t tile = w->first; tile < w->last; tile++)
         w->job.tile_sums[tile] = w->loops->confidence(&w->job, tile, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
-/* x; returns the sum of the confidence. */
+/* Updates x; returns the sum of the confidence. */
 static double apply(CameWork *w, double param_sum) {
     const double lr = learning_rate(w, param_sum);
     const float step = (float)(lr * correction(w)), decay = (float)(1 - lr * w->options->weight_decay);
@@ -328,7 +333,7 @@ static void load_reduced_together(const CameWork *w, const CameAverage *average,
     wait(w);
 }
 
-/* What a shard's step does before a round of sums, or after the last. */
+/* Does the part of a shard's step before a reduction round, or after the last one. */
 static void step_shard(CameWork *w, int round) {
     const CameJob *job = &w->job;
     const int both_ways = is_split_both_ways(job->shard), factored = job->row->factored, stores = w->thread == 0;
@@ -341,7 +346,7 @@ static void step_shard(CameWork *w, int round) {
             if (stores) store_shard_average(job, &job->square, &job->ratio, &squares);
             if (stores && !both_ways) store_shard_square_sums(&squares, sums);
             break;
-        case 1: /* split both ways, where no sums of lines tell the size of u */
+        case 1: /* the shard is split both ways, so that no sums of lines give the size of u */
             load_reduced_together(w, &job->square, &squares);
             sums.param = param_square_sum(w);
             sums.update = update_square_sum(w);
@@ -362,11 +367,11 @@ static void step_shard(CameWork *w, int round) {
             apply(w, *squares.param);
             store_confidence(w, reduced_confidence(job, &residuals));
             break;
-        default: /* others are split both ways */ break;
+        default: /* the remaining rounds exist only for shards that are split both ways */ break;
     }
 }
 
-/* One thread's part of a tensor's step. */
+/* Steps one row, or one thread's share of it. */
 static void step_row(void *data, int64_t row, const RowShare *share) {
     CameStep *s = data;
     CameScratch *scratch = (CameScratch *)s->workspace;
@@ -381,7 +386,7 @@ static void step_row(void *data, int64_t row, const RowShare *share) {
     }
     if (s->shards) step_shard(&w, s->round);
     else step_whole(&w);
-    wait(&w); /* the workspace is free again */
+    wait(&w); /* the workspace can be used again */
 }
 
 /* ---- all tensors ----------------------------------------------------------------------------------------- */
@@ -391,9 +396,9 @@ static void step_rows(int thread, int team, void *data) {
     for_each_row(&s->queue, thread, team, step_row, s);
 }
 
-/* One CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on its
- * count of steps. Where `shards` is given: what comes before a round of their sums (0 is the first), or after the last.
- * Nothing is allocated here, so nothing can fail. */
+/* Makes one CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on the
+ * row's step count. If `shards` is not NULL, the call makes only the part of the step before reduction round `round` (0
+ * is the first), or after the last round. The function allocates no memory, so it cannot fail. */
 EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, const CameRow *rows,
                               const CameShard *shards, const Gradient *gradients, void *const *grads,
                               const double *beta2s, const int64_t *order, int64_t rows_count, double grad_scale,

@@ -1,5 +1,5 @@
-/* The running averages of rows and columns in a CAME step: sums as they grow, the averages when these are complete, and
- * the factors of u that the averages make. Compiled once per instruction set. */
+/* The running averages of rows and columns in a CAME step: the accumulation of sums, the update of the averages once
+ * these are complete, and the factors of u that the averages give. Compiled once per instruction set. */
 #include "came_averages.h"
 
 #include "came_shards.h"
@@ -9,7 +9,7 @@
 
 /* ---- averages -------------------------------------------------------------------------------------------- */
 
-/* What becomes of `n` lines from `first` on. */
+/* Updates the averages of `n` lines from `first` on with their sums. */
 static void update_averages(const CameLines *lines, int64_t first, int n, const double *restrict sums) {
     if (!lines->values) return;
     const double old = lines->old, scale = lines->scale, shift = lines->shift;
@@ -19,7 +19,7 @@ static void update_averages(const CameLines *lines, int64_t first, int n, const 
         values[i] = (float)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
 }
 
-/* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
+/* Returns the mean of a matrix's row averages; if only rows or only columns have averages, the square of ROOT_SCALE. */
 double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
     const int64_t height = job->grid.height;
     const float *row = average->row.values;
@@ -40,7 +40,7 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
     if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
 }
 
-/* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
+/* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
 void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
@@ -55,8 +55,8 @@ void came_flush_rows(const CameJob *job, const CameAverage *average, const CameT
     s->lines = 0;
 }
 
-/* The averages of columns [first, first + n) of a matrix from the sums of blocks, which lie `stride` apart; returns the
- * sum of u^2 in them. */
+/* Updates the averages of columns [first, first + n) of a matrix from the sums of its tiles, which are `stride` apart;
+ * returns the sum of u^2 in these columns. */
 static double update_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t first, int n,
                              int64_t blocks, int64_t stride, const float *elements, const float *ratios) {
     const CameGrid *g = &job->grid;
@@ -77,7 +77,7 @@ static double update_columns(const CameJob *job, const CameAverage *average, int
     return total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
 }
 
-/* Sums of rows and columns of `matrices` of height x width, one after the other. */
+/* Computes the sums of rows and columns of `matrices` of height x width, one after the other. */
 FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width, const float *restrict values,
                                 double *restrict rows, double *restrict columns) {
     for (int k = 0; k < matrices; k++)
@@ -92,7 +92,7 @@ FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width,
         }
 }
 
-/* out = r c, of `matrices` one after the other; not infinite, since 0 times infinity would be NaN. */
+/* Computes out = r c for `matrices` one after the other. Infinity is clamped, since 0 times infinity would be NaN. */
 FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const float *restrict r,
                                   const float *restrict c, float *restrict out) {
     for (int k = 0; k < matrices; k++)
@@ -103,7 +103,7 @@ FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int widt
             }
 }
 
-/* For each row the mean of its matrix's. */
+/* Computes for each row the mean of its matrix. */
 FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const float *restrict row,
                                         double *restrict means) {
     (void)width;
@@ -115,13 +115,13 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
     }
 }
 
-/* Common kernels get loops of their own. */
+/* The common sizes of convolution kernels get specialized loops. */
 #define FOR_SHAPE(function, matrices, height, width, ...)                    \
     ((height) == 1 && (width) == 1   ? function(matrices, 1, 1, __VA_ARGS__) \
      : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__) \
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
-/* A span was added to `elements`; `row_sums` are what was added for each row. */
+/* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
 void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
                    const float *row_sums, CameTileSums *s) {
     const CameGrid *g = &job->grid;
@@ -136,7 +136,7 @@ void came_add_span(const CameJob *job, const CameAverage *average, const CameTil
     came_flush_rows(job, average, t, s);
 }
 
-/* Puts what is left; returns the sum of u^2, if it is known. */
+/* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
 double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     double total = 0;
@@ -190,7 +190,7 @@ double came_finish_columns(const CameJob *job, const CameAverage *average, int64
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
-/* Of columns from `first` on; NULL: 1. */
+/* The factors of columns from `first` on; 1 if `columns` is NULL. */
 static void column_factors(const float *restrict columns, int64_t first, int n, float *restrict out) {
     for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
 }

@@ -6,7 +6,7 @@
 
 #include <math.h>
 
-/* Each instruction set has functions of its own. */
+/* Every instruction set has separate functions. */
 #define came_row_mean PER_ISA(came_row_mean)
 #define came_begin_tile PER_ISA(came_begin_tile)
 #define came_flush_rows PER_ISA(came_flush_rows)
@@ -19,28 +19,29 @@
 
 /* ---- averages -------------------------------------------------------------------------------------------- */
 
-/* The mean of a matrix's row averages; what makes the roots of ratios where an average is of rows or columns alone. */
+/* Returns the mean of a matrix's row averages; if only rows or only columns have averages, the square of ROOT_SCALE. */
 double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix);
 
 void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s);
 
-/* Rows that the tile sees whole go into their averages, others wait for `finish_rows`. */
+/* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
 void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
 
-/* A span was added to `elements`; `row_sums` are what was added for each row. */
+/* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
 void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
                    const float *row_sums, CameTileSums *s);
 
-/* Puts what is left; returns the sum of u^2, if it is known. */
+/* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
 double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
 
-/* Adds up the partial sums of a block's rows, or of some columns, for lines that no tile saw whole (CameLoops). */
+/* Adds up partial sums of the rows of a tile, or of some columns, for lines that extend over several tiles
+ * (CameLoops). */
 void came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
 double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
-/* The factors of a span's elements are r * c[i]; their sum over c is `sum`. */
+/* The factors of a span's elements are r * c[i]; `sum` is the sum of c. */
 typedef struct {
     const float *c;
     float r[INTERLEAVED_ROWS];
@@ -48,7 +49,8 @@ typedef struct {
     float buffer[PIECE_ELEMS];
 } CameFactors;
 
-/* The factor of a row: sqrt(mean(row) / row), in double, since a row of zeros beside large ones is a ratio of 1e42. */
+/* The factor of a row: sqrt(mean(row) / row), in double, since for a row of zeros beside large ones the ratio is
+ * 1e42. */
 static inline float row_factor(double mean, const float *rows, int64_t i) {
     return (float)sqrt(rows ? mean / rows[i] : mean);
 }

@@ -1,5 +1,5 @@
-/* One tensor's CAME step, as came.c (schedule), came_shards.c and came_averages.c share it, and the arithmetic that is
- * compiled once per instruction set. Symbols are those of arXiv:2307.02047v2, Algorithm 2. */
+/* One tensor's CAME step, as came.c (schedule), came_shards.c and came_averages.c share it, and the interface of the
+ * arithmetic that is compiled once per instruction set. Symbols are those of arXiv:2307.02047v2, Algorithm 2. */
 #ifndef BIGHORN_CAME_JOB_H
 #define BIGHORN_CAME_JOB_H
 
@@ -8,57 +8,58 @@
 #include "run.h"
 
 enum {
-    NARROW_COLUMNS = 32,  /* columns: shorter rows go together */
-    WIDE_COLUMNS = 8192,  /* columns: longer rows are cut into strips of a piece */
-    SUMMED_COLUMNS = 256, /* added up at once */
-    INTERLEAVED_ROWS = 4, /* rows of a wide matrix */
+    NARROW_COLUMNS = 32,  /* columns: a span has several shorter rows */
+    WIDE_COLUMNS = 8192,  /* columns: longer rows are divided into strips of PIECE_ELEMS */
+    SUMMED_COLUMNS = 256, /* columns whose sums are added up at a time */
+    INTERLEAVED_ROWS = 4, /* rows of a wide matrix in one loop */
 };
 
-/* A tensor is cut into tiles, by its shape alone: several whole matrices, or one matrix's block of rows, perhaps in a
- * strip of columns. Tiles lie matrix by matrix, strip by strip, so that neighbours share columns. */
+/* The division of a tensor into tiles, which depends only on the tensor's shape: a tile has one or more whole matrices,
+ * or a range of one matrix's rows (numbered by `block`), in a strip of columns if rows are long. The order is matrix by
+ * matrix and strip by strip, so that neighbouring tiles share columns. */
 typedef struct {
     int64_t matrices, height, width;
     int64_t per_tile, blocks, strips, tiles;
-    int64_t pieces; /* of a matrix's columns, when the sums of blocks are added up */
-    int whole;      /* tiles of whole matrices */
-    int read_once;  /* the gradient, for its squares and for the size of u */
+    int64_t pieces; /* groups of SUMMED_COLUMNS columns in a matrix, for adding up the sums of its tiles */
+    int whole;      /* whether tiles have whole matrices */
+    int read_once;  /* whether one read of the gradient serves both its squares and the size of u */
 } CameGrid;
 
 /* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
 typedef struct {
-    float *values; /* NULL: not wanted; as a factor, 1 */
+    float *values; /* NULL: no averages are kept; the factors are 1 */
     double old, scale, shift;
 } CameLines;
 
 /* A running average of a matrix's row means and column means: average <- beta * average + (1 - beta) * (mean + eps). */
 typedef struct {
     CameLines row, col;
-    const double *means; /* of each matrix's row averages, where not all of them are here; else NULL */
+    const double *means; /* of each matrix's row averages, if this shard does not hold all of them; else NULL */
 } CameAverage;
 
-/* What a strip's tiles share, kept from one tile to the next. */
+/* Values that the tiles of a strip share, kept from one tile to the next. */
 typedef struct {
-    int64_t matrix, strip;                   /* -1: nothing yet */
+    int64_t matrix, strip;                   /* -1: no values yet */
     double row_mean;                         /* of the whole matrix */
     double sum;                              /* of the factors */
     _Alignas(64) float factor[WIDE_COLUMNS]; /* 1 / sqrt(col) */
 } CameColumns;
 
-/* A tile's sums of rows and columns as they grow: per element of a span or, in a wide matrix, per column. */
+/* A tile's sums of rows and columns while they grow: per element of a span or, in a wide matrix, per column. */
 typedef struct {
     double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
-    _Alignas(64) float elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS]; /* ratios: of q / row */
-    int64_t row;                                                     /* of the first of `lines` that wait in `rows` */
+    _Alignas(64) float elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS]; /* ratios: sums of q / row */
+    int64_t row;                                                     /* the first of the `lines` in `rows` */
     int lines;
 } CameTileSums;
 
-/* What spans of a gradient that are read together need each. */
+/* The buffer of one of the spans of a gradient that a loop reads together. */
 typedef struct {
     float values[PIECE_ELEMS];
     GradientMean last;
 } CameGradBuffer;
 
-/* What a thread computes in. It is part of the workspace, since a thread of Python's may have a stack of 64 KB. */
+/* A thread's buffers. They are in the workspace, because a thread of Python can have a stack of only 64 KB. */
 typedef struct {
     CameColumns columns;
     CameTileSums sums;
@@ -69,49 +70,49 @@ typedef struct {
 /* One tensor's step. */
 typedef struct {
     const CameRow *row;
-    const CameShard *shard; /* NULL: it is whole */
+    const CameShard *shard; /* NULL: the tensor is whole */
     const Gradient *gradient;
     const void *grad;
     CameGrid grid;
     float grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
-    double beta2, eps1;                  /* of a second moment that is not factored */
-    uint32_t rng_key;                    /* what random bits start from */
+    double beta2, eps1;                  /* of an unfactored second moment */
+    uint32_t rng_key;                    /* the key of the random bits */
     CameAverage square, residual;
-    CameAverage known; /* of a shard: `square` without the lines that other shards have parts of */
-    CameAverage ratio; /* of a shard: q / known */
+    CameAverage known; /* for a shard: `square` without the lines that other shards have elements of */
+    CameAverage ratio; /* for a shard: q / known */
     CameScratch *scratch;
     double *tile_sums;
-    double *means;     /* of a shard that is split: what `Average` has there */
-    float *row_sums;   /* per strip and row; not used where one strip is the whole matrix */
-    float *col_sums;   /* per block and column; not used where one block is the whole matrix */
-    float *ratio_sums; /* the same of q / row, where the gradient is read once */
+    double *means;     /* for a shard that is split: the `means` of its `CameAverage` */
+    float *row_sums;   /* per strip and row; not used if the matrix has one strip */
+    float *col_sums;   /* per row range (`block`) and column; not used if the matrix has one row range */
+    float *ratio_sums; /* the same of q / row, if the gradient is read once */
 } CameJob;
 
-/* Roots of the ratios q / row and q / col come multiplied with this: they can be small where the other average is, and
- * are sqrt(columns / (1 - beta)) at most. */
+/* The factor of roots of the ratios q / row and q / col, which can be small if the other average is small, and are at
+ * most sqrt(columns / (1 - beta)). */
 #define ROOT_SCALE 0x1p32
 
 typedef struct {
-    /* q = g^2 into the averages of rows and columns, or into partial sums where a tile does not see all of a line.
-     * Returns the sum of u^2, before clipping, of a tile that is all of a matrix whose gradient is read once. */
+    /* Adds q = g^2 to the averages of rows and columns, or to partial sums if a line extends over several tiles.
+     * Returns the sum of u^2, before clipping, if the tile is a whole matrix and the gradient is read once. */
     double (*squares)(const CameJob *job, int64_t tile);
-    /* What `squares`, `ratios` and `momentum` left as partial sums goes into the averages; the columns' part of the sum
-     * of u^2, if the gradient is read once. */
+    /* Update the averages from the partial sums of `squares`, `ratios` and `momentum`. `finish_columns` returns the
+     * columns' share of the sum of u^2, if the gradient is read once. */
     void (*finish_rows)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
     double (*finish_columns)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
-    /* q / known, by another look at the gradient. */
+    /* Computes q / known, by another read of the gradient. */
     void (*ratios)(const CameJob *job, int64_t tile, CameColumns *columns);
-    /* The sum of u^2, before clipping, by another look at the gradient. */
+    /* Returns the sum of u^2, before clipping, by another read of the gradient. */
     double (*update_square_sum)(const CameJob *job, int64_t tile, CameColumns *columns);
-    /* m, for int8 blocks [first, last) that do not lie in tiles. */
+    /* Updates m in int8 blocks [first, last) that are not within tiles. */
     void (*momentum_apart)(const CameJob *job, float clip, int64_t first, int64_t last);
-    /* m (unless it is done already), and the residuals' averages or partial sums. */
+    /* Updates m (unless `apart` is set: then it is updated already), and the residuals' averages or partial sums. */
     void (*momentum)(const CameJob *job, int64_t tile, float clip, int apart, CameColumns *columns);
-    /* The sum of the confidence. */
+    /* Returns the sum of the confidence. */
     double (*confidence)(const CameJob *job, int64_t tile, CameColumns *columns);
-    /* x; returns the sum of the confidence. */
+    /* Updates x; returns the sum of the confidence. */
     double (*apply)(const CameJob *job, int64_t tile, float step, float decay, CameColumns *columns);
-    /* The unfactored second moment; returns the sum of u^2. Then m and x. */
+    /* Update the unfactored second moment, which returns the sum of u^2; then m and x. */
     double (*second_moment)(const CameJob *job, int64_t tile);
     void (*momentum_and_apply)(const CameJob *job, int64_t tile, float clip, float step, float decay);
     double (*param_square_sum)(const CameJob *job, int64_t tile);

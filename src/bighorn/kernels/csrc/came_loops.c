@@ -1,30 +1,31 @@
-/* The arithmetic of a CAME step. Everything is computed in float32, sums over more than a tile in double.
+/* The arithmetic of a CAME step. It is in float32; sums over more than a tile are in double.
  *
- * The inner loops go over spans of consecutive elements, and take the factor 1 / sqrt(row col / mean(row)) as r * c[i].
- * In a wide matrix a span lies in one row of a tile: r is the row's, c the columns'. Where rows are short a span is
- * many of them, or many matrices: r is 1, and c is their product, written out. */
+ * The inner loops process spans of consecutive elements, and compute the factor 1 / sqrt(row col / mean(row)) as r *
+ * c[i]. In a wide matrix a span is within one row of a tile: r is the row's factor, c the columns' factors. If rows are
+ * short, a span has several rows or several matrices: r is 1, and c is the product of both factors for each element. */
 #include "came_averages.h"
 #include "codec.h"
 #include "rounding.h"
 
 enum { L2_CACHE_ELEMS = 1 << 16 }; /* elements that stay in the second-level cache */
 
-/* ---- elements in float32, where they lie or in a buffer -------------------------------------------------- */
+/* ---- elements in float32, in place or in a buffer -------------------------------------------------------- */
 
-/* Nothing is known yet. The values stay as they are: clearing them would take longer than a small tensor's step. */
+/* Marks the means as unknown. The values are not cleared, since that would take longer than a small tensor's step. */
 static void start_buffers(CameGradBuffer *buffers, int count) {
     for (int k = 0; k < count; k++) buffers[k].last.first = -1;
 }
 
-/* Whether loops take elements of a type as they lie. */
+/* Whether loops read elements of a type in place. */
 static int is_ready(int type) { return type == FLOAT32 || type == BFLOAT16; }
 
-/* Elements [start, start + n), centred and scaled. */
+/* Returns elements [start, start + n), centred and scaled. */
 static const float *grad_at(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
 }
 
-/* The same where float32 and bfloat16 lie as they are: not scaled, and of the type that `grad_type` tells. */
+/* As `grad_at`, but float32 and bfloat16 are returned in place: not scaled, and of the type that `grad_type`
+ * returns. */
 static const void *grad_in_place(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     const Gradient *g = job->gradient;
     if (is_plain(g) && is_ready(g->type)) return at(job->grad, g->type, start);
@@ -44,7 +45,7 @@ static float *read_m(const CameRow *row, int64_t start, int n, float *buffer) {
     return buffer;
 }
 
-/* Leaves m in the buffer as it was stored, rounded. */
+/* Stores m, and replaces the buffer by the values as they are stored, rounded. */
 static void write_m(const CameRow *row, int64_t start, int n, float *buffer) {
     const CodecInt8 data = int8_of(row);
     if (row->state_type == INT8) encode(&data, start, n, buffer);
@@ -68,8 +69,8 @@ static inline float moved(float x, float m, float factor, float step, float deca
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
-/* A loop over one span or over INTERLEAVED_ROWS, of elements of types that are known when it is compiled; sums of spans
- * that are not there are of this zero, which costs nothing to add. */
+/* FOR_* run a loop over one span or over INTERLEAVED_ROWS spans, for element types that are compile-time constants.
+ * Loops add this zero for spans that do not exist, which costs nothing. */
 static const float NOTHING = -0.0f;
 
 #define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
@@ -111,7 +112,7 @@ FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, co
             (all ? square_of(load_element(type, c, i) * r_c) + square_of(load_element(type, d, i) * r_d) : NOTHING);
 }
 
-/* q of a part of tile t, into its sums. */
+/* Adds q of a part of tile t to its sums. */
 static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, const CameTile *t,
                         CameTileSums *sums) {
     for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
@@ -123,7 +124,7 @@ static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer
     }
 }
 
-/* q / row of the same part, which the second-level cache still holds. */
+/* Adds q / row of the same part, which is still in the second-level cache. */
 static void add_ratios(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, CameTileSums *sums) {
     const float *row = job->square.row.values + part->matrix * job->grid.height + part->row;
     float factors[PIECE_ELEMS];
@@ -185,7 +186,7 @@ static double update_square_sum(const CameJob *job, int64_t index, CameColumns *
     return total;
 }
 
-/* q / known: the size of u without what other shards know. */
+/* Computes q / known, from which the size of u follows once the other shards' sums are added. */
 static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
     const CameTile t = tile_at(&job->grid, index);
     CameGradBuffer buffer;
@@ -206,8 +207,8 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
     came_end_tile(job, &job->ratio, &t, sums);
 }
 
-/* m in one pass with the residuals. All loads stand before all stores here and in apply_loop: a load would wait for a
- * store to an address that differs by whole pages, as it does in rows of 1,024. */
+/* Updates m and the residuals' sums in one pass. All loads come before all stores here and in apply_loop: a load would
+ * wait for a store to an address that differs by whole pages, as addresses do in rows of 1,024. */
 FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameJob *job, int n,
                                          const void *const *g, const float *r, const float *restrict c, void *const *m,
                                          float *restrict elements, float *restrict sums) {
@@ -243,7 +244,7 @@ FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, cons
     if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
 }
 
-/* The same for an m that is rounded as it is stored, between the two. */
+/* The same for an m that is rounded when it is stored, between the update and the residuals. */
 static float rounded_momentum_loop(const CameJob *job, int64_t start, int n, const float *restrict g, float r,
                                    const float *restrict c, int apart, float *restrict elements) {
     float u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
@@ -296,12 +297,12 @@ static void momentum(const CameJob *job, int64_t index, float clip, int apart, C
     came_end_tile(job, &job->residual, &t, sums);
 }
 
-/* Where rows of dim 0 hold many matrices, int8 blocks cross their rows. */
+/* Updates m if rows of dim 0 hold several matrix rows, so that int8 blocks cross the rows of the matrices. */
 static void momentum_apart(const CameJob *job, float clip, int64_t first, int64_t last) {
     const CameRow *row = job->row;
     const CameAverage *average = &job->square;
     const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
-    int64_t known = -1; /* the matrix whose mean is known */
+    int64_t known = -1; /* the matrix of `mean` */
     double mean = 0;
     CameGradBuffer buffer;
     start_buffers(&buffer, 1);

@@ -1,8 +1,9 @@
-/* CAME on shards: the sums that come to what the whole tensor has, as in kernels/reference/came.py.
+/* CAME on shards: the sums over all shards that give the values of the whole tensor, as in kernels/reference/came.py.
  *
- * A shard of whole rows knows the averages of these, and a part of each column's; one of whole columns, the reverse. An
- * average that is split is added up over the shards. Under one split the sum of u^2 is mean(row) sum_j (sum_i q_ij /
- * row_i) / col_j, whose inner sums add up beside the averages, and so is that of the confidence. */
+ * A shard of whole rows has the averages of its rows, and a part of each column's average; a shard of whole columns,
+ * the reverse. An average that is split is added up over the shards. If one dim is split, the sum of u^2 is mean(row)
+ * sum_j (sum_i q_ij / row_i) / col_j. Its inner sums are added up in the same round as the averages, and so are those
+ * of the confidence. */
 #include "came_shards.h"
 
 #include <math.h>
@@ -51,7 +52,7 @@ void store_shard_average(const CameJob *job, const CameAverage *average, const C
     const CameRow *row = job->row;
     const CameShard *h = job->shard;
     const int64_t rows = row->matrices * row->height, columns = row->matrices * row->width;
-    if (job->gradient->size == 0) return; /* what the averages hold is another shard's to give */
+    if (job->gradient->size == 0) return; /* another shard contributes the old averages */
     if (to->row) spread(average->row.values, rows, h->row_at, to->row);
     if (to->col) spread(average->col.values, columns, h->col_at, to->col);
     if (!to->inner) return;
@@ -73,7 +74,7 @@ void store_shard_square_sums(const CameShardSums *to, CameSquareSums sums) {
     *to->param = sums.param;
 }
 
-/* The mean of row averages of matrix k of the whole tensor. */
+/* Returns the mean of the row averages of matrix k of the whole tensor. */
 static double reduced_row_mean(const CameShard *h, const CameShardSums *from, int64_t k) {
     if (!from->row) return from->total[k] / (double)h->height;
     double total = 0;

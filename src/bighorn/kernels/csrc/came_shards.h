@@ -1,4 +1,5 @@
-/* What all shards of a tensor add up in a CAME step: where it is stored, and what it says of the whole tensor. */
+/* The sums that are added up over all shards of a tensor in a CAME step: their positions, and the results for the whole
+ * tensor. */
 #ifndef BIGHORN_CAME_SHARDS_H
 #define BIGHORN_CAME_SHARDS_H
 
@@ -10,31 +11,32 @@ static inline int is_split_both_ways(const CameShard *shard) {
     return shard && shard->split_down && shard->split_across;
 }
 
-/* Where what all shards add up lies in the sums of the rounds; NULL where it is not sent. */
+/* Addresses, in the sums of the reduction rounds, of the numbers that are added up; NULL for those that are not
+ * exchanged. */
 typedef struct {
     double *inner;     /* split one way: ratios, added up along the split, or a matrix's sum of 1 / sqrt(average) */
     double *row, *col; /* averages of the lines that are split */
-    double *total;     /* split one way: a matrix's sum of the averages that are not */
+    double *total;     /* split one way: a matrix's sum of the averages that are not split */
     double *update, *param, *confidence; /* the sums of u^2, of x^2, and of the confidence */
 } CameShardSums;
 
 CameShardSums square_shard_sums(const CameJob *job);
 CameShardSums residual_shard_sums(const CameJob *job);
 
-/* Over all elements: of u^2 before clipping, and of x^2. */
+/* Sums over all elements: of u^2 before clipping, and of x^2. */
 typedef struct {
     double update, param;
 } CameSquareSums;
 
-/* This shard's part of an average, with its ratios if there are any. */
+/* Stores this shard's part of an average, with its ratios if `ratio` is not NULL. */
 void store_shard_average(const CameJob *job, const CameAverage *average, const CameAverage *ratio,
                          const CameShardSums *to);
 void store_shard_square_sums(const CameShardSums *to, CameSquareSums sums);
 
-/* An average that has arrived: its lines and, into `job->means`, the means of its rows. */
+/* Loads an average that has been added up: its lines and, into `job->means`, the means of its rows. */
 void load_reduced_average(const CameJob *job, const CameAverage *average, const CameShardSums *from);
 
-/* Of the whole tensor, from what has arrived. */
+/* Return sums over the whole tensor, from sums that have been added up. */
 CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from);
 double reduced_confidence(const CameJob *job, const CameShardSums *from);
 

@@ -1,4 +1,4 @@
-/* How the loops of a CAME step go over a tensor: tiles, and spans of consecutive elements in them. */
+/* Iteration of a CAME step's loops over a tensor: tiles, and the spans of consecutive elements in them. */
 #ifndef BIGHORN_CAME_TILES_H
 #define BIGHORN_CAME_TILES_H
 
@@ -7,7 +7,7 @@
 
 typedef struct {
     int64_t matrix, matrices, block, strip;
-    int64_t row, rows, column, columns; /* of the first matrix */
+    int64_t row, rows, column, columns; /* in the first matrix */
 } CameTile;
 
 static inline CameTile tile_at(const CameGrid *g, int64_t index) {
@@ -21,20 +21,21 @@ static inline CameTile tile_at(const CameGrid *g, int64_t index) {
     return t;
 }
 
-/* Consecutive elements of a tile, a piece at most: `lines` rows from `row` on, or a part of one. Rows of a wide matrix
- * are taken together from all quarters of a tile: memory serves long streams faster than short ones, and column sums
- * are read and written less often. They are an odd number of rows apart, since a cache confuses addresses that differ
- * by whole pages. */
+/* Consecutive elements of a tile, at most a piece: `lines` rows from `row` on, or a part of one row. In a wide matrix,
+ * a loop takes one row from each quarter of a tile together: memory serves long streams faster than short ones, and
+ * column sums are read and written less often. The rows are an odd number of rows apart, since addresses that differ by
+ * whole pages conflict in a cache. */
 typedef struct {
     int64_t start, row, column; /* of the first of `count` spans */
     int64_t apart;              /* rows from one span to the next */
-    int64_t left;               /* rows of the first span's quarter */
+    int64_t left;               /* remaining rows of the first span's quarter */
     int count, n, lines;
 } CameSpan;
 
 static inline int is_narrow(const CameGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
 
-/* Moves on, from zeros to the first, or from a count of 1 if spans are wanted one by one; false after the last. */
+/* Advances to the next span. A zeroed span advances to the first one; with a count of 1, spans come one at a time.
+ * Returns false after the last one. */
 static inline int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
     const int64_t rows = t->matrices * t->rows;
     if (is_narrow(g)) {
@@ -59,7 +60,7 @@ static inline int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
     return s->row < rows;
 }
 
-/* Where span k begins. */
+/* Returns the offset of span k. */
 static inline int64_t start_of(const CameGrid *g, const CameSpan *s, int k) {
     return s->start + k * s->apart * g->width;
 }

@@ -1,4 +1,4 @@
-/* State in few bits: kernels/codec.py, which is the specification. */
+/* State in few bits, as in kernels/codec.py, which is the specification. */
 #ifndef BIGHORN_CODEC_H
 #define BIGHORN_CODEC_H
 
@@ -8,21 +8,23 @@
 
 enum { CODEC_BLOCK_ELEMS = 256 };
 
-/* How a value's share of its block's scale becomes a code. */
+/* The conversion of a value's share of its block's scale to a code. */
 enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT };
 
-/* ---- where blocks lie ------------------------------------------------------------------------------------ */
+/* ---- positions of blocks --------------------------------------------------------------------------------- */
 
-/* Blocks run inside rows of dim 0, which have `inner` elements each. */
+/* Blocks are within rows of dim 0, which have `inner` elements each. */
 static inline int64_t blocks_in_row(int64_t inner) { return (inner + CODEC_BLOCK_ELEMS - 1) / CODEC_BLOCK_ELEMS; }
 
-/* Elements [start, start + size) of a tensor, which lie in one block: `at` is where they begin in their row. */
+/* Elements [start, start + size) of a tensor, all of them in one block. `at` is the index of the first one in its row
+ * of dim 0, `scale` the index of the block's scale. */
 typedef struct {
     int64_t start, at, scale;
     int size;
 } CodecPart;
 
-/* The first parts of [start, end), and those that follow a part that ends its block; at last there is one of size 0. */
+/* The parts of [start, end), each within one block: the first one, and the one after a given part. After the last part,
+ * the size is 0. */
 static inline CodecPart codec_part_of(int64_t inner, int64_t start, int64_t at, int64_t scale, int64_t end) {
     int64_t rest = inner - at, in_block = CODEC_BLOCK_ELEMS - at % CODEC_BLOCK_ELEMS,
             size = rest < in_block ? rest : in_block;
@@ -42,20 +44,19 @@ static inline CodecPart next_codec_part(int64_t inner, CodecPart part, int64_t e
 #define EACH_CODEC_PART(part, inner, start, end) \
     for (CodecPart part = first_codec_part(inner, start, end); part.size > 0; part = next_codec_part(inner, part, end))
 
-/* ---- scales; forms are known when this is compiled -------------------------------------------------------- */
+/* ---- scales; forms are compile-time constants ------------------------------------------------------------- */
 
-/* A block's scale, its largest magnitude, made ready. The specification divides by it; here a value is multiplied once.
- */
+/* A block's scale, which is the block's largest magnitude, with the factors that follow from it. The specification
+ * divides values by the scale; this code multiplies each value once. */
 typedef struct {
-    float scale;  /* as it is stored: in CODEC_HALF_ROOT the root */
-    float unit;   /* value = unit times what a code stands for */
-    float factor; /* what a code stands for = factor value */
-    float lift;   /* what values are to be multiplied with first, so that the factor is finite: mostly 1 */
+    float scale;  /* the stored scale: in CODEC_HALF_ROOT the root */
+    float unit;   /* value = unit * (the number that a code stands for) */
+    float factor; /* (the number that a code stands for) = factor * value */
+    float lift;   /* multiplies values first, so that the factor is finite; mostly 1 */
 } CodecScale;
 
-/* What the largest code stands for: of CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power of 2 that
- * suits bits.
- */
+/* The number that the largest code stands for: in CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power
+ * of 2 that suits the bit operations. */
 FORCE_INLINE_TEMPLATE float top_of(const enum CodecForm form) {
     return form == CODEC_LINEAR ? 127 : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f : 1;
 }
@@ -64,20 +65,19 @@ FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale
     return (CodecScale){scale, scale / top_of(form), 0, 1};
 }
 
-/* From the bits of the largest magnitude: NaN if one is not finite. */
+/* A scale from the bits of the largest magnitude; NaN if a magnitude is not finite. */
 FORCE_INLINE_TEMPLATE CodecScale new_scale(const enum CodecForm form, uint32_t magnitude) {
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
     CodecScale s = scale_of(form, form == CODEC_HALF_ROOT ? sqrtf(largest) : largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    /* Rounded up: of CODEC_LINEAR's ties between two codes there is but 63.5, whose upper one is even. It is so little
-     * that the largest magnitude has the largest code, with dither too, since a quarter of it is below a float's last
-     * bit.
-     */
+    /* Rounded up: of CODEC_LINEAR's ties between two codes only 63.5 occurs, whose upper code is even. The increase is
+     * so small that the largest magnitude has the largest code, also with dither, since a quarter of the increase is
+     * below a float's last bit. */
     s.factor = largest > 0 ? top_of(form) / (largest * s.lift) * (1 + 0x1p-23f) : 0;
     return s;
 }
 
-/* Values made ready to be encoded. Those of a block of zeros, or with one that is not finite, have codes of 0. */
+/* Prepares values for encoding. In a block of zeros, or with a value that is not finite, all codes are 0. */
 static inline void make_ready(float *values, int n, const CodecScale *s) {
     if (!(s->scale > 0)) memset(values, 0, (size_t)n * sizeof(float));
     else if (s->lift != 1)
@@ -86,12 +86,12 @@ static inline void make_ready(float *values, int n, const CodecScale *s) {
 
 FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
 
-/* A sum with it is rounded to a whole number, ties to even, which the low bits of the sum are. */
+/* A sum with this number is rounded to an integer, ties to even; the integer is in the low bits of the sum. */
 #define ROUND_TO_INTEGER 0x1.8p23f
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
-/* Linear codes and scales. */
+/* The codes and scales of CODEC_LINEAR. */
 typedef struct {
     int8_t *codes;
     float *scales;
@@ -108,7 +108,7 @@ static inline void decode(const CodecInt8 *data, int64_t start, int n, float *re
     }
 }
 
-/* Elements [start, start + n) are whole blocks. */
+/* Encodes elements [start, start + n), which must be whole blocks. */
 static inline void encode(const CodecInt8 *data, int64_t start, int n, const float *restrict values) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         int8_t *restrict codes = data->codes + part.start;

@@ -1,4 +1,4 @@
-/* Gradients as they come: in any floating dtype and any order, perhaps to be scaled and centred. */
+/* Reads gradients of any floating dtype in any memory order, and scales and centres them if required. */
 #ifndef BIGHORN_GRADIENT_H
 #define BIGHORN_GRADIENT_H
 
@@ -19,7 +19,7 @@ static inline float element(const void *data, int type, int64_t at) {
     }
 }
 
-/* Elements [start, start + n) in the parameter's order, whatever order they lie in. */
+/* Returns elements [start, start + n) in the parameter's order, in float32, whatever their order in memory. */
 static inline const float *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
                                      float *restrict buffer) {
     const int64_t *layout = gradient->layout;
@@ -33,7 +33,7 @@ static inline const float *read_grad(const Gradient *gradient, const void *data,
     return buffer;
 }
 
-/* The mean of elements [start, start + size). */
+/* Returns the mean of elements [start, start + size). */
 static inline float mean(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
     float buffer[PIECE_ELEMS];
     double total = 0;
@@ -48,13 +48,13 @@ static inline float mean(const Gradient *gradient, const void *data, int64_t sta
     return (float)(total / (double)size);
 }
 
-/* The last mean that was taken, since pieces of one block share theirs; `first` is -1 to begin with. */
+/* The mean that was computed last, since several pieces can need the same one; `first` is -1 at the start. */
 typedef struct {
     int64_t first;
     float value;
 } GradientMean;
 
-/* g <- g - mean(g over dims 1..), of which elements [start, start + n) are wanted. */
+/* Computes g - mean(g over dims 1..) for elements [start, start + n). */
 static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const float *g, float *out,
                           GradientMean *last) {
     int64_t fan = gradient->fan;
@@ -66,10 +66,10 @@ static inline void centre(const Gradient *gradient, const void *data, int64_t st
     }
 }
 
-/* Whether elements can be used as they lie, but for their dtype. */
+/* Whether elements can be used in place, apart from their dtype. */
 static inline int is_plain(const Gradient *gradient) { return !gradient->fan && !gradient->layout; }
 
-/* Elements [start, start + n), centred, in float32. */
+/* Returns elements [start, start + n), centred, in float32. */
 static inline const float *centred_grad(const Gradient *gradient, const void *data, int64_t start, int n, float *buffer,
                                         GradientMean *last) {
     const float *g = read_grad(gradient, data, start, n, buffer);
@@ -78,7 +78,7 @@ static inline const float *centred_grad(const Gradient *gradient, const void *da
     return buffer;
 }
 
-/* Elements [start, start + n), centred and scaled, in float32. */
+/* Returns elements [start, start + n), centred and scaled, in float32. */
 static inline const float *load_grad(const Gradient *gradient, const void *data, float scale, int64_t start, int n,
                                      float *buffer, GradientMean *last) {
     const float *g = centred_grad(gradient, data, start, n, buffer, last);

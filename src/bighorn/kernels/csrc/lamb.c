@@ -1,5 +1,5 @@
-/* LAMB: the options, the blocks of a tensor, norms and the trust ratio. layerwise.h has the schedule, lamb_loops.c and
- * lamb_blocks.c have the arithmetic on elements. */
+/* LAMB: the options, the chunks of a tensor (called blocks in names), norms and the trust ratio. layerwise.h has the
+ * schedule, lamb_loops.c and lamb_blocks.c have the arithmetic on elements. */
 #include "lamb.h"
 #include "codec.h"
 
@@ -11,9 +11,9 @@ TABLE_PER_ISA(LambLoops, lamb_blocks)
 /* All threads share a larger tensor, because their caches together hold more of it; one thread gets a smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 18 };
 
-/* ---- blocks ---------------------------------------------------------------------------------------------- */
+/* ---- chunks ---------------------------------------------------------------------------------------------- */
 
-/* Where a block begins. Moments in blocks of few bits are not cut: as many of these make one as fit. */
+/* Returns the first element of a chunk. Quantization blocks are not divided: a chunk has as many of them as fit. */
 static int64_t start_of(const LambRow *row, int64_t size, int64_t block) {
     int64_t start = block * BLOCK_ELEMS;
     if (row->inner) {
@@ -31,7 +31,7 @@ static int64_t blocks_of(const LambRow *row, int64_t size) {
     return (size / row->inner * blocks_in_row(row->inner) + per_block - 1) / per_block;
 }
 
-/* The largest number of blocks in any row. */
+/* The largest number of chunks in any row. */
 EXPORT int64_t bighorn_lamb_blocks(const LambRow *rows, const Gradient *gradients, int64_t rows_count) {
     int64_t most = 0;
     for (int64_t i = 0; i < rows_count; i++) {
@@ -43,7 +43,7 @@ EXPORT int64_t bighorn_lamb_blocks(const LambRow *rows, const Gradient *gradient
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
 
-/* The same decision as trust_ratio() in reference/lamb.py, which is the specification. NaN passes through. */
+/* Makes the same decision as trust_ratio() in reference/lamb.py, which is the specification. NaN passes through. */
 static double trust_ratio(const LambOptions *o, double weight_norm, double update_norm) { /* LAMB-q */
     if (!o->adapt || weight_norm == 0 || update_norm == 0) return 1;
     double low = o->weight_norm_bounds[0], high = o->weight_norm_bounds[1];
@@ -83,7 +83,7 @@ static double factors_of(const LambOptions *o, const LambRow *row, double grad_s
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
 
 typedef struct {
-    const LambLoops *loops[2]; /* for moments as they are, and in blocks */
+    const LambLoops *loops[2]; /* for moments in floats, and in quantization blocks */
     const LambOptions *options;
     const LambRow *rows;
     const Gradient *gradients;
@@ -91,7 +91,7 @@ typedef struct {
     double grad_scale;
 } LambStep;
 
-/* What a thread computes once per row. */
+/* Values that a thread computes once per row. */
 typedef struct {
     const LambLoops *loops;
     LambFactors factors;
@@ -161,9 +161,9 @@ static void step_rows(int thread, int team, void *data) {
     for_each_row(&step->queue, thread, team, step_row, step);
 }
 
-/* One LAMB step of every row, without counting it, or one phase of it: where rows are shards, `sums` are added up over
- * all ranks between the two phases. `partial` has two entries per block of the largest number of blocks in any row; the
- * scratch may have any size. Nothing is allocated here, so nothing can fail. */
+/* Makes one LAMB step of every row, without counting it, or one phase of it. If rows are shards, `sums` are added up
+ * over all ranks between the two phases. `partial` has two entries per chunk of the largest number of chunks in any
+ * row; the scratch may have any size. The function allocates no memory, so it cannot fail. */
 EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, const LambRow *rows,
                               const Gradient *gradients, void *const *grads, const int64_t *order, int64_t rows_count,
                               double grad_scale, LayerSums *partial, float *scratch, int64_t scratch_size, int phase,

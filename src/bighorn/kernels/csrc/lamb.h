@@ -1,5 +1,5 @@
-/* The seam between lamb.c (schedule, trust ratio) and lamb_loops.c and lamb_blocks.c (arithmetic, once per instruction
- * set). Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
+/* The interface between lamb.c (schedule, trust ratio) and lamb_loops.c and lamb_blocks.c (arithmetic, once per
+ * instruction set). Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
 #ifndef BIGHORN_LAMB_H
 #define BIGHORN_LAMB_H
 
@@ -13,10 +13,10 @@ typedef struct {
     float beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
     float correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
     float decay;                         /* x <- decay * x - step * u */
-    uint32_t rng_key, dither;            /* what random bits start from, and dither */
+    uint32_t rng_key, dither;            /* the key of the random bits, and the dither phase */
 } LambFactors;
 
-/* A block: elements [start, start + size) of a row. */
+/* A chunk: elements [start, start + size) of a row. */
 typedef struct {
     const LambRow *row;
     const Gradient *gradient;
@@ -24,27 +24,26 @@ typedef struct {
     int64_t start, size;
 } LambBlock;
 
-/* Whether weights lie as they are computed with, in bfloat16; and whether gradients, too, can be used where they lie.
- */
+/* Whether weights are bfloat16 that can be used in place; and whether gradients are, too. */
 static inline int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST; }
 
 static inline int all_in_bfloat16(const LambBlock *b) {
     return lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
 }
 
-/* lamb_loops.c for moments in floats as they are, lamb_blocks.c for moments in blocks. */
+/* lamb_loops.c has these functions for moments in floats, lamb_blocks.c for moments in quantization blocks. */
 typedef struct {
-    /* Moments, then u; u is stored unless `update` is NULL. */
+    /* Updates the moments and computes u, which is stored unless `update` is NULL. */
     LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, float *update);
-    /* x from a stored u, or from u computed again where `update` is NULL. */
+    /* Updates x from a stored u; if `update` is NULL, u is computed again. */
     void (*apply)(const LambBlock *block, const LambFactors *factors, float step, const float *update);
-    /* Both in one pass, for a step that is known beforehand. */
+    /* Does both in one pass, for a step whose size is known beforehand. */
     LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, float step);
 } LambLoops;
 
-/* ---- arithmetic that both share -------------------------------------------------------------------------- */
+/* ---- arithmetic of both ---------------------------------------------------------------------------------- */
 
-/* u, the same to the bit wherever it is computed; `root` is that of v. */
+/* Computes u, with the same bits in every function that calls this one; `root` is the root of v. */
 static inline float update_of(const LambFactors f, float x, float m, float root) {
     return FMA(f.weight_decay, x, f.correction * m / (root + f.eps)); /* LAMB-u */
 }
@@ -53,7 +52,7 @@ static inline float moved(const LambFactors f, float step, float x, float u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */
 }
 
-/* Whether a sum of squares in float32 can be trusted. */
+/* Whether a sum of squares in float32 is accurate. */
 static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 #endif

@@ -1,30 +1,31 @@
-/* The arithmetic of a LAMB step whose moments are in blocks of few bits (codec.h): one block after the other is
- * decoded, advanced, encoded, and read back as it is stored, in the first-level cache. */
+/* The arithmetic of a LAMB step whose moments are in quantization blocks (codec.h). Each block is decoded, updated,
+ * encoded, and read back as it is stored, in the first-level cache. */
 #include "codec.h"
 #include "lamb.h"
 #include "lanes.h"
 
-/* One block. What is not a multiple of lanes is copied into buffers, with zeros behind it. */
+/* One block. If the number of elements is not a multiple of LANES, data are copied into buffers and padded with
+ * zeros. */
 typedef struct {
     const LambRow *row;
     int64_t start, scale;
-    int n, type; /* of x and g: both lie as they are, in bfloat16, or both are in float32 */
+    int n, type; /* the type of x and g: bfloat16 if both are used in place, else float32 */
     const void *x, *g;
     float grad_scale;
     void *m_codes, *v_codes;
-    float *u, *wanted; /* where it is formed, and where it is to be, if anywhere */
+    float *u, *wanted; /* u: where the update is written; wanted: its final address, or NULL */
     CodecScale m_scale, v_scale;
-    _Alignas(64) float m[CODEC_BLOCK_ELEMS], v[CODEC_BLOCK_ELEMS]; /* values from `advance` to `encode` */
+    _Alignas(64) float m[CODEC_BLOCK_ELEMS], v[CODEC_BLOCK_ELEMS]; /* values between `advance_as` and `encode_as` */
     float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], u_buffer[CODEC_BLOCK_ELEMS];
     float m_buffer[CODEC_BLOCK_ELEMS / 2], v_buffer[CODEC_BLOCK_ELEMS / 2];
 } LambQuantBlock;
 
-/* Sums of squares of x and u, lane by lane. */
+/* Sums of squares of x and u, one per lane. */
 typedef struct {
     double weight[LANES], update[LANES];
 } LambLaneSums;
 
-/* Forms and types are known where functions are compiled. */
+/* Forms and types are compile-time constants of each function. */
 #define FOR_FORMS(block, function, ...)                                                                      \
     ((block)->row->state_type == INT8                                                                        \
          ? ((block)->type == BFLOAT16 ? function(CODEC_SIGNED, CODEC_UNSIGNED, BFLOAT16, block, __VA_ARGS__) \
@@ -40,13 +41,12 @@ FORCE_INLINE_TEMPLATE Lanes load_as(const int type, const void *data, int i) {
     return type == FLOAT32 ? load((const float *)data + i) : load_bfloat16((const uint16_t *)data + i);
 }
 
-/* Codes of CODEC_SIGNED and CODEC_UNSIGNED are roots of what they stand for, as the bits of floats make them:
- * multiplied by this, so that there is room in their exponents, codes become what they stand for when their bits move
- * up by one or by two.
- */
+/* Codes of CODEC_SIGNED and CODEC_UNSIGNED are roots of the numbers that they stand for, computed by shifting the bits
+ * of floats. A code is multiplied by this factor, which makes room in its exponent, and its bits are then shifted left
+ * by one or by two, which gives the number that it stands for. */
 #define REDUCED(form) ((form) == CODEC_SIGNED ? 0x1p-70f : 0x1p-103f)
 
-/* What reduced codes stand for, as multiples of the scale's unit. */
+/* Returns the numbers that reduced codes stand for, as multiples of the scale's unit. */
 FORCE_INLINE_TEMPLATE Lanes powers(const enum CodecForm form, Lanes reduced) {
     LaneWords bits = (LaneWords)reduced;
     return (Lanes)(form == CODEC_SIGNED ? bits << 1 | (bits & 0x80000000u) : bits << 2);
@@ -57,17 +57,18 @@ FORCE_INLINE_TEMPLATE Lanes load_powers(const enum CodecForm form, const void *c
     return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == CODEC_SIGNED)));
 }
 
-/* Stores the codes of values, and returns what they stand for. CODEC_UNSIGNED is dithered by `dither` (rounding.h). */
+/* Stores the codes of values, and returns the numbers that they stand for. CODEC_UNSIGNED is dithered by `dither`
+ * (rounding.h). */
 FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value, float factor, LaneWords dither,
                                          void *codes, int i) {
     Lanes power = value * factor;
     if (form == CODEC_HALF || form == CODEC_HALF_ROOT) {
         Lanes share = form == CODEC_HALF ? power : square_root(power), size = magnitudes(share);
-        LaneWords least = (LaneWords)(size > 0) & 0x33800000u; /* 2^-24: what is not 0 does not become 0 */
+        LaneWords least = (LaneWords)(size > 0) & 0x33800000u; /* 2^-24: a nonzero value keeps a nonzero code */
         return store_float16((uint16_t *)codes + i, with_sign((Lanes)larger((LaneWords)size, least), share));
     }
     if (form == CODEC_SIGNED) {
-        Lanes root = (Lanes)((LaneWords)((LaneInts)power >> 1) & 0xbfffffffu); /* but for the sign, which stays */
+        Lanes root = (Lanes)((LaneWords)((LaneInts)power >> 1) & 0xbfffffffu); /* the sign bit is kept */
         Lanes code = fused(root, lanes(1 / REDUCED(CODEC_SIGNED)), lanes(ROUND_TO_INTEGER));
         store_bytes((uint8_t *)codes + i, (LaneWords)code);
         return powers(CODEC_SIGNED,
@@ -75,17 +76,17 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
     }
     const float in_2_16ths = 0x1p16f / REDUCED(CODEC_UNSIGNED);
     LaneWords code = (nearest_ints((Lanes)((LaneWords)power >> 2) * in_2_16ths) + (dither >> 16)) >> 16;
-    code = larger(code, smaller((LaneWords)value, 1 + (LaneWords){0})); /* what is not 0 does not become 0 */
+    code = larger(code, smaller((LaneWords)value, 1 + (LaneWords){0})); /* a nonzero value keeps a nonzero code */
     store_bytes((uint8_t *)codes + i, code);
     return powers(CODEC_UNSIGNED, REDUCED(CODEC_UNSIGNED) * from_ints(code));
 }
 
-/* The unit of the roots of v. */
+/* Returns the unit of the roots of v. */
 FORCE_INLINE_TEMPLATE float root_unit(const enum CodecForm second, float unit) {
     return second == CODEC_UNSIGNED ? sqrtf(unit) : unit;
 }
 
-/* u from what codes stand for. */
+/* Computes u from the numbers that codes stand for. */
 FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm second, const LambFactors f, float m_unit, float v_root_unit,
                                     Lanes x, Lanes m, Lanes v) {
     Lanes root = fused(second == CODEC_UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
@@ -139,7 +140,7 @@ static void load_block_grad(LambQuantBlock *block, const LambBlock *b, const Lam
     block->g = g;
 }
 
-/* The moments' values, and the scales of these. */
+/* Updates the moments, whose values stay in the buffers, and computes their scales. */
 FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                       LambQuantBlock *block, const LambFactors f) {
     const LambRow *row = block->row;
@@ -165,7 +166,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     block->v_scale = new_scale(second, largest(v_top));
 }
 
-/* The moments' codes, and u from what these stand for. */
+/* Stores the moments' codes, and computes u from the numbers that these stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                      LambQuantBlock *block, const LambFactors f, LambLaneSums *sums) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
@@ -175,7 +176,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
     float *all_u = block->u;
     const int n = block->n;
     LaneWords dither = counted(f.dither + (uint32_t)block->start * DITHER_STRIDE,
-                               DITHER_STRIDE); /* blocks are of one piece in the whole, too */
+                               DITHER_STRIDE); /* a block's elements are consecutive in the whole tensor, too */
     Lanes weight = {0}, update = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes m = store_powers(first, load(block->m + i), m_scale.factor, dither, m_codes, i);
@@ -189,7 +190,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
     EACH_LANE(lane) sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
 }
 
-/* Stores the moments and forms u. */
+/* Stores the moments and computes u. */
 static void store_moments(LambQuantBlock *block, const LambFactors *f, LambLaneSums *sums) {
     const LambRow *row = block->row;
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
@@ -204,7 +205,7 @@ static void store_moments(LambQuantBlock *block, const LambFactors *f, LambLaneS
     }
 }
 
-/* u of the moments as they are stored. */
+/* Computes u from the stored moments. */
 FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                      LambQuantBlock *block, const LambFactors f) {
     const float m_unit = scale_of(first, block->row->exp_avg_scale[block->scale]).unit;
@@ -217,7 +218,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum Code
 
 static void apply_update(const LambFactors *f, float step, LambQuantBlock *block, const float *restrict u) {
     const Weights *w = &block->row->weights;
-    if (lies_in_bfloat16(w)) { /* no NaN has low bits here: u is computed from codes */
+    if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
 #pragma omp simd
         for (int i = 0; i < block->n; i++)
@@ -230,9 +231,9 @@ static void apply_update(const LambFactors *f, float step, LambQuantBlock *block
     write_weights(w, f->rng_key, block->start, block->n, x);
 }
 
-/* ---- blocks ---------------------------------------------------------------------------------------------- */
+/* ---- chunks ---------------------------------------------------------------------------------------------- */
 
-/* The sums again, in double: of squares that leave the range of float32. */
+/* Computes the sums again in double, if squares leave the range of float32. */
 static LayerSums careful_sums(const LambBlock *b, const LambFactors *f) {
     LayerSums sums = {0, 0};
     LambQuantBlock block;
@@ -249,8 +250,8 @@ static LayerSums careful_sums(const LambBlock *b, const LambFactors *f) {
     return sums;
 }
 
-/* Moments and u, and x if `step` is there. Two blocks in turn, since the codes of one wait for its scales: 4% faster.
- */
+/* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
+ * codes of a block depend on its scales: this saves 4% of the time. */
 static LayerSums step_block(const LambBlock *b, const LambFactors *f, const float *step, float *update) {
     const int type = all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     const int64_t inner = b->row->inner, end = b->start + b->size;
@@ -277,7 +278,7 @@ static LayerSums step_block(const LambBlock *b, const LambFactors *f, const floa
 }
 
 static LayerSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
-    (void)second_moment; /* a running maximum is refused, and the others differ by factors alone */
+    (void)second_moment; /* blocks do not support AMSGrad; other second moments differ only in factors */
     return step_block(b, f, NULL, update);
 }
 

@@ -1,13 +1,13 @@
-/* The arithmetic of a LAMB step whose moments are floats. float32 and bfloat16 are read and written where they lie. */
+/* The arithmetic of a LAMB step whose moments are floats. float32 and bfloat16 are read and written in place. */
 #include "lamb.h"
 
 #include <math.h>
 
-enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY }; /* what becomes of u */
+enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY }; /* the use of u */
 
 enum { FLOAT_SUM_ELEMS = 1024 }; /* elements whose squares are added up in float32 */
 
-/* A piece of a row: where it lies, but for weights that are float16 or not rounded to the nearest. */
+/* A piece of a row, in place except for weights that are float16 or that are not rounded to the nearest. */
 typedef struct {
     void *x, *m, *v, *v_max;
     int x_type, state_type;
@@ -16,8 +16,8 @@ typedef struct {
 
 static int lies_ready(const Weights *w) { return w->type == FLOAT32 || lies_in_bfloat16(w); }
 
-/* Elements in a piece. Where nothing passes through a buffer it is a block: a loop that goes on has more loads under
- * way, 4% of a step beyond the caches. */
+/* Returns the number of elements in a piece. If all data are used in place, a piece is a whole chunk: a longer loop has
+ * more loads in flight, which saves 4% of a step beyond the caches. */
 static int piece_of(const LambBlock *b) {
     const int reads_floats = is_plain(b->gradient) && b->gradient->type == FLOAT32;
     return lies_ready(&b->row->weights) && (reads_floats || all_in_bfloat16(b)) ? BLOCK_ELEMS : PIECE_ELEMS;
@@ -38,7 +38,7 @@ static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key
     if (!lies_ready(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->buffer);
 }
 
-/* The moments of one element, and u. */
+/* Updates the moments of one element, and returns u. */
 FORCE_INLINE_TEMPLATE float step_one(const LambFactors f, const int second_moment, const int g_type,
                                      const int state_type, float g, float x, float *m, float *v, float *v_max) {
     float grad = FMA(f.l2, x, f.grad_scale * g);
@@ -49,7 +49,7 @@ FORCE_INLINE_TEMPLATE float step_one(const LambFactors f, const int second_momen
     return update_of(f, x, *m, sqrtf(*v_max));
 }
 
-/* One loop per combination of what is constant in it: types, second moment, and what becomes of u. */
+/* One loop per combination of the compile-time constants: types, second moment, and the use of u. */
 FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
                                           const int x_type, const int g_type, const int state_type, float step, int n,
                                           const void *restrict g, void *restrict m, void *restrict v,
@@ -79,7 +79,8 @@ FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFactors f, const int second_
     return sums;
 }
 
-/* The same for pairs of bfloat16, n / 2 of them; u of the first elements comes before u of the second ones. */
+/* The same for pairs of bfloat16, n / 2 of them. In `u`, the first elements of all pairs come before the second
+ * ones. */
 FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
                                            const int g_type, float step, int n, const void *restrict g,
                                            Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
@@ -118,7 +119,7 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFactors f, const int second
     return sums;
 }
 
-/* The sums of a piece whose squares leave the range of float32: formed again in double. */
+/* Computes the sums of a piece again in double, if squares leave the range of float32. */
 static LayerSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
     double weight = 0, update = 0;
     for (int i = 0; i < n; i++) {
@@ -200,7 +201,7 @@ FORCE_INLINE_TEMPLATE void apply_loop(const LambFactors f, const int x_type, con
     }
 }
 
-/* The same for pairs of bfloat16, as `step_pairs` leaves u. */
+/* The same for pairs of bfloat16, with `u` in the order of `step_pairs`. */
 FORCE_INLINE_TEMPLATE void apply_pairs(const LambFactors f, float step, int n, const float *restrict u,
                                        const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
                                        Bfloat16Pair *restrict x) {

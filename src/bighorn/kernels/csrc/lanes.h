@@ -1,5 +1,5 @@
-/* Vectors as wide as the instruction set has them, for loops on bytes and floats at once, which compilers make slow
- * code of. Operators work on them as on numbers; a comparison gives words of all bits or none. */
+/* Vectors of the width of the instruction set, for loops on bytes and floats at once, for which compilers generate slow
+ * code. Operators work on them as on scalars; a comparison returns words in which all bits are set or none. */
 #ifndef BIGHORN_LANES_H
 #define BIGHORN_LANES_H
 
@@ -52,12 +52,12 @@ FORCE_INLINE LaneWords counted(uint32_t first, uint32_t step) {
 
 FORCE_INLINE Lanes magnitudes(Lanes x) { return (Lanes)((LaneWords)x & 0x7fffffffu); }
 
-/* For x that is not negative. */
+/* Returns x with the sign of another vector; x must not be negative. */
 FORCE_INLINE Lanes with_sign(Lanes x, Lanes sign) { return (Lanes)((LaneWords)x | ((LaneWords)sign & 0x80000000u)); }
 
-/* ---- what instruction sets differ in --------------------------------------------------------------------- */
+/* ---- differences between instruction sets ---------------------------------------------------------------- */
 
-/* a b + c */
+/* Returns a b + c. */
 FORCE_INLINE Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if defined(__FMA__)
     return SIMD(fmadd_ps)(a, b, c);
@@ -97,7 +97,7 @@ FORCE_INLINE Lanes load_bfloat16(const void *data) {
     return (Lanes)((LaneWords)SIMD(cvtepu16_epi32)(raw) << 16);
 }
 
-/* The lowest byte of each word. */
+/* Stores the lowest byte of each word. */
 FORCE_INLINE void store_bytes(void *data, LaneWords words) {
 #if defined(__AVX512F__)
     __m128i bytes = _mm512_cvtepi32_epi8((LaneRaw)words);
@@ -167,7 +167,7 @@ FORCE_INLINE void store_bytes(void *data, LaneWords words) {
 
 #endif
 
-/* float16 numbers, and float32 rounded to them, to the nearest, ties to even. */
+/* Conversion from float16, and from float32 to float16: to the nearest, ties to even. */
 FORCE_INLINE Lanes load_float16(const void *data) {
 #if defined(__AVX512F__) || defined(__AVX2__)
     LaneRawHalves raw;
@@ -180,7 +180,7 @@ FORCE_INLINE Lanes load_float16(const void *data) {
 #endif
 }
 
-/* Returns what is stored. */
+/* Stores x as float16, and returns the stored values. */
 FORCE_INLINE Lanes store_float16(void *data, Lanes x) {
 #if defined(__AVX512F__) || defined(__AVX2__)
     LaneRawHalves raw = SIMD(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT);

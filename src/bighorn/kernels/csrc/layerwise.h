@@ -1,5 +1,6 @@
 /* The schedule of a step whose size depends on norms of the whole tensor, as in LAMB or LARS: which thread processes
- * which block, where the threads wait, the two sums, and the ratio. The optimizer supplies two loops over blocks.
+ * which chunk (called block in names), where the threads wait, the two sums, and the ratio. The optimizer supplies two
+ * loops over chunks.
  *
  * The functions are templates over the optimizer's rule: as calls through pointers, the rule's functions took 10% of
  * the time of 200 tensors of 256 elements. */
@@ -16,61 +17,62 @@ typedef struct {
     double weight, update;
 } LayerSums;
 
-/* A thread has so many bytes for what it computes once per row, before the loops. */
+/* The bytes of a thread for values that are computed once per row, before the loops. */
 enum { LAYER_LOCALS_BYTES = 128 };
 
-/* What the schedule must know of a row. */
+/* The properties of a row that the schedule needs. */
 typedef struct {
     int64_t blocks;
-    bool needs_ratio; /* else the first loop finishes the row */
+    bool needs_ratio; /* false: the first loop finishes the row */
 } LayerInfo;
 
-/* What an optimizer supplies. `step` is its own data; rows and blocks are indices. A block has at most BLOCK_ELEMS
- * elements, and blocks do not depend on the number of threads. */
+/* The functions that an optimizer supplies. `step` is the optimizer's data; rows and chunks are indices. A chunk has at
+ * most BLOCK_ELEMS elements, and chunks do not depend on the number of threads. */
 typedef struct {
-    /* Computes a row's locals, and what the schedule must know of the row. */
+    /* Computes a row's locals, and returns the properties of the row that the schedule needs. */
     LayerInfo (*prepare)(const void *step, int64_t row, void *locals);
-    /* The first loop, over one block: state and update; also the weights where no ratio is needed. `update` is where
-     * the update must be stored; where it is NULL, the second loop computes it again. */
+    /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. u is stored in
+     * `update`; if `update` is NULL, the second loop computes u again. */
     LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, float *update);
-    /* The ratio, from the sums over the whole tensor. `writes_norms` is true in one thread, which writes what telemetry
-     * shows of the row. */
+    /* Returns the ratio, from the sums over the whole tensor. `writes_norms` is true in one thread, which writes the
+     * row's metrics. */
     double (*ratio)(const void *step, int64_t row, const void *locals, LayerSums total, bool writes_norms);
-    /* The second loop, over one block: the weights. */
+    /* The second loop, over one chunk, updates the weights. */
     void (*second)(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const float *update);
 } LayerwiseRule;
 
 /* One call. All fields but `barrier` are inputs. */
 typedef struct {
-    const void *step; /* what the rule's functions receive */
+    const void *step; /* the first argument of the rule's functions */
     RowQueue queue;
     int phase;             /* LayerwisePhase */
-    LayerSums *sums;       /* one per row, between two calls that do one phase each; else NULL */
+    LayerSums *sums;       /* one per row, kept between two calls that run one phase each; else NULL */
     float *scratch;        /* stored updates; the team divides it evenly */
     int64_t scratch_size;  /* in floats */
-    LayerSums *partial[2]; /* one per block of a shared row; two, so that a fast thread can go on to the next row */
+    LayerSums *partial[2]; /* one per chunk of a shared row; two arrays, so that a fast thread can begin the next row */
     RunBarrier barrier;
 } LayerwiseStep;
 
-/* The second loop goes over so few blocks from the last to the first, some at a time, because the last ones are the
- * likeliest to be in cache. */
+/* If a thread has at most CACHED_BLOCKS chunks, the second loop processes them from the last to the first, in groups of
+ * REVERSED_BLOCKS, because the last ones are the likeliest to be in cache. */
 enum { CACHED_BLOCKS = 128, REVERSED_BLOCKS = 8 };
 
-/* One thread's part of a row: blocks [first, last). */
+/* One thread's share of a row: chunks [first, last). */
 typedef struct {
     int64_t row, first, last;
-    int64_t stored;     /* the update is stored from this block on, and computed again before it */
-    float *scratch;     /* for what is stored */
-    LayerSums *partial; /* of a row that all threads share; else NULL */
+    int64_t stored;     /* updates are stored from this chunk on; before it, they are computed again */
+    float *scratch;     /* the stored updates */
+    LayerSums *partial; /* for a row that all threads share; else NULL */
     int team;
 } LayerSlice;
 
-/* Where the update of a block is stored; NULL: it is not. */
+/* Returns the address at which the update of a chunk is stored; NULL if it is not stored. */
 FORCE_INLINE float *layerwise_update(const LayerSlice *slice, int64_t block) {
     return block < slice->stored ? NULL : slice->scratch + (block - slice->stored) * BLOCK_ELEMS;
 }
 
-/* Returns the sums of the whole row, which do not depend on the number of threads: block after block. */
+/* Returns the sums of the whole row. They are added up chunk by chunk, so that they do not depend on the number of
+ * threads. */
 FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, LayerwiseStep *s,
                                                       const LayerSlice *slice, int64_t blocks, const void *locals) {
     LayerSums total = {0, 0}, *partial = slice->partial;
@@ -86,7 +88,7 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
     return total;
 }
 
-/* The second loop over the slice. */
+/* Runs the second loop over the slice. */
 FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, LayerwiseStep *s, const LayerSlice *slice,
                                                   const void *locals, double ratio) {
     const int64_t count = slice->last - slice->first, group = count > CACHED_BLOCKS ? count : REVERSED_BLOCKS;
@@ -95,7 +97,7 @@ FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, Laye
             rule.second(s->step, slice->row, b, locals, ratio, layerwise_update(slice, b));
 }
 
-/* Steps one row, or one thread's part of it. `rule` is a constant, so that its functions are inlined. */
+/* Steps one row, or one thread's share of it. `rule` is a constant, so that its functions are inlined. */
 FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, LayerwiseStep *s, int64_t row,
                                               const RowShare *share) {
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];

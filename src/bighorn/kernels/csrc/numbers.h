@@ -1,7 +1,7 @@
 /* Dtypes and arithmetic that all loops share, compiled once per instruction set.
  *
- * Everything is computed in float32. bfloat16 can be widened and rounded in registers, other dtypes in a buffer for a
- * piece that stays in the first-level cache; so each line of mathematics stands once, for all dtypes. */
+ * All arithmetic is in float32. bfloat16 can be widened and rounded in registers, other dtypes in a buffer for a piece
+ * that stays in the first-level cache. So each line of mathematics is written once for all dtypes. */
 #ifndef BIGHORN_NUMBERS_H
 #define BIGHORN_NUMBERS_H
 
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-/* Elements that a loop converts at once, in a buffer that stays in the first-level cache. */
+/* The elements of a piece, which a loop converts at once, in a buffer that stays in the first-level cache. */
 enum { PIECE_ELEMS = 1024 };
 
 /* ---- dtypes ---------------------------------------------------------------------------------------------- */
@@ -32,7 +32,7 @@ static inline uint32_t to_bits(float value) {
 }
 
 /* Rounds to bfloat16, to the nearest, ties to even. A NaN that came from bfloat16 has no low bits that could carry into
- * its sign, so it needs no care (an eighth of the time of an all-bfloat16 step). */
+ * the sign, so it needs no special case (which would take an eighth of the time of an all-bfloat16 step). */
 static inline float round_bfloat16(float value, int any_nan) {
     uint32_t bits = to_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
     return from_bits(any_nan && value != value ? 0x7fc00000u : rounded);
@@ -42,17 +42,17 @@ static inline uint16_t to_bfloat16(float value, int any_nan) {
     return (uint16_t)(to_bits(round_bfloat16(value, any_nan)) >> 16);
 }
 
-/* Two neighbours in bfloat16. Shifts and masks take them apart and put them together, where widening and narrowing
- * would move them between the lanes of vectors. */
+/* Two neighbours in bfloat16. Shifts and masks split and join them, where widening and narrowing would move them
+ * between the lanes of vectors. */
 typedef uint32_t __attribute__((aligned(2), may_alias)) Bfloat16Pair;
 
 static inline float low(Bfloat16Pair pair) { return from_bits(pair << 16); }
 static inline float high(Bfloat16Pair pair) { return from_bits(pair & 0xffff0000u); }
 static inline Bfloat16Pair pair_of(float low, float high) {
     return to_bits(low) >> 16 | to_bits(high);
-} /* both are rounded */
+} /* low and high are rounded already */
 
-/* float16 without hardware help: scaling by powers of two lets the float unit do subnormals and rounding. */
+/* float16 without hardware support. Scaling by powers of two makes the float unit handle subnormals and rounding. */
 static inline float from_float16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7fffu) << 13;
     uint32_t magnitude = rest >= 0x0f800000u ? rest + 0x70000000u : to_bits(from_bits(rest + 0x38800000u) - 0x1p-14f);
@@ -85,7 +85,7 @@ static inline void narrow_float16(const float *restrict in, int n, uint16_t *res
     for (; i < n; i++) out[i] = to_float16(in[i]);
 }
 
-/* float32 data is used where it lies; any other dtype is copied into the buffer. */
+/* Returns elements in float32: float32 data in place, other dtypes copied into the buffer. */
 static inline float *widen(const void *data, int type, int64_t start, int n, float *restrict buffer) {
     const uint16_t *half = (const uint16_t *)data + start;
     if (type == FLOAT32) return (float *)data + start;
@@ -100,7 +100,7 @@ static inline float *widen(const void *data, int type, int64_t start, int n, flo
     return buffer;
 }
 
-/* Stores float32 values, rounded to the nearest; nothing is to be done where they lie in place already. */
+/* Stores float32 values, rounded to the nearest. float32 values are in place already, so nothing is copied. */
 static inline void narrow(const float *restrict values, int n, void *data, int type, int64_t start) {
     uint16_t *restrict half = (uint16_t *)data + start;
     if (type == FLOAT16) {
@@ -111,7 +111,7 @@ static inline void narrow(const float *restrict values, int n, void *data, int t
     }
 }
 
-/* ---- one element of float32 or bfloat16; types are known when this is compiled --------------------------- */
+/* ---- one element of float32 or bfloat16; types are compile-time constants -------------------------------- */
 
 FORCE_INLINE_TEMPLATE void *at(const void *data, const int type, int64_t start) {
     return (char *)data + start * (type == FLOAT32 ? 4 : 2);
@@ -121,7 +121,7 @@ FORCE_INLINE_TEMPLATE float load_element(const int type, const void *data, int i
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
-/* A value computed from data of type `from`, as one of this type keeps it. */
+/* Rounds a value to the dtype `type`; `from` is the dtype of the data that the value was computed from. */
 FORCE_INLINE_TEMPLATE float rounded(const int type, const int from, float value) {
     return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
 }
@@ -134,8 +134,9 @@ FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, floa
 
 /* ---- layouts --------------------------------------------------------------------------------------------- */
 
-/* A layout is dims, sizes, strides, of elements that are counted outermost dimension first. Where an element lies in
- * it, and how many there are from there to the end of the last dimension, `layout_last_stride` apart. */
+/* A layout is dims, sizes, strides of elements that are counted outermost dimension first. Returns the offset of an
+ * element; `count` is the number of elements from there to the end of the last dimension, which are
+ * `layout_last_stride` apart. */
 static inline int64_t layout_offset(const int64_t *layout, int64_t index, int64_t *count) {
     const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
     int64_t inner = index % sizes[last], rest = index / sizes[last], place = inner * strides[last];
@@ -146,7 +147,7 @@ static inline int64_t layout_offset(const int64_t *layout, int64_t index, int64_
 
 static inline int64_t layout_last_stride(const int64_t *layout) { return layout[2 * layout[0]]; }
 
-/* base^exponent by squaring: bias corrections without a mathematics library. */
+/* Returns base^exponent by squaring: bias corrections need no mathematics library. */
 static inline double power(double base, int64_t exponent) {
     double result = 1;
     for (; exponent > 0; exponent >>= 1, base *= base)

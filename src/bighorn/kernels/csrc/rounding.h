@@ -1,4 +1,4 @@
-/* Weights in 16 bits, and random bits: kernels/rounding.py, which is the specification. */
+/* Weights in 16 bits, and random bits, as in kernels/rounding.py, which is the specification. */
 #ifndef BIGHORN_ROUNDING_H
 #define BIGHORN_ROUNDING_H
 
@@ -16,25 +16,25 @@ static inline uint32_t rng_stream_of(const Weights *w, uint64_t seed) {
     return mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix(w->param_id)));
 }
 
-/* What the random bits of a tensor start from at step t, which is 1 at first. */
+/* Returns the rng key of a tensor at step t, which starts at 1. */
 static inline uint32_t rng_key_at(const Weights *w, uint64_t seed, int64_t t) {
     return mix(rng_stream_of(w, seed) + (uint32_t)t);
 }
 
-/* What dither starts from: it is the upper half of this and a DITHER_STRIDE for each element before. */
+/* The increment of the dither phase from one element to the next; the dither is the upper half of the phase. */
 #define DITHER_STRIDE 0xc13fa9a9u
 
 static inline uint32_t dither_at(const Weights *w, uint64_t seed, int64_t t) {
     return rng_stream_of(w, seed) + (uint32_t)t * 0x9e3779b9u + (uint32_t)w->offset * DITHER_STRIDE;
 }
 
-/* 32 random bits for each of the elements [start, start + n). */
+/* Computes 32 random bits for each of the elements [start, start + n). */
 static inline void random_bits(const Weights *w, uint32_t rng_key, int64_t start, int n, uint32_t *restrict bits) {
     const int64_t stride = w->layout ? layout_last_stride(w->layout) : 1;
     for (int64_t done = 0; done < n;) {
         int64_t count = INT64_MAX, place = w->layout ? layout_offset(w->layout, start + done, &count) : start + done;
         const uint32_t lower = (uint32_t)(place += w->offset), upper = mix(rng_key + (uint32_t)(place >> 32));
-        const int64_t alike = (UINT32_MAX - lower) / stride + 1; /* that share the upper half of their places */
+        const int64_t alike = (UINT32_MAX - lower) / stride + 1; /* elements whose positions have the same upper half */
         count = count < n - done ? count : n - done;
         count = count < alike ? count : alike;
 #pragma omp simd
@@ -43,7 +43,7 @@ static inline void random_bits(const Weights *w, uint32_t rng_key, int64_t start
     }
 }
 
-/* ---- one element; types are known when this is compiled -------------------------------------------------- */
+/* ---- one element; types are compile-time constants ------------------------------------------------------- */
 
 FORCE_INLINE_TEMPLATE float from_half(const int type, uint16_t half) {
     return type == BFLOAT16 ? from_bits((uint32_t)half << 16) : from_float16(half);
@@ -55,14 +55,15 @@ FORCE_INLINE_TEMPLATE uint16_t to_half(const int type, float value) {
 
 FORCE_INLINE int is_finite(float value) { return (to_bits(value) & 0x7fffffffu) < 0x7f800000u; }
 
-/* What takes a number to where the bits that its dtype lacks are float32's last ones. */
+/* Returns the number whose addition moves a value to a range in which the bits that its dtype lacks are the last ones
+ * of float32. */
 FORCE_INLINE_TEMPLATE float raised(const int type, float x) {
     if (type == BFLOAT16) return 0;
     uint32_t bits = to_bits(x);
     return (bits & 0x7fffffffu) < 0x38800000u ? from_bits(0x38800000u | (bits & 0x80000000u)) : 0; /* 2^-14 */
 }
 
-/* One of a value's two neighbours, in float32. */
+/* Rounds a value to one of its two neighbours; the result is in float32. */
 FORCE_INLINE_TEMPLATE float round_by_chance(const int type, float value, uint32_t bits) {
     const int dropped = type == BFLOAT16 ? 16 : 13;
     float shift = raised(type, value);
@@ -70,7 +71,7 @@ FORCE_INLINE_TEMPLATE float round_by_chance(const int type, float value, uint32_
     return is_finite(value) ? from_bits(moved) - shift : value;
 }
 
-/* What rounding a value to `near` cut off. */
+/* Returns the bits that rounding a value to `near` has cut off. */
 FORCE_INLINE_TEMPLATE int16_t lost_bits(const int type, float value, float near) {
     float shift = raised(type, near);
     int32_t lost = (int32_t)(to_bits(value + shift) - to_bits(near + shift));
@@ -78,13 +79,14 @@ FORCE_INLINE_TEMPLATE int16_t lost_bits(const int type, float value, float near)
     return (int16_t)(is_finite(near) ? lost : 0);
 }
 
-/* A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN. */
+/* A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN, so the
+ * compensation of 0 is ignored. */
 FORCE_INLINE_TEMPLATE float with_lost_bits(const int type, float near, int16_t lost) {
     float shift = raised(type, near);
     return from_bits(to_bits(near + shift) + (uint32_t)(near + shift == 0 ? 0 : lost)) - shift;
 }
 
-/* A master, but where the parameter is not its rounding. */
+/* Returns the master, unless the parameter is no longer its rounding. */
 FORCE_INLINE_TEMPLATE float with_master(const int type, float near, float master) {
     return from_half(type, to_half(type, master)) == near ? master : near;
 }
@@ -122,8 +124,8 @@ FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32
     }
 }
 
-/* What the weights [start, start + n) stand for, a piece at most: where they lie if they are float32, else in a buffer.
- */
+/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they are float32, else in
+ * the buffer. */
 static inline float *read_weights(const Weights *w, int64_t start, int n, float *buffer) {
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC)
         return widen(w->data, w->type, start, n, buffer);
@@ -132,7 +134,7 @@ static inline float *read_weights(const Weights *w, int64_t start, int n, float 
     return buffer;
 }
 
-/* Stores values that `read_weights` gave and that were changed since; `rng_key` is from `rng_key_at`. */
+/* Stores values that `read_weights` returned and that were changed since; `rng_key` is from `rng_key_at`. */
 static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, const float *values) {
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, w->data, w->type, start);
     else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, start, n, values);

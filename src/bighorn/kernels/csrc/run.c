@@ -1,5 +1,5 @@
-/* Threads are borrowed from the OpenMP runtime that the process has already (torch's): a second pool would compete
- * with its spinning workers. */
+/* Threads are borrowed from the OpenMP runtime that the process has loaded already (torch's), because a second pool
+ * would compete with its spinning workers. */
 #include "run.h"
 
 #if defined(__x86_64__)
@@ -14,7 +14,7 @@
 
 /* ---- the instruction set --------------------------------------------------------------------------------- */
 
-/* The highest x86-64 level that the machine has; 0 elsewhere. */
+/* Returns the highest x86-64 level that the machine supports; 0 elsewhere. */
 EXPORT int bighorn_isa(void) {
 #if defined(ISA_X86)
     __builtin_cpu_init();
@@ -40,7 +40,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* The caller's rounding and flush-to-zero modes hold in every thread that works for it. */
+/* The caller's rounding and flush-to-zero modes apply in every thread that works for it. */
 static inline uint64_t float_mode(void) {
 #if defined(__x86_64__)
     return _mm_getcsr();
@@ -70,7 +70,7 @@ typedef struct {
     uint64_t float_mode;
 } RunRegion;
 
-/* Only the size that the team has in here counts. */
+/* The team can be smaller than requested, so its size is read in here. */
 static void enter(void *argument) {
     const RunRegion *region = argument;
     uint64_t own = float_mode();
@@ -119,7 +119,7 @@ void wait_for_all(RunBarrier *barrier, int team) {
 /* ---- rows ------------------------------------------------------------------------------------------------ */
 
 void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data) {
-    int64_t first = 0; /* of the rows that go to one thread */
+    int64_t first = 0; /* the first of the rows that one thread each steps */
     for (; first < queue->count && team > 1; first++) {
         const int64_t row = queue->order[first];
         if (queue->gradients[row].size <= queue->shared_min_elems) break;

@@ -1,4 +1,4 @@
-/* How a call runs: on which instruction set, and on whose threads. */
+/* How a call runs: on which instruction set, and on which threads. */
 #ifndef BIGHORN_RUN_H
 #define BIGHORN_RUN_H
 
@@ -8,52 +8,54 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* Fewer elements than torch shares out, too, stay with the caller: on a busy machine others take long to wake (8 ms for
- * 200 vectors of 16 elements). There is no team in between: libgomp ends threads that a smaller one leaves over. */
+/* The caller runs fewer elements by itself, as torch does: on a busy machine other threads take long to wake (8 ms for
+ * 200 vectors of 16 elements). A team has all threads or one, because libgomp ends the threads that a smaller team does
+ * not use. */
 enum { PARALLEL_MIN_ELEMS = 1 << 15 };
 
-/* Sums are formed per block and added in block order, so that no result depends on the number of threads. */
+/* The elements of a chunk. Sums are formed per chunk and added in the order of chunks, so that no result depends on the
+ * number of threads. */
 enum { BLOCK_ELEMS = 8192 };
 
 static inline int64_t blocks_in(int64_t size) { return (size + BLOCK_ELEMS - 1) / BLOCK_ELEMS; }
 
 typedef void RunBody(int thread, int team, void *data);
 
-/* Runs the body, for so many elements, in every thread of a team, which can be smaller than asked for
+/* Runs the body, for this number of elements, in every thread of a team, which can be smaller than requested
  * (OMP_THREAD_LIMIT, OMP_DYNAMIC). */
 void run_parallel(const RunConfig *run, int64_t elements, RunBody *body, void *data);
 
-/* Where the threads of a team wait for each other; zeros to begin with. */
+/* A barrier for the threads of a team. It must be zeroed before the first use. */
 typedef struct {
     atomic_int arrived, phase, sleepers;
 } RunBarrier;
 
 void wait_for_all(RunBarrier *barrier, int team);
 
-/* The first of `count` items in part `part` of `parts`; the first of the next part ends them. */
+/* Returns the first of `count` items in part `part` of `parts`; it ends at the first item of the next part. */
 static inline int64_t share_of(int64_t count, int64_t part, int64_t parts) { return count * part / parts; }
 
 /* ---- rows ------------------------------------------------------------------------------------------------ */
 
-/* All rows of a call. Zero `next` before it. */
+/* All rows of a call. `next` must be 0 before it. */
 typedef struct {
     const int64_t *order; /* row indices, largest row first */
     const Gradient *gradients;
     int64_t count;
     int64_t shared_min_elems; /* all threads share a row of more elements, and one thread gets any other row */
-    atomic_llong next;        /* of the rows that go to one thread each */
+    atomic_llong next;        /* the next of the rows that one thread each steps */
 } RowQueue;
 
-/* One thread's part of one row. */
+/* One thread's share of one row. */
 typedef struct {
     int thread, team; /* the thread, among those of the call */
-    int part, parts;  /* 0 of 1 for a row that goes to one thread */
-    int64_t turn;     /* the number of shared rows before: rows can use two sets of memory in turn */
+    int part, parts;  /* 0 of 1 for a row that one thread steps */
+    int64_t turn;     /* the number of shared rows before: rows can alternate between two sets of memory */
 } RowShare;
 
 typedef void RowFunction(void *data, int64_t row, const RowShare *share);
 
-/* Calls the function for each row that this thread has a part in. */
+/* Calls the function for each row that this thread has a share in. */
 void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data);
 
 int64_t elements_in(const RowQueue *queue);

@@ -1,4 +1,4 @@
-/* The global gradient norm, and the count of steps: what every algorithm needs. */
+/* The global gradient norm and the step counts, which every algorithm needs. */
 #include "square_sum.h"
 #include "run.h"
 
@@ -9,7 +9,7 @@ typedef struct {
     const Gradient *gradients;
     void *const *data;
     int64_t rows;
-    double *partial; /* one per block of every row, in order */
+    double *partial; /* one per chunk of every row, in order */
     int64_t blocks;
 } SquareSum;
 
@@ -28,7 +28,7 @@ static void square_sum_body(int thread, int team, void *data) {
     }
 }
 
-/* The sum of all gradients' squares. `partial` has room for one entry per block of every row. */
+/* Returns the sum of all gradients' squares. `partial` must have one entry per chunk of every row. */
 EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients, void *const *data, int64_t rows,
                                  double *partial) {
     SquareSum s = {
@@ -45,10 +45,11 @@ EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients
     return total;
 }
 
-/* Counts a step for each parameter. Apart from the step, since the slices of a stacked one share a count. */
+/* Counts a step for each parameter. This is separate from the step, since the slices of a stacked parameter share a
+ * count. */
 EXPORT void bighorn_advance(float *const *steps, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        const float growth = *steps[i] * 0x1.8p-24f; /* above 2^24 to the next float32: kernels/arithmetic.py */
+        const float growth = *steps[i] * 0x1.8p-24f; /* above 2^24, to the next float32: kernels/arithmetic.py */
         *steps[i] += growth < 1 ? 1 : growth;
     }
 }

@@ -1,4 +1,4 @@
-/* The seam between square_sum.c (threads) and square_sum_loops.c (arithmetic, once per instruction set). */
+/* The interface between square_sum.c (threads) and square_sum_loops.c (arithmetic, once per instruction set). */
 #ifndef BIGHORN_SQUARE_SUM_H
 #define BIGHORN_SQUARE_SUM_H
 

@@ -1,6 +1,6 @@
 #include "square_sum.h"
 
-/* Of elements [start, start + size), as they come: neither centred nor scaled. */
+/* Returns the sum of the squares of elements [start, start + size), neither centred nor scaled. */
 static double square_sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
     float buffer[PIECE_ELEMS];
     double total = 0;

@@ -1,4 +1,4 @@
-"""Plain torch on batches of tensors of bounded size, for any device."""
+"""Plain torch on groups of tensors of bounded size, for any device."""
 
 from bighorn.kernels.foreach.came import Came
 from bighorn.kernels.foreach.lamb import Lamb

@@ -1,7 +1,7 @@
 """CAME in plain torch, for any device: the reference's mathematics on pieces of tensors of bounded size.
 
-Temporaries are a handful of chunks and the factors of one tensor, never copies of the model. Where the lines tagged
-`CAME-...` leave a question open, `reference/came.py` answers it.
+Temporaries are a few pieces and the factors of one tensor, never copies of the model. The lines tagged `CAME-...`
+follow `reference/came.py`, which has the details.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CHUNK = pieces.CHUNK // 4
 """Elements of a piece, in float32."""
 
 SMALL = CHUNK // 16
-"""Tensors up to this size are copied together, since calls cost more than copies; larger ones stay where they lie."""
+"""Tensors up to this size are copied together, since calls cost more than copies; larger ones are used in place."""
 
 Index = tuple[slice, ...]
 Values = Callable[[Index], Tensor]
-"""Makes a piece of a tensor that exists only in pieces."""
+"""A function that computes a piece of a tensor that exists only in pieces."""
 
 ALL = slice(None)
 
@@ -43,13 +43,13 @@ class Came(reference.Came):
         self.scratch = Scratch()
 
     def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         parts = [part for grad in grads for part in pieces.chunks(grad, CHUNK)]
         return square_sums(parts, self.buckets[0].metrics).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """One step of every bucket, as `reference.Came.step`."""
+        """Make one step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
             present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
             for rows in batches(present):
@@ -58,7 +58,7 @@ class Came(reference.Came):
 
 
 def batches(params: dict[int, Tensor]) -> Iterator[list[int]]:
-    """Which rows are worked on together: small ones of one shape, up to CHUNK elements in all, or one alone."""
+    """Yield rows to process together: small ones of one shape, up to CHUNK elements in all, or a single one."""
     small: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in params.items():
         if x.numel() > SMALL:
@@ -77,7 +77,7 @@ class Scratch:
         self.memory: dict[str, Tensor] = {}
 
     def like(self, name: str, a: Tensor) -> Tensor:
-        """Memory under a name, whatever it holds, in the shape, order and dtype of `a`."""
+        """Return memory under a name, uninitialized, in the shape, order and dtype of `a`."""
         strides = torch.empty_like(a, device="meta").stride()
         memory = self.memory.get(name)
         if memory is None or memory.numel() < a.numel() or memory.dtype != a.dtype:
@@ -86,7 +86,7 @@ class Scratch:
 
 
 class Batch:
-    """One step of tensors of one shape: a single one as it lies, or several that are stacked.
+    """One step of tensors of one shape: a single one in place, or several that are stacked.
 
     Dim 0 of every array counts the tensors; a piece of an array has all of them.
     """
@@ -113,11 +113,11 @@ class Batch:
         if o.weight_rounding == "stochastic":
             self.keys = torch.tensor([rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows], device=x.device)
             self.row_offsets = torch.tensor([bucket.row_offsets[i] for i in rows], device=x.device)
-        # Blocks of 8 bits stay whole, since they run along a row.
+        # Quantization blocks are not divided, since they run along a row.
         self.pieces = [(ALL, *at) for at in slices(x.shape, deep="exp_avg_scale" not in bucket.state)]
 
     def step(self) -> None:
-        """Four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
+        """Make four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
         figures = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
         if self.size:
             update = self.second_moment()
@@ -134,7 +134,7 @@ class Batch:
                 torch._foreach_copy_(self.targets[name], list(array.unbind()))
 
     def second_moment(self) -> Values:
-        """Advance it, and return what makes a piece of u."""
+        """Advance the second moment, and return a function that computes a piece of u."""
         o = self.options
         b2 = torch.full_like(self.t, o.betas[1]) if o.decay_rate is None else 1 - self.t**-o.decay_rate
         if o.factor is None:
@@ -147,7 +147,7 @@ class Batch:
         return lambda at: self.times(self.gradient(at), r, at).mul_(part(c, at))  # CAME-u
 
     def confidence(self, update: Values, excess: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance the average and its residual, and return r and c, whose product is the confidence."""
+        """Advance the average and the averages of its residual, and return r and c, whose product is the confidence."""
         o = self.options
 
         def residual(at: Index) -> Tensor:
@@ -193,7 +193,7 @@ class Batch:
         m = m.mul_(beta1).add_(u, alpha=1 - beta1)  # CAME-m
         array = self.arrays["exp_avg"]
         if array.dtype == self.dtype and self.apply_mask is None:
-            return m  # it was computed where it lies
+            return m  # it was computed in place
         new = quantize("exp_avg", m.flatten(0, 1), self.arrays)
         for name, value in new.items():
             target = self.arrays[name][at if name == "exp_avg" else at[:2]]
@@ -201,7 +201,7 @@ class Batch:
         return dequantize("exp_avg", new).view(u.shape).to(self.dtype)
 
     def average(self, at: Index) -> Tensor:
-        """A piece of the average as it is stored."""
+        """Return a piece of the average as it is stored."""
         m = self.arrays["exp_avg"][at]
         if m.dtype != torch.int8:
             return m
@@ -210,7 +210,7 @@ class Batch:
         return dequantize("exp_avg", in_rows).view(m.shape)
 
     def move(self, r: Tensor, c: Tensor) -> None:
-        """The parameter's step, with the confidence r c."""
+        """Step the parameter, with the confidence r c."""
         o = self.options
         lr = torch.ones_like(self.t) * o.lr
         if o.scale_parameter:
@@ -228,15 +228,15 @@ class Batch:
                     write(self.arrays[name][at], value, self.apply_mask)
 
     def weight(self, at: Index) -> Tensor:
-        """A piece of what the parameter stands for; the parameter itself where it is in the dtype of the arithmetic."""
+        """Return the values that a piece of the parameter stands for; the piece itself if no conversion is needed."""
         return load_weight(self.arrays["x"][at], self.beside(at))
 
     def beside(self, at: Index) -> dict[str, Tensor]:
-        """A piece of what is kept beside the parameter."""
+        """Return a piece of the parameter's aux state."""
         return {name: self.arrays[name][at] for name in AUX_STATE[self.options.weight_rounding]}
 
     def bits(self, at: Index) -> Tensor | None:
-        """Random bits for a piece, where its rounding takes any."""
+        """Return random bits for a piece, if its rounding mode uses any."""
         if self.options.weight_rounding != "stochastic":
             return None
         whole, piece = self.g.shape[1:], self.g[at].shape[1:]
@@ -245,7 +245,7 @@ class Batch:
         return random_bits(each(self.keys, index), each(self.t, index), index)
 
     def gradient(self, at: Index) -> Tensor:
-        """A piece of the gradient as the equations take it; perhaps the gradient itself, so nobody writes it."""
+        """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""
         g = self.g[at].to(self.dtype)
         if self.mean is not None:
             g = g - part(self.mean, at)
@@ -254,21 +254,21 @@ class Batch:
         return torch.mul(g, self.grad_scale, out=self.scratch.like("gradient", g))
 
     def rms(self, values: Values) -> Tensor:
-        """The root of the mean square of each tensor, float64."""
+        """Return the root of the mean square of each tensor, float64."""
         dims = tuple(range(1, self.g.dim()))
         squares = [self.square(values(at)).sum(dim=dims).to(self.t.dtype) for at in self.pieces]
         return torch.stack(squares).sum(dim=0).div(self.size).sqrt()
 
     def square(self, a: Tensor) -> Tensor:
-        """The squares of a piece, until the next ones."""
+        """Return the squares of a piece, which the next call overwrites."""
         return torch.mul(a, a, out=self.scratch.like("square", a))
 
     def times(self, a: Tensor, r: Tensor, at: Index) -> Tensor:
-        """A piece times its part of r, until the next one."""
+        """Return a piece times its part of r, which the next call overwrites."""
         return torch.mul(a, part(r, at), out=self.scratch.like("u", a))
 
     def mean_of_product(self, r: Tensor, c: Tensor) -> Tensor:
-        """The mean of r c over each tensor, without the product: the mean over its matrices of those of r and c."""
+        """Return the mean of r c over each tensor, as the mean of mean(r) mean(c) over its matrices."""
         columns = tuple(range(self.axis + 1, 0))
         if not columns:
             return torch.ones_like(self.t)
@@ -276,13 +276,13 @@ class Batch:
 
 
 def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
+    """Return factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
     r = rsqrt_of_ratio(row, row.mean(dim=-1, keepdim=True))
     return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
 
 
 def slices(shape: torch.Size, deep: bool) -> Iterator[Index]:
-    """Cut a shape into pieces of about CHUNK elements along its outermost dims; not `deep`: along dim 0 alone."""
+    """Yield the indices of pieces of about CHUNK elements along the outermost dims; along dim 0 alone if not `deep`."""
     size = math.prod(shape[1:])
     count = max(CHUNK // max(size, 1), 1)
     for i in range(0, shape[0], count):
@@ -293,25 +293,25 @@ def slices(shape: torch.Size, deep: bool) -> Iterator[Index]:
 
 
 def part(a: Tensor, at: Index) -> Tensor:
-    """What of an array of the parameter's dims, or of dims that are 1 instead, belongs to a piece of the parameter."""
+    """Return the part of an array that belongs to a piece of the parameter; dims of the array may be 1 instead."""
     return a[tuple(ALL if size == 1 else index for index, size in zip(at, a.shape, strict=True))]
 
 
 def as_vector(a: Tensor) -> Tensor:
-    """A number as a vector of one element; anything else as it is."""
+    """Return a 0-dim tensor as a vector of one element, and any other tensor unchanged."""
     return a if a.dim() else a.view(1)
 
 
 def together(tensors: list[Tensor]) -> Tensor:
-    """Tensors of one shape along a new dim 0: a view of a single one, copies of several."""
+    """Return tensors of one shape along a new dim 0: a view of a single one, copies of several."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
 def each(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each tensor, to be multiplied with `like`."""
+    """Return one value per tensor in a shape that can be multiplied with `like`."""
     return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
 def kept(value: Tensor) -> Values:
-    """The only piece of a tensor that has a single one."""
+    """Return a function that returns the only piece of a tensor."""
     return lambda _: value

@@ -1,7 +1,7 @@
 """LAMB in plain torch, for any device: the reference's mathematics on pieces of bounded size.
 
-u lies in a workspace until its norm is known. For a tensor too large for that, phase 1 works on copies of the moments
-and phase 2 computes u again. Where the lines tagged `LAMB-...` leave a question open, `reference/lamb.py` answers it.
+u is kept in a workspace until its norm is known. For a tensor too large for that, phase 1 works on copies of the
+moments and phase 2 computes u again. The lines tagged `LAMB-...` follow `reference/lamb.py`, which has the details.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
 
 WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
-"""The rooms of the workspace, in chunks, and how many these are: x is computed only when all norms are known."""
+"""The slots of the workspace, in units of `pieces.CHUNK`, and their total: WIDE and X overlap, as x follows all
+norms."""
 
 BATCH = 1 << 20
-"""Elements of the rows whose norms are taken together: few enough for phase 2 to find x and u in cache."""
+"""Elements of the rows whose norms are computed together: few enough for phase 2 to find x and u in cache."""
 
 
 @dataclass
 class Piece:
-    """Whole rows, or a part of one, as flat tensors in their order in memory."""
+    """Whole rows, or a part of one, as flat tensors in their memory order."""
 
     rows: slice
     x: list[Tensor]
@@ -41,9 +42,9 @@ class Piece:
     v: list[Tensor]
     peak: list[Tensor]
     state: list[dict[str, Tensor]]
-    """All of each tensor's, as it is shaped."""
+    """The state of each tensor, in its own shape."""
     row_offsets: list[int]
-    """The place of each one's first element in its parameter."""
+    """The position of each tensor's first element in its parameter."""
 
 
 class Lamb(reference.Lamb):
@@ -54,11 +55,11 @@ class Lamb(reference.Lamb):
         self.batches = [batches(bucket) for bucket in buckets]
 
     def prepare(self) -> None:
-        """Do whatever can fail, before any kernel of a step writes."""
+        """Do everything that can fail, before any kernel of a step writes."""
         workspace(CHUNKS, self.buckets[0].metrics.device)
 
     def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         norms = self.buckets[0].metrics
         space = workspace(CHUNKS, norms.device)
@@ -66,7 +67,7 @@ class Lamb(reference.Lamb):
         return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """One step of every bucket, as `reference.Lamb.step`."""
+        """Make one step of every bucket, as `reference.Lamb.step`."""
         for bucket, all_rows in zip(self.buckets, self.batches, strict=True):
             present = bucket.with_grad()
             for batch in all_rows if present is bucket else batches(present):
@@ -77,12 +78,12 @@ class Lamb(reference.Lamb):
 
 
 def batches(bucket: Bucket[LambOptions]) -> list[Batch]:
-    """All rows of a bucket."""
+    """Return the rows of a bucket in batches."""
     return [Batch(bucket, rows) for rows in groups(bucket.params, BATCH)]
 
 
 class Batch:
-    """Consecutive rows of a bucket, whose norms are taken together."""
+    """Consecutive rows of a bucket, whose norms are computed together."""
 
     def __init__(self, bucket: Bucket[LambOptions], rows: slice) -> None:
         self.bucket, self.rows = bucket, rows
@@ -95,7 +96,7 @@ class Batch:
         self.pieces = list(self._cut())
 
     def _cut(self) -> Iterator[Piece]:
-        """The pieces of the parameters and their state, which lie in memory as they will at each step."""
+        """Yield the pieces of the parameters and their state, whose addresses are the same at each step."""
         params, state = self.bucket.params[self.rows], self.bucket.state
         firsts = self.bucket.row_offsets[self.rows] or [0] * len(params)
         moments = [self._flat(state.get(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
@@ -124,7 +125,7 @@ class Batch:
         return workspace(CHUNKS, self.bucket.metrics.device)
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Tensors like the bucket's parameters, those of this batch, in the parameters' order in memory."""
+        """Yield pieces of this batch's tensors, which are shaped like parameters, in the parameters' memory order."""
         o = self.bucket.options
         ordered = [x.permute(order) for x, order in zip(tensors, self.orders, strict=True)]
         return pieces(ordered, CHUNK // self.dtype.itemsize, cut=not o.cautious, deep=not o.blocks)
@@ -135,7 +136,7 @@ class Batch:
         return ([x.view(-1) for x in piece] for _, piece in self._pieces(tensors[self.rows]))
 
     def step(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
-        """Both phases: moments and norms of all pieces, then the parameters of all pieces."""
+        """Run both phases: moments and norms of all pieces, then the parameters of all pieces."""
         o, norms = self.bucket.options, self.bucket.metrics[self.rows]
         t = torch.stack(self.bucket.steps[self.rows]) + 1
         corrections = bias_corrections(t.to(wide(t)), o)
@@ -164,7 +165,7 @@ class Batch:
             self._store_weights(piece, x, t, apply_mask)
 
     def _weights(self, piece: Piece) -> list[Tensor]:
-        """What the parameters of a piece stand for: themselves, or float32 made from what is kept beside them."""
+        """Return the values that the parameters of a piece stand for: themselves, or float32 from their aux state."""
         kept = AUX_STATE[self.bucket.options.weight_rounding]
         if not kept:
             return piece.x
@@ -172,7 +173,7 @@ class Batch:
         return [load_weight(x, each) for x, each in zip(piece.x, beside, strict=True)]
 
     def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> None:
-        """Round the parameters of a piece, and keep beside them what their way of rounding asks for."""
+        """Round the parameters of a piece, and store the aux state of their rounding mode."""
         rounding = self.bucket.options.weight_rounding
         if rounding == "nearest":
             give_back(piece.x, values, apply_mask)
@@ -184,7 +185,7 @@ class Batch:
                 write(target, new, apply_mask)
 
     def _moments(self, piece: Piece, copy: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The moments of a piece to compute in: themselves, or copies where their dtype or `copy` asks for that."""
+        """Return the moments of a piece to compute in: themselves, or copies if their dtype or `copy` requires that."""
         if self.bucket.options.blocks:
             m, v = ([dequantize(name, state).flatten() for state in piece.state] for name in ("exp_avg", "exp_avg_sq"))
             return m, v, []
@@ -195,7 +196,7 @@ class Batch:
     def _encode(
         self, piece: Piece, m: list[Tensor], v: list[Tensor], t: Tensor, apply_mask: Tensor | None, discard: bool
     ) -> None:
-        """Store moments in blocks unless they are discarded, and write back into them what is (or would be) stored."""
+        """Store moments in blocks unless `discard` is set; round them to the values that are (or would be) stored."""
         for i, state in enumerate(piece.state):
             shifts = dither(*self._places(piece, i, t)).view_as(state["exp_avg"]) if self.draws else NEAREST
             for name, values, shift in (("exp_avg", m[i], NEAREST), ("exp_avg_sq", v[i], shifts)):
@@ -205,14 +206,14 @@ class Batch:
                     write(state[key], value, apply_mask)
 
     def _places(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
-        """The arguments of `random_bits` for tensor `i` of a piece, at the steps `t` of the batch's rows."""
+        """Return the arguments of `random_bits` for tensor `i` of a piece, at the steps `t` of the batch's rows."""
         row = piece.rows.start + i
         key = rng_key(self.bucket.options.rounding_seed, self.bucket.param_ids[self.rows][row])
         first = piece.row_offsets[i]
         return key, t[row], torch.arange(first, first + piece.x[i].numel(), device=t.device)
 
     def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
-        """The gradients of each piece as the moments take them, but for an l2 decay; only copies are written."""
+        """Yield the gradients of each piece as the moments use them, without l2 decay; only copies are written to."""
         o, grads = self.bucket.options, [grad for grad in self.bucket.grads[self.rows] if grad is not None]
         means: Iterator[list[Tensor]] = itertools.repeat([])
         if o.centre:
@@ -273,14 +274,14 @@ class Batch:
             torch._foreach_maximum_(peak, v)
 
     def fused(self) -> bool:
-        """Whether torch's fused Adam computes what the options ask for, from moments as they are stored."""
+        """Whether torch's fused Adam computes this variant, from moments as they are stored."""
         o = self.bucket.options
         return (
             o.grad_averaging
             and o.second_moment != "adagrad"
             and self.stored == self.dtype
             and self.bucket.metrics.device.type
-            == "cpu"  # on CUDA it takes 1 - beta2 of a float32 (torch 2.11): 1e-5 off
+            == "cpu"  # on CUDA it computes 1 - beta2 in float32 (torch 2.11): 1e-5 off
         )
 
 
@@ -294,7 +295,7 @@ def fused_update(
     o: LambOptions,
     apply_mask: Tensor | None,
 ) -> None:
-    """Moments and r in one pass: of a parameter that is 0, Adam with lr -1 makes r."""
+    """Compute moments and r in one pass: for a parameter that is 0, Adam with lr -1 computes r."""
     torch._foreach_zero_(u)
     torch._fused_adam_(  # LAMB-m, LAMB-v
         u,
@@ -302,7 +303,7 @@ def fused_update(
         m,
         v,
         peak,
-        list((t if o.bias_correction is True else torch.full_like(t, math.inf)).unbind()),  # at infinity beta^t is 0
+        list((t if o.bias_correction is True else torch.full_like(t, math.inf)).unbind()),  # for infinity beta^t is 0
         lr=-1.0,
         beta1=o.betas[0],
         beta2=o.betas[1],
@@ -315,7 +316,7 @@ def fused_update(
 
 
 def advance(g: list[Tensor], m: list[Tensor], v: list[Tensor], o: LambOptions) -> None:
-    """The same in many passes, for every option and dtype: first the moments, in place."""
+    """Advance the moments in place, in many passes, for every option and dtype."""
     beta1, beta2 = o.betas
     torch._foreach_mul_(m, beta1)
     torch._foreach_add_(m, g, alpha=1 - beta1 if o.grad_averaging else 1.0)  # LAMB-m
@@ -325,7 +326,7 @@ def advance(g: list[Tensor], m: list[Tensor], v: list[Tensor], o: LambOptions) -
 
 
 def ratio(u: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: list[Tensor], o: LambOptions) -> None:
-    """Then r from the moments as they are stored: m / c1 / (sqrt(v / c2) + eps), corrected where that costs less."""
+    """Compute r from the stored moments: m / c1 / (sqrt(v / c2) + eps), with c1 and c2 moved to scalar factors."""
     correction1, correction2, _ = corrections
     root = correction2.sqrt()
     torch._foreach_copy_(u, v)
@@ -337,7 +338,7 @@ def ratio(u: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: list[T
 
 
 def scales_of(parts: list[Tensor], starts: list[int], scales: list[Tensor]) -> list[Tensor]:
-    """The scales that belong to parts of tensors: whole ones, or some of the rows of a single one."""
+    """Return the scales that belong to parts of tensors: all of them, or those of some rows of a single tensor."""
     return [
         scale
         if start == 0 and len(part) == len(scale)

@@ -1,4 +1,4 @@
-"""Tensors in pieces of bounded size, and the buffer in which temporaries of a step lie."""
+"""Tensors in pieces of bounded size, and the workspace for a step's temporaries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import wide, write
 
-CHUNK = 1 << 20  # bytes of a piece; less, and calls cost more than the arithmetic; more, and it leaves the cache
+CHUNK = 1 << 20  # bytes of a piece: with fewer, calls cost more than the arithmetic; with more, it exceeds the cache
 
 Room = tuple[int, int]
-"""A part of the workspace: from and to which chunk."""
+"""A slot of the workspace: its first and last bounds, in units of CHUNK."""
 
 
 class Workspace:
@@ -23,7 +23,7 @@ class Workspace:
         self.memory = torch.empty(chunks * CHUNK, dtype=torch.uint8, device=device)
 
     def views(self, room: Room, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
-        """Memory in a room, flat, for each of `like`; fresh memory where these could not be cut and do not fit."""
+        """Return flat memory in a slot for each of `like`; fresh memory for an undivided piece that does not fit."""
         sizes = [tensor.numel() for tensor in like]
         start = room[0] * CHUNK + offset
         end = start + sum(sizes) * dtype.itemsize
@@ -32,22 +32,22 @@ class Workspace:
         return list(torch.empty(sum(sizes), dtype=dtype, device=self.memory.device).split_with_sizes(sizes))
 
     def copies(self, room: Room, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The tensors' elements in row-major order, flat, in a room."""
+        """Return copies of the tensors in a slot, flat, in row-major order."""
         copies = self.views(room, tensors, dtype)
         torch._foreach_copy_([copy.view(t.shape) for copy, t in zip(copies, tensors, strict=True)], list(tensors))
         return copies
 
     def borrow(self, room: Room, tensors: list[Tensor], dtype: torch.dtype, copy: bool) -> list[Tensor]:
-        """Tensors to compute in: these themselves, or copies where their dtype asks for that, or `copy` does."""
+        """Return tensors to compute in: the tensors themselves, or copies if their dtype or `copy` requires that."""
         if not tensors or (not copy and all(tensor.dtype == dtype for tensor in tensors)):
             return tensors
         return self.copies(room, tensors, dtype)
 
     def square_sums(self, room: Room, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor vanish."""
+        """Return the sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor underflow."""
         copies = self.copies(room, tensors, wide(tensors[0]))
         if len(copies) == 1:
-            return torch.dot(copies[0], copies[0]).view(1)  # faster than the norm, which runs on one thread
+            return torch.dot(copies[0], copies[0]).view(1)  # faster than the norm, which uses one thread
         return torch.stack(torch._foreach_norm(copies)).square()
 
 
@@ -55,7 +55,7 @@ _kept = threading.local()
 
 
 def workspace(chunks: int, device: torch.device) -> Workspace:
-    """The calling thread's workspace on a device, made once: all optimizers share it."""
+    """Return the calling thread's workspace on a device. It is created once, and all optimizers share it."""
     key = (chunks, device)
     spaces: dict[tuple[int, torch.device], Workspace] = _kept.__dict__.setdefault("spaces", {})
     if key not in spaces:
@@ -64,7 +64,7 @@ def workspace(chunks: int, device: torch.device) -> Workspace:
 
 
 def groups(tensors: Sequence[Tensor], limit: int) -> Iterator[slice]:
-    """Consecutive tensors of up to `limit` elements in all, at least one each time."""
+    """Yield slices of consecutive tensors of up to `limit` elements in all, with at least one tensor each."""
     first, total = 0, 0
     for i, tensor in enumerate(tensors):
         if i > first and total + tensor.numel() > limit:
@@ -78,9 +78,10 @@ def groups(tensors: Sequence[Tensor], limit: int) -> Iterator[slice]:
 def pieces(
     tensors: Sequence[Tensor], limit: int, cut: bool = True, deep: bool = True
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Small tensors together, up to `limit` elements, large ones alone and cut (if `cut`), each with their places.
+    """Yield pieces and their rows: small tensors together, up to `limit` elements, large ones divided (if `cut`).
 
-    Only shapes matter: sequences of the same shapes are cut alike. Not `deep`: along dim 0 alone.
+    The division depends only on shapes: sequences of the same shapes are divided alike. If not `deep`, large tensors
+    are divided along dim 0 alone.
     """
     for rows in groups(tensors, limit):
         together = list(tensors[rows])
@@ -91,7 +92,7 @@ def pieces(
 
 
 def chunks(tensor: Tensor, limit: int, deep: bool = True) -> Iterator[Tensor]:
-    """A tensor in pieces of consecutive elements in row-major order, up to `limit` of them or, not `deep`, one row."""
+    """Yield a tensor in row-major order in pieces of consecutive elements, up to `limit` or, if not `deep`, one row."""
     if tensor.numel() <= limit:
         yield tensor
         return
@@ -103,12 +104,12 @@ def chunks(tensor: Tensor, limit: int, deep: bool = True) -> Iterator[Tensor]:
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The dims of a dense tensor, outermost in memory first: permuted so, it is contiguous."""
+    """Return the dims of a dense tensor, outermost in memory first. The tensor is contiguous if permuted so."""
     return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 
 def give_back(tensors: Sequence[Tensor], work: Sequence[Tensor], apply_mask: Tensor | None) -> None:
-    """Store what was computed in borrowed tensors."""
+    """Store the results that were computed in borrowed tensors."""
     for tensor, value in zip(tensors, work, strict=True):
         if value is not tensor:
             write(tensor, value, apply_mask)

@@ -1,4 +1,4 @@
-"""The specification: one tensor at a time, any floating dtype, any device, written to be read."""
+"""The specification: one tensor at a time, any floating dtype, any device, written for readers."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ __all__ = ["Came", "Lamb", "unsupported_reason", "unsupported_shard_reason"]
 
 
 def unsupported_reason(param: Tensor, options: object) -> str | None:
-    """The reason why this backend cannot serve such a tensor: there is none."""
+    """The reason why this backend cannot serve a tensor: there is none."""
     del param, options
     return None
 

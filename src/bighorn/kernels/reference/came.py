@@ -1,8 +1,8 @@
-"""CAME as its specification: one tensor at a time, any floating dtype, any device, written to be read.
+"""CAME as its specification: one tensor at a time, any floating dtype, any device, written for readers.
 
 Symbols are those of Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", arXiv:2307.02047v2,
-Algorithm 2; what it leaves open is as in came-pytorch 0.1.3. The lines tagged `CAME-...` stand under the same tag in
-every backend. The averages of rows and columns are kept as means, as in came-pytorch, where the paper writes sums.
+Algorithm 2; details that it leaves open follow came-pytorch 0.1.3. The lines tagged `CAME-...` have the same tag in
+every backend. The averages of rows and columns are kept as means, as in came-pytorch, where the paper has sums.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Came(Stepper[CameOptions]):
 def came(
     x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, dither: Dither, options: CameOptions, shard: Shard
 ) -> Rule:
-    """Step `t` (from 1) of one tensor: the new x, its new state, and [RMS of u, its clip factor, mean confidence]."""
+    """Make step `t` (from 1) of one tensor: new x, new state, and [RMS of u, its clip factor, mean confidence]."""
     o, (beta1, beta2, beta3), (eps1, eps2) = options, options.betas, options.eps
-    del dither  # its state takes none
+    del dither  # CAME's state is not dithered
     dtype = x.dtype
     if shard.numel == 0:
         return x, state, torch.tensor([0.0, 1.0, 1.0], device=x.device)
@@ -58,7 +58,7 @@ def came(
 
     m = beta1 * dequantize("exp_avg", state).to(dtype) + (1 - beta1) * u  # CAME-m
     new_state |= quantize("exp_avg", m, state)
-    # From here on the average as it is stored, in the residual too, so that every backend may read it back.
+    # From here on the average is used as it is stored, in the residual too, so that every backend may read it back.
     m = dequantize("exp_avg", new_state).to(dtype)
 
     confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
@@ -77,11 +77,11 @@ def came(
 
 
 class Averages:
-    """Averages of a tensor's squares over rows and over columns, one step on.
+    """The averages of a tensor's squares over rows and over columns, after one more step.
 
-    A shard of whole rows knows the averages of these, and a part of each column's; one of whole columns, the reverse.
-    An average that is split is added up over the shards: each gives its part of the new squares, and the first of
-    those that keep the same old average gives that too.
+    A shard of whole rows has the averages of its rows, and a part of each column's average; a shard of whole columns,
+    the reverse. An average that is split is added up over the shards: each contributes its part of the new squares, and
+    the first of the shards that keep the same old average contributes that, too.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Averages:
         self.split_down, self.split_across = shard.splits(self.down), shard.splits(self.across)
 
     def _average(self, which: str, q: Tensor, beta: float | Tensor, over: tuple[int, ...]) -> Tensor:
-        """The average over some dims, kept as 1; this shard's part of it where these are split."""
+        """Return the average over some dims, kept as 1; this shard's part of it if these dims are split."""
         new = q.sum(dim=over, keepdim=True) / math.prod(self.shard.shape[dim] for dim in over)
         old = self.old[f"{self.name}_{which}"].view(new.shape)
         if not self.shard.leads(over):
@@ -112,17 +112,17 @@ class Averages:
         return beta * old + (1 - beta) * new  # CAME-row, CAME-col, CAME-res
 
     def state(self) -> dict[str, Tensor]:
-        """The averages as they are stored."""
+        """Return the averages in the shapes in which they are stored."""
         averages = {f"{self.name}_row": self.row, f"{self.name}_col": self.col}
         return {name: average.view(self.old[name].shape) for name, average in averages.items()}
 
     def rsqrt(self) -> Tensor:
-        """1 / sqrt(row col / mean(row)), in the shape of the tensor."""
+        """Return 1 / sqrt(row col / mean(row)), in the shape of the tensor."""
         rsqrt = rsqrt_of_ratio(self.row, self.mean) * self.col.rsqrt()
-        return rsqrt.clamp(max=torch.finfo(rsqrt.dtype).max)  # zeros, in rows and columns of zeros, stay 0
+        return rsqrt.clamp(max=torch.finfo(rsqrt.dtype).max)  # zeros in rows and columns of zeros remain 0
 
     def update_sum(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:
-        """The sum of the squares of the tensor times `rsqrt()`, and that of something else."""
+        """Return the sum of the squares of the tensor times `rsqrt()`, and the sum of `also`, over all shards."""
         if self.split_down != self.split_across:
             known, split, kept = self._known()
             inner, average, mean, also = yield from self._add_up_one((self.a**2 / known).sum(split, True), split, also)
@@ -133,7 +133,7 @@ class Averages:
         return update_sum, also
 
     def rsqrt_sum(self) -> Sums[Tensor]:
-        """The sum of `rsqrt()`."""
+        """Return the sum of `rsqrt()` over all shards."""
         if self.split_down != self.split_across:
             known, split, kept = self._known()
             inner, average, mean = yield from self._add_up_one(known.rsqrt().sum(split, True), self.both)
@@ -145,11 +145,11 @@ class Averages:
         return rsqrt_sum
 
     def _known(self) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-        """The average that is known though the other one is split, the dims that are split, and those that are not."""
+        """Return the average that is not split, the dims that are split, and those that are not."""
         return (self.row, self.down, self.across) if self.split_down else (self.col, self.across, self.down)
 
     def _add_up_one(self, inner: Tensor, over: tuple[int, ...], *also: Tensor) -> Sums[list[Tensor]]:
-        """Add up `inner`, sums over some dims, and the average that is split: both whole, the mean, and the rest."""
+        """Add up `inner`, sums over some dims, the average that is split, and `also`; return them with the mean."""
         shard, (known, split, _) = self.shard, self._known()
         part = self.col if self.split_down else self.row
         sent = [shard.spread(inner, over), shard.spread(part, split), shard.spread(known.sum(split, True), self.both)]
@@ -162,7 +162,7 @@ class Averages:
         return [inner, average, mean, *rest]
 
     def _add_up_both(self) -> Sums[tuple[Tensor, Tensor, Tensor]]:
-        """Add up both averages: both whole, and the mean."""
+        """Add up both averages; return them and the mean."""
         shard = self.shard
         row, col = yield [shard.spread(self.row, self.across), shard.spread(self.col, self.down)]
         mean = row.mean(self.down, True)
@@ -172,7 +172,7 @@ class Averages:
 
 
 def row_axis(x: Tensor, factor: Factor) -> int:
-    """The dim (from the end) that counts the rows of a matrix; those behind it are its columns, those before it batch.
+    """Return the dim (from the end) of a matrix's rows; the dims after it are columns, those before it are batch dims.
 
     Example:
         >>> x = torch.zeros(64, 3, 7, 7)

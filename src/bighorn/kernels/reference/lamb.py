@@ -1,7 +1,7 @@
-"""LAMB as its specification: one tensor at a time, any floating dtype, any device, written to be read.
+"""LAMB as its specification: one tensor at a time, any floating dtype, any device, written for readers.
 
 Symbols are those of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
-arXiv:1904.00962v5, Algorithm 2. The lines tagged `LAMB-...` stand under the same tag in every backend.
+arXiv:1904.00962v5, Algorithm 2. The lines tagged `LAMB-...` have the same tag in every backend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lamb(Stepper[LambOptions]):
 def lamb(
     x: Tensor, g: Tensor, state: dict[str, Tensor], t: Tensor, dither: Dither, options: LambOptions, shard: Shard
 ) -> Rule:
-    """Step `t` (from 1) of one tensor: the new x, its new state, and [weight norm, update norm, trust ratio]."""
+    """Make step `t` (from 1) of one tensor: the new x, its new state, and [weight norm, update norm, trust ratio]."""
     o, (beta1, beta2) = options, options.betas
     dtype = x.dtype
 
@@ -41,7 +41,7 @@ def lamb(
     m = beta1 * dequantize("exp_avg", state).to(dtype) + beta3 * g  # LAMB-m
     v = dequantize("exp_avg_sq", state).to(dtype)
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
-    # From here on the moments as they are stored, so that every backend may read them back.
+    # From here on the moments are used as they are stored, so that every backend may read them back.
     new_state = quantize("exp_avg", m, state)
     new_state |= quantize("exp_avg_sq", v, state, dither)
     m, v = (dequantize(name, new_state).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
@@ -74,13 +74,13 @@ def trust_ratio(
     weight_norm_bounds: Bounds | None = None,
     trust_ratio_bounds: Bounds | None = None,
 ) -> Tensor:
-    """How far a layer moves, relative to its learning rate: phi(||x||) / ||u||, and 1 where either norm is 0.
+    """Return the step size of a layer relative to its learning rate: phi(||x||) / ||u||, and 1 if either norm is 0.
 
     Args:
         weight_norm: ||x||, any shape.
         update_norm: ||u||, the same shape.
         weight_norm_bounds: phi clamps ||x|| to them. Default: None, phi is the identity.
-        trust_ratio_bounds: The ratio is clamped to them, but for a 1 from the zero rule. Default: None.
+        trust_ratio_bounds: The ratio is clamped to them, except for a 1 that replaces a zero norm. Default: None.
 
     Example:
         >>> trust_ratio(torch.tensor([3.0, 0.0]), torch.tensor([2.0, 2.0]))
@@ -94,7 +94,7 @@ def trust_ratio(
 
 
 def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """What m and v are divided by, and what the learning rate is multiplied with, at step `t` (float64)."""
+    """Return the divisors of m and v, and the factor of the learning rate, at step `t` (float64)."""
     one = torch.ones_like(t)
     if not options.bias_correction:
         return one, one, one

@@ -1,4 +1,4 @@
-"""What the algorithms share: a rule is applied to one tensor after another, and its results are written."""
+"""The base of the algorithms: a rule is applied to one tensor after another, and its results are written."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from bighorn.kernels.rounding import Rounding, dither, load_weight, positions, r
 T = TypeVar("T")
 
 Results: TypeAlias = tuple[Tensor, dict[str, Tensor], Tensor]
-"""The new x, the new state, and three figures for telemetry."""
+"""The new x, the new state, and the three metrics."""
 
 Sums: TypeAlias = Generator[list[Tensor], list[Tensor], T]
-"""Arithmetic on one tensor. It yields sums over what lies here and is sent what they come to over all shards: where the
-tensor is whole, what it has yielded."""
+"""Arithmetic on one tensor. The generator yields sums over this rank's shard, and is sent the sums over all shards: for
+a whole tensor, the same sums."""
 
 Rule: TypeAlias = Sums[Results]
 """One step of one tensor."""
 
 MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dither, Options, Shard], Rule]
-"""From x, g (in the dtype of the arithmetic), state, t, dither, options, and where x lies in the whole tensor."""
+"""A function of x, g (in the dtype of the arithmetic), state, t, dither, options, and the shard that x is."""
 
 
 def draws(bucket: Bucket[Options]) -> bool:
-    """Whether a bucket's step takes random bits, for weights, or dither, for a second moment in 8 bits."""
+    """Whether a bucket's step uses random bits, for weights, or dither, for a second moment in 8 bits."""
     in_8_bits = any(tensor.dtype == torch.uint8 for tensors in bucket.state.values() for tensor in tensors[:1])
     return bucket.options.weight_rounding == "stochastic" or in_8_bits
 
@@ -45,19 +45,19 @@ class Stepper(Generic[Options]):
         self.rule: MakeRule[Options] = rule
 
     def prepare(self) -> None:
-        """Do whatever can fail, before any kernel of a step writes: nothing can."""
+        """Do everything that can fail, before any kernel of a step writes: nothing can fail here."""
 
     def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         return square_sums(grads, self.buckets[0].metrics).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """One step of every bucket of whole tensors: parameters, state, step counts and norms are written in place.
+        """Make one step of every bucket of whole tensors; parameters, state, step counts and metrics change in place.
 
         Args:
-            grad_scale: What gradients are multiplied with: the scaler's and the global clip's factors. Default: 1.0.
-            apply_mask: A 0-dim bool tensor; where it is False, nothing is written. Default: None, which is True.
+            grad_scale: The factor of gradients: the scaler's times the global clip's. Default: 1.0.
+            apply_mask: A 0-dim bool tensor; if it is False, nothing is written. Default: None, which is True.
         """
         for row in self._rows(grad_scale, apply_mask):
             while row.sums:
@@ -65,11 +65,11 @@ class Stepper(Generic[Options]):
         self._count(apply_mask)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """One step, as `step`, of buckets of shards, some arithmetic at a time.
+        """Make one step, as `step`, of buckets of shards, in several phases.
 
         Yields:
-            This rank's part of the sums that are needed to go on, 1-dim. They must have been added up over all ranks,
-            in place, when the next ones are asked for.
+            This rank's part of the sums that the next phase needs, 1-dim. They must have been added up over all ranks,
+            in place, before the generator is resumed.
         """
         rows = list(self._rows(grad_scale, apply_mask))
         while rows := [row for row in rows if row.sums]:
@@ -81,7 +81,7 @@ class Stepper(Generic[Options]):
         self._count(apply_mask)
 
     def _rows(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Row]:
-        """Every row, up to the first sums that it asks for."""
+        """Yield every row, after its rule has run up to the first sums that it needs."""
         for bucket in self.buckets:
             o, with_bits = bucket.options, draws(bucket)
             shards = bucket.shards or [Shard.whole(x.shape) for x in bucket.params]
@@ -106,7 +106,7 @@ class Stepper(Generic[Options]):
 
 
 class Row:
-    """A rule on its way, and where its results go."""
+    """The execution of a rule, and the tensors to which its results are written."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class Row:
         self._take(lambda: next(rule))
 
     def go_on(self, sums: list[Tensor]) -> None:
-        """Go on with what the sums come to, up to the next ones or to the results."""
+        """Resume the rule with the sums over all shards, up to the next sums or to the results."""
         self._take(lambda: self.rule.send(sums))
 
     def _take(self, advance: Callable[[], list[Tensor]]) -> None:
         self.sums: list[Tensor] = []
-        """What it asks for; nothing when it is done."""
+        """The sums that the rule needs next; empty when it is done."""
         try:
             self.sums = advance()
         except StopIteration as end:
@@ -141,7 +141,7 @@ class Row:
 
 
 def mean_of_rows(a: Tensor, shard: Shard) -> Sums[Tensor]:
-    """The mean over all dims but the first, which are kept as 1."""
+    """Return the mean over all dims but the first, which are kept as 1."""
     inner = tuple(range(1, a.dim()))
     sums = a.sum(dim=inner, keepdim=True)
     if shard.splits(inner):

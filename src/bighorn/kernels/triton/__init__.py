@@ -1,4 +1,4 @@
-"""Triton: fused kernels on GPUs. It is imported when a tensor asks for it, and bighorn works without it."""
+"""Triton: fused kernels on GPUs. Triton is imported when a tensor needs it, and bighorn works without it."""
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ device.trial_step = trial.lamb_step
 
 
 def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
-    """Why this backend cannot serve such a tensor, or None."""
+    """The reason why this backend cannot serve a tensor, or None."""
     return (
         came.unsupported_reason(param, options)
         if isinstance(options, CameOptions)
@@ -23,7 +23,7 @@ def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str
 
 
 def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
-    """Why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
+    """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
     return (
         came.unsupported_shard_reason(shard, options)
         if isinstance(options, CameOptions)

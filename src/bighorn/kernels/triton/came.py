@@ -1,4 +1,4 @@
-"""CAME in Triton, the host's side."""
+"""CAME in Triton: the host side."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tiles import tile_grid
 
 SMALL = 1024
-"""Elements of a small matrix."""
+"""A matrix with fewer elements is small."""
 
 MOST_SMALL = 4096
-"""So many small matrices of a tensor have programs of their own."""
+"""The largest number of small matrices in a tensor that this backend serves, since each takes programs of its own."""
 
 
 def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
-    """Why this backend cannot serve such a tensor, or None."""
+    """The reason why this backend cannot serve a tensor, or None."""
     reason = stepper.unsupported_reason(param, options)
     if reason or options.factor is None:
         return reason
@@ -35,7 +35,10 @@ def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
 
 
 def unsupported_shard_reason(shard: Shard, options: CameOptions) -> str | None:
-    """Why this backend cannot serve a shard of a tensor that it would serve whole, or None: the same on every rank."""
+    """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None.
+
+    The result is the same on every rank.
+    """
     count = matrix_shape(torch.Size(shard.shape), options.factor)[0]
     if count > MOST_SMALL:
         return f"parts of {count} matrices may be too many and too small for Triton"
@@ -46,13 +49,13 @@ class Came(Stepper[CameOptions]):
     """CAME for some buckets on one device."""
 
     def launch_group(self, indices: list[RowIndex]) -> CameLaunchGroup:
-        """As `Stepper.launch_group`."""
+        """See `Stepper.launch_group`."""
         group = CameShardLaunchGroup if self.buckets[indices[0][0]].shards else CameLaunchGroup
         return group(self.buckets, indices, self.gradient_layouts, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:
-        """As `Stepper.kind`."""
+        """See `Stepper.kind`."""
         o = bucket.options
         each, split = tile_grid(bucket.params[i].shape, o.factor), None
         if bucket.shards:
@@ -62,7 +65,7 @@ class Came(Stepper[CameOptions]):
         return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Came.sharded_step`; all groups wait for each sum together."""
+        """Make one step of shards, as `reference.Came.sharded_step`; all groups reduce their sums together."""
         with self.guard:
             options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
             running = [
@@ -83,7 +86,7 @@ class Came(Stepper[CameOptions]):
 
     @staticmethod
     def option_values(options: CameOptions) -> list[float]:
-        """As `Stepper.option_values`: `came_layout.py` numbers them."""
+        """See `Stepper.option_values`; `came_layout.py` numbers the columns."""
         o, (beta1, beta2, beta3) = options, options.betas
         return [
             beta1,

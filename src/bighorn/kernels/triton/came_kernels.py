@@ -1,12 +1,13 @@
 """CAME on the device, in Triton: passes over tiles of matrices, with the averages of rows and columns between them.
 
-A matrix is cut into tiles. What a tile knows of a row or a column is a partial sum, and `came_lines` adds these up,
-always in the same order. An unfactored tensor has no such sums, and is cut into chunks, as LAMB's are. An average that
-is kept in 8 bits advances with the others where the rows of tiles are the codec's blocks, and elsewhere in a pass of
-its own over these. Passes alternate in direction: the last tiles of the one before may be in the cache still.
+A matrix is divided into tiles. A tile contributes a partial sum to each of its rows and columns, and `came_lines` adds
+these up, always in the same order. An unfactored tensor has no such sums, and is divided into chunks, as in LAMB. An
+average that is kept in 8 bits advances with the others if the rows of tiles are the codec's blocks, and otherwise in a
+pass of its own over these blocks. Passes alternate in direction, since the last tiles of the previous pass may still be
+in cache.
 
-Where the lines tagged `CAME-...` leave a question open, `reference/came.py` answers it. Arithmetic is in float32; sums
-over more than a tile, and what there is one of for a row, a column or a tensor, in float64.
+The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in float32; sums over more
+than a tile, and numbers that exist once per row, column or tensor, are in float64.
 """
 
 import triton
@@ -28,7 +29,7 @@ def came_squares(
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of g^2, and of x^2 where the size of x counts."""
+    """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -50,7 +51,7 @@ def came_squares(
 def square_tile(
     g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The sums of g^2 over the rows and the columns of a tile."""
+    """Return the sums of g^2 over the rows and the columns of a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
@@ -63,7 +64,7 @@ def square_tile(
 
 @triton.jit
 def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
-    """The sum of x^2 over a tile."""
+    """Return the sum of x^2 over a tile."""
     ROWS: tl.constexpr = 2 * layout.FEW // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float64)
     for i in range(0, shape[0], ROWS):
@@ -78,10 +79,10 @@ def came_lines(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Advances averages of rows or columns, and leaves the sum of what they have become.
+    """Advance the averages of rows or columns, and store the sum of the new averages.
 
-    Of shards it leaves the averages themselves, and of those that are split ("rows" says that a matrix's rows are, and
-    so the averages of its columns) this rank's part alone.
+    For shards, the kernel stores the averages themselves. For averages that are split (SPLIT "rows" means that a
+    matrix's rows are split, and so the averages of its columns), it stores only this rank's part.
     """
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
@@ -118,7 +119,7 @@ def came_update_squares(
     line_sums_ptr, roots_ptr, sums_ptr,
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of u^2 over each tile, and for each matrix the root of the mean of its rows' averages; backwards."""
+    """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -147,7 +148,7 @@ def came_update_squares(
 def update_squares(
     g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The sum of u^2 over a tile."""
+    """Return the sum of u^2 over a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
@@ -160,7 +161,7 @@ def update_squares(
 
 @triton.jit
 def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scalars_ptr):
-    """One program per tensor, once its u is known: by what u is clipped, the rate, and half of what telemetry shows."""
+    """Compute, with one program per tensor, the clip factor of u, the learning rate, and the first two metrics."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
@@ -183,7 +184,7 @@ def came_average(
     G: tl.constexpr, S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The average, unless it is there already in 8 bits, and the partial sums of its residual's squares."""
+    """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -214,7 +215,7 @@ def came_average(
                 pointers, scales, shape, factors, row_averages, c, parts,
                 S, CODES_IN_TILES, VECTOR, VECTOR, WIDE, TILE_BLOCK,
             )  # fmt: skip
-        else:  # as gradients of FSDP2 and DDP often are: they alone are moved one by one
+        else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
             average(
                 pointers, scales, shape, factors, row_averages, c, parts,
                 S, CODES_IN_TILES, VECTOR, 1, WIDE, 2 * layout.FEW,
@@ -232,7 +233,7 @@ def average(
     S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The average of a tile, and the sums of (u - m)^2 over its rows and columns."""
+    """Return the average of a tile, and the sums of (u - m)^2 over its rows and columns."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     scale, beta1, beta1_rest, root = factors
     total = tl.zeros((ROWS, WIDE), tl.float32)
@@ -261,7 +262,7 @@ def came_apply(
     X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parameter; backwards."""
+    """Step the parameter, in reverse order."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -305,7 +306,7 @@ def apply(
     S: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parameter's tile; returns the sum of the rows' factors."""
+    """Step a tile of the parameter; return the sum of the rows' factors."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     lr, decay, root = factors
     total = tl.zeros((ROWS,), tl.float64)
@@ -331,7 +332,7 @@ def came_codes(
     rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
     G: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
-    """The average in 8 bits: some blocks, which run in the order of memory, whatever the tiles."""
+    """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
     pack = tl.program_id(0)
     index = tl.load(pack_to_row_ptr + pack).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -384,7 +385,7 @@ def came_codes(
 def came_figures(
     rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, scalars_ptr, FACTORED: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """One program per tensor, when all else is done: its mean confidence, and its step count."""
+    """Store each tensor's mean confidence and count its step, with one program per tensor, after all other kernels."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
@@ -392,7 +393,7 @@ def came_figures(
     confidence = scaling.tile_total(row_ptr, sums_ptr, layout.CONFIDENCES) / tl.maximum(
         tl.load(row_ptr + layout.NUMEL), 1
     )
-    if SPLIT is not None:  # averages that ranks have added up are not corrected yet
+    if SPLIT is not None:  # averages that were added up over ranks are not corrected yet
         confidence *= tl.load(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
     norms = common.at(tl.load(row_ptr + common.NORMS), 0, tl.float32)
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)

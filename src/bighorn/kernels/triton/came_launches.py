@@ -15,7 +15,7 @@ from bighorn.kernels.triton.tiles import TileGrid, tile_grid
 
 
 class CameLaunchGroup(LaunchGroup[CameOptions]):
-    """Rows that are all factored, or none is."""
+    """Rows that are all factored, or all unfactored."""
 
     def __init__(
         self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -33,7 +33,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.piece_to_row = self.program_table([each.pieces for each in grids if factored])
         self.pack_to_row = self.program_table([each.packs for each in grids if coded and not in_tiles])
         partials = sum(each.row_parts + each.col_parts for each in grids if factored)
-        self.lines = torch.empty(0, dtype=torch.float64, device=device)  # of shards
+        self.lines = torch.empty(0, dtype=torch.float64, device=device)  # used by shards
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=torch.float32, device=device)
         self.line_sums = torch.empty(len(self.piece_to_row), dtype=torch.float64, device=device)
@@ -42,7 +42,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
-        """As `LaunchGroup.compiled_for`; the statistics are float32."""
+        """See `LaunchGroup.compiled_for`; the averages of squares are float32."""
         from bighorn.kernels.triton.common_kernels import LANES
 
         return {
@@ -50,26 +50,26 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             "FACTORED": options.factor is not None,
             "SPLIT": None,
             "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
-            # Elements of a tile in registers: a load of 16 bits for each would leave too few bytes in flight.
+            # Elements of a tile in registers: with only 16 bits for each load, too few bytes would be in flight.
             "TILE_BLOCK": LANES.value * (16 if max(dtype.itemsize for dtype in (x, g, m)) == 2 else 8),
-            "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, which the second moment is
+            "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, the dtype of the second moment
         }
 
     def tile_grids(self) -> list[TileGrid]:
-        """How each row is cut up."""
+        """Return the tiles of each row."""
         return [
             tile_grid(self.buckets[index].params[i].shape, self.buckets[index].options.factor)
             for index, i in self.indices
         ]
 
     def tile_counts(self) -> list[int]:
-        """The programs of each row; an unfactored one has those of its chunks."""
+        """Return the number of programs of each row; for an unfactored row, the number of its chunks."""
         if self.buckets[self.indices[0][0]].options.factor is None:
             return self.chunks
         return [each.tiles for each in self.tile_grids()]
 
     def own_columns(self) -> list[list[int]]:
-        """As `LaunchGroup.own_columns`: `came_layout.py` numbers them."""
+        """See `LaunchGroup.own_columns`; `came_layout.py` numbers the columns."""
         columns: list[list[int]] = []
         tile = piece = matrix = part = pack = line = 0
         for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.tile_grids(), strict=True):
@@ -84,16 +84,16 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         return columns
 
     def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
-        """Where the sums of a row's tiles begin and end; `number` is the row's."""
+        """Return the bounds of the sums of a row's tiles; `number` is the row's index."""
         del number
         return first, stop
 
     def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
-        """Of a row's whole tensor: elements, height, width, and whether old averages of rows and columns count here."""
+        """Return a row's columns for the whole tensor: elements, height, width, and whether to add the old averages."""
         return [self.buckets[index].params[i].numel(), each.height, each.width, 1, 1]
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """One CAME step: the second moment and the size of u, then the average with its residual, then x."""
+        """Make one CAME step: the second moment and the size of u, then the average with its residual, then x."""
         self.given = options, scale, apply_mask, compile_only
         if self.factored:
             self.squares()
@@ -112,63 +112,63 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.figures()
 
     def squares(self) -> None:
-        """The partial sums of g^2."""
+        """Compute the partial sums of g^2."""
         self.run_tiles(self.kernels.came_squares, self.partials, self.sums)
 
     def average_lines(self, residual: bool) -> None:
-        """The averages of rows and columns, of squares or of residuals."""
+        """Advance the averages of rows and columns, of squares or of residuals."""
         tables = self.partials, self.line_sums, self.lines
         self.run_pieces(self.kernels.came_lines, *tables, RESIDUAL=residual)
 
     def update_squares(self) -> None:
-        """The size of u."""
+        """Compute the size of u."""
         self.run_tiles(self.kernels.came_update_squares, self.line_sums, self.roots, self.sums)
 
     def totals(self) -> None:
-        """What each tensor has one of, once its u is known."""
+        """Compute the numbers that each tensor has once, after its u is known."""
         options, _, apply_mask, compile_only = self.given
         tables = self.rows, self.grads, options, apply_mask, self.sums, self.scalars
         self.launch(self.kernels.came_totals, len(self.indices), tables, compile_only)
 
     def codes(self) -> None:
-        """The average, where it is kept in 8 bits whose blocks are no rows of tiles."""
+        """Advance the average if it is kept in 8 bits, in blocks that are not rows of tiles."""
         options, scale, apply_mask, compile_only = self.given
         tables = self.rows, self.grads, self.pack_to_row, options, scale, apply_mask, self.roots, self.scalars
         self.launch(self.kernels.came_codes, len(self.pack_to_row), tables, compile_only)
 
     def average(self) -> None:
-        """The average, and the partial sums of its residual's squares."""
+        """Advance the average, and compute the partial sums of its residual's squares."""
         self.run_tiles(self.kernels.came_average, self.roots, self.scalars, self.partials)
 
     def apply(self) -> None:
-        """X, of factored tensors."""
+        """Step x of factored tensors."""
         options, _, apply_mask, compile_only = self.given
         given = self.rows, self.grads, self.tile_to_row, options, apply_mask
         tables = *given, self.line_sums, self.roots, self.scalars, self.sums
         self.launch(self.kernels.came_apply, len(self.tile_to_row), tables, compile_only)
 
     def second_moment(self) -> None:
-        """It and the size of u, of unfactored tensors."""
+        """Advance the second moment of unfactored tensors, and compute the size of u."""
         self.run_tiles(self.unfactored_kernels.came_second_moment, self.sums)
 
     def move(self) -> None:
-        """The average and x, of unfactored tensors."""
+        """Advance the average and step x of unfactored tensors."""
         self.run_tiles(self.unfactored_kernels.came_move, self.scalars)
 
     def figures(self) -> None:
-        """The mean confidence, and the count of steps."""
+        """Compute the mean confidence, and count the step."""
         _, _, apply_mask, compile_only = self.given
         tables = self.rows, self.grads, apply_mask, self.sums, self.scalars
         self.launch(self.kernels.came_figures, len(self.indices), tables, compile_only)
 
     def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
-        """Launch a program for each tile."""
+        """Launch one program for each tile."""
         options, scale, apply_mask, compile_only = self.given
         given = self.rows, self.grads, self.tile_to_row, options, scale, apply_mask
         self.launch(kernel, len(self.tile_to_row), (*given, *tables), compile_only)
 
     def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
-        """Launch a program for each piece of rows or columns."""
+        """Launch one program for each piece of rows or columns."""
         options, _, apply_mask, compile_only = self.given
         given = self.rows, self.grads, self.piece_to_row, options, apply_mask
         self.launch(kernel, len(self.piece_to_row), (*given, *tables), compile_only, **constants)

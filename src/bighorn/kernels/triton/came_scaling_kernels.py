@@ -1,4 +1,4 @@
-"""What CAME's kernels compute with: the numbers that a tensor has one of, and the factors of its elements."""
+"""The scalars of CAME's kernels, which each tensor has once, and the factors of its elements."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 
-# ---- one number of a tensor ------------------------------------------------------------------------------------------
+# ---- scalars of a tensor ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def second_rest(row_ptr, option_ptr):
-    """1 - beta2 of this step."""
+    """Return 1 - beta2 of this step."""
     decay_rate, rest = tl.load(option_ptr + layout.DECAY_RATE), tl.load(option_ptr + layout.BETA2_REST)
     if decay_rate >= 0:
         rest = tl.exp(-decay_rate * tl.log(common.count(row_ptr)))
@@ -22,14 +22,14 @@ def second_rest(row_ptr, option_ptr):
 
 @triton.jit
 def residual_correction(row_ptr, option_ptr):
-    """What the residuals' averages are divided by, which are 0 at first."""
+    """Return the divisor of the residuals' averages, which are 0 at first."""
     correction = 1 - tl.exp(common.count(row_ptr) * tl.log(tl.load(option_ptr + layout.BETA3)))
     return tl.where(tl.load(option_ptr + layout.CORRECTS) != 0, correction, 1.0)
 
 
 @triton.jit
 def tile_total(row_ptr, sums_ptr, COLUMN: tl.constexpr):
-    """A sum over all tiles of a tensor."""
+    """Return a sum over all tiles of a tensor."""
     return common.partial_total(
         sums_ptr + COLUMN, tl.load(row_ptr + layout.FIRST_SUM), tl.load(row_ptr + layout.STOP_SUM), layout.SUM
     )
@@ -37,20 +37,20 @@ def tile_total(row_ptr, sums_ptr, COLUMN: tl.constexpr):
 
 @triton.jit
 def root_mean(row_ptr, sums_ptr, COLUMN: tl.constexpr):
-    """The root of the mean square of all elements of a tensor."""
+    """Return the root of the mean square of all elements of a tensor."""
     return tl.sqrt(tile_total(row_ptr, sums_ptr, COLUMN) / tl.maximum(tl.load(row_ptr + layout.NUMEL), 1))
 
 
 @triton.jit
 def clipping(size, option_ptr):
-    """What u of a root mean square is multiplied with to be no larger than allowed; a NaN stays one."""
+    """Return the clip factor of a u with this root mean square; a NaN remains NaN."""
     excess = size / tl.load(option_ptr + layout.CLIP_THRESHOLD)
     return 1 / tl.where(excess < 1, 1.0, excess)
 
 
 @triton.jit
 def rate(row_ptr, option_ptr, sums_ptr):
-    """The learning rate, which may grow with x."""
+    """Return the learning rate, which can depend on the size of x."""
     scale_eps = tl.load(option_ptr + layout.SCALE_EPS)
     lr = tl.load(option_ptr + common.LR)
     if scale_eps >= 0:
@@ -61,7 +61,7 @@ def rate(row_ptr, option_ptr, sums_ptr):
 
 @triton.jit
 def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl.constexpr):
-    """The root of the mean of the averages of a matrix's rows, which shards find where it is kept."""
+    """Return the root of the mean of a matrix's row averages; for shards, it is loaded from `root`."""
     if SPLIT is None:
         return tl.sqrt(row_mean(row_ptr, matrix, line_sums_ptr, WIDE)).to(tl.float32)
     else:
@@ -70,7 +70,7 @@ def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl
 
 @triton.jit
 def row_mean(row_ptr, matrix, line_sums_ptr, WIDE: tl.constexpr):
-    """The mean of the averages of a matrix's rows."""
+    """Return the mean of a matrix's row averages."""
     height = tl.load(row_ptr + layout.HEIGHT)
     pieces = tiling.row_pieces(height, tl.load(row_ptr + layout.WIDTH), WIDE)
     first = tl.load(row_ptr + layout.FIRST_PIECE) + matrix * pieces
@@ -82,34 +82,34 @@ def row_mean(row_ptr, matrix, line_sums_ptr, WIDE: tl.constexpr):
 
 @triton.jit
 def inverse_root(value):
-    """1 / sqrt(value)."""
+    """Return 1 / sqrt(value)."""
     return tl.div_rn(1.0, tl.sqrt_rn(value))
 
 
 @triton.jit
 def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr):
-    """The factors of rows from the tile's `i`-th on; `root` is the root of the mean of all rows' averages."""
-    # Not sqrt(mean / average): a row of zeros beside large ones is a ratio of 1e42.
+    """Return the factors of rows from the tile's `i`-th on; `root` is the root of the mean of all row averages."""
+    # Not sqrt(mean / average), since for a row of zeros beside large ones this ratio is 1e42.
     lines = i + tl.arange(0, ROWS)
     return inverse_root(tl.load(row_averages + lines, mask=lines < shape[0], other=1.0)) * root
 
 
 @triton.jit
 def column_factors(column_averages, shape, WIDE: tl.constexpr):
-    """The factors of a tile's columns."""
+    """Return the factors of a tile's columns."""
     columns = tl.arange(0, WIDE)
     return inverse_root(tl.load(column_averages + columns, mask=columns < shape[1], other=1.0))
 
 
 @triton.jit
 def update(values, r, c):
-    """Values times the factors of their row and column: large ones meet small values first."""
+    """Return values times the factors of their row and column, in an order that multiplies large by small numbers."""
     return values * c[None, :] * r[:, None]  # CAME-u
 
 
 @triton.jit
 def unfactored(g, v):
-    """U where the second moment is not factored, and 0 where there is no element."""
+    """Return u for an unfactored second moment, and 0 for elements outside the mask."""
     return tl.where(v == 0, g, tl.div_rn(g, tl.sqrt_rn(v)))  # CAME-u
 
 
@@ -118,7 +118,7 @@ def momentum(
     pointer, offsets, mask, scales, i, shape,
     S: tl.constexpr, CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The average as it is stored, of the rows from the tile's `i`-th on."""
+    """Return the stored average of the rows from the tile's `i`-th on."""
     values = common.read(pointer, offsets, mask, VECTOR)
     if tl.int8 != S:
         return values.to(tl.float32)
@@ -127,7 +127,7 @@ def momentum(
         scale = tl.load(tile_scales(scales) + lines * tl.cdiv(scales[1], codec.CODES), mask=lines < shape[0], other=0.0)
         return codec.decoded(values, scale[:, None], "linear")
     else:
-        # A matrix's rows are those of dim 0, or lie in one; what a tile has of a row touches two blocks at most.
+        # A matrix's rows are either rows of dim 0 or parts of one. A tile's part of a row is in two blocks at most.
         start, inner, lines = scales[2], scales[1], i + tl.arange(0, ROWS)
         line = start // inner + tl.where(inner == shape[2], lines, 0)
         within = start % inner + tl.where(inner == shape[2], 0, lines * shape[2])
@@ -141,19 +141,19 @@ def momentum(
 
 @triton.jit
 def tile_scales(scales):
-    """A pointer to the scale of a tile's first row, where each of its rows is a block of codes."""
+    """Return a pointer to the scale of a tile's first row, if each of the tile's rows is within one block of codes."""
     return scales[0] + scales[2] // scales[1] * tl.cdiv(scales[1], codec.CODES) + scales[2] % scales[1] // codec.CODES
 
 
 @triton.jit
 def scales_of(row_ptr, start):
-    """The scales of an 8-bit average, the elements of a row of dim 0, and a tile's or chunk's first element."""
+    """Return the scales of an 8-bit average, the elements of a row of dim 0, and a tile's or chunk's first element."""
     return common.at(tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.float32), tl.load(row_ptr + common.INNER), start
 
 
 @triton.jit
 def wrapped(position, length):
-    """How many lengths lie below a position that began below the first, and what is left; both in few instructions."""
+    """Return quotient and remainder of a position that was below `length` before it advanced, in few instructions."""
     if length >= codec.CODES:
         carry = (position >= length).to(tl.int64)
     else:

@@ -1,4 +1,4 @@
-"""What CAME's shards need besides the kernels of whole tensors: sums over lines that ranks have in parts."""
+"""Additional kernels for CAME's shards: sums over lines that extend over several ranks."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def came_known_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
     G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums, along what is split, of g^2 divided by the averages that are known though others are split."""
+    """Compute the partial sums, along the split dim, of g^2 divided by the averages that are not split."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -44,7 +44,7 @@ def known_squares(
     g, shape, scale, known, parts,
     SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Those of a tile."""
+    """Store the partial sums of a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
@@ -73,7 +73,7 @@ def came_line_sums(
     SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Adds up partial sums of the lines whose averages are split."""
+    """Add up partial sums of the lines whose averages are split."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -89,7 +89,7 @@ def came_settle(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, lines_ptr,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Stores averages that have been added up over all ranks."""
+    """Store averages that were added up over all ranks."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):

@@ -1,8 +1,8 @@
-"""CAME's shards in Triton: the kernels of whole tensors, and between them sums that are added up over all ranks.
+"""CAME's shards in Triton: the kernels of whole tensors, with sums over all ranks between them.
 
-What is added up, and that it is so little, is the reference's (`Averages` in `reference/came.py`). Kernels leave the
-averages of rows and columns as lines, one after the other; what is computed of lines, for all tensors at once, is plain
-torch in float64.
+The sums, and the reason why they are few, are those of the reference (`Averages` in `reference/came.py`). Kernels store
+the averages of rows and columns as lines, one after the other. The arithmetic on lines, for all tensors at once, is
+plain torch in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Split = Literal["none", "rows", "columns", "both"]
 
 
 def split_of(shard: Shard, factor: Factor | None) -> Split:
-    """What of a matrix is cut up: the averages of the other are then sums over shards."""
+    """Return which lines of a matrix are split over ranks; averages of the other lines are then sums over shards."""
     axis = row_axis(shard, factor)
     rows, columns = shard.splits([axis]), shard.splits(range(axis + 1, len(shard.shape)))
     if factor is None or not (rows or columns):
@@ -36,21 +36,21 @@ def split_of(shard: Shard, factor: Factor | None) -> Split:
 
 
 def row_axis(shard: Shard, factor: Factor | None) -> int:
-    """The dim that counts a matrix's rows."""
+    """Return the dim of a matrix's rows."""
     return len(shard.shape) - 2 if factor == "last_two" else 0
 
 
 @dataclass
 class Lines:
-    """The rows, or the columns, of all matrices of a part.
+    """The rows, or the columns, of all matrices of a launch group.
 
     Attributes:
-        here: Which of the lines that kernels write they are.
-        positions: Their positions among those of all ranks.
-        per_matrix: How many lines each matrix has here.
-        in_all: And on all ranks.
-        size: How many lines there are on all ranks.
-        present: Which of the lines here are of tensors with a gradient, where some have none.
+        here: Their indices among the lines that kernels write.
+        positions: Their positions among the lines of all ranks.
+        per_matrix: The number of lines that each matrix has on this rank.
+        in_all: The number of lines that each matrix has on all ranks.
+        size: The number of lines on all ranks.
+        present: Which of this rank's lines belong to tensors with a gradient; None if all do.
     """
 
     here: Tensor
@@ -61,20 +61,20 @@ class Lines:
     present: Tensor | None = None
 
     def spread(self, lines: Tensor) -> Tensor:
-        """Lines in their positions among those of all ranks, with 0 for those of others."""
+        """Return lines at their positions among those of all ranks, with 0 for the lines of other ranks."""
         return lines.new_zeros(self.size).index_copy_(0, self.positions, where(self.present, lines[self.here]))
 
     def take(self, lines: Tensor, whole: Tensor) -> None:
-        """Put the lines of all ranks in the place of those here."""
+        """Replace this rank's lines by those of all ranks."""
         lines[self.here] = whole[self.positions]
 
     def sums_here(self, lines: Tensor) -> Tensor:
-        """The sum over each matrix's lines."""
+        """Return the sum over each matrix's lines."""
         return segment_sums(lines[self.here], self.per_matrix)
 
 
 class CameShardLaunchGroup(CameLaunchGroup):
-    """Shards of tensors whose matrices are all cut up in the same way."""
+    """Shards of tensors whose matrices are all split in the same way."""
 
     def __init__(
         self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -87,7 +87,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self.factor = buckets[index].options.factor
         self.split = split_of(self.shard(index, i), self.factor)
         self.constants = {**self.constants, "SPLIT": self.split}
-        # Behind the sums of tiles stand those of whole tensors.
+        # The sums of whole tensors follow those of tiles.
         self.sums = torch.zeros(self.columns.SUM.value * (tiles + len(indices)), dtype=torch.float64, device=device)
         sums = self.sums.view(-1, self.columns.SUM.value)
         self.whole_sums = sums[tiles:]
@@ -104,13 +104,13 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.matrix_to_row = self.program_table([each.count for each in grids])
 
     def holders(self) -> list[object]:
-        """As `LaunchGroup.holders`."""
+        """See `LaunchGroup.holders`."""
         return [*super().holders(), *([self.by_row, self.by_col] if self.factored else [])]
 
     def sharded_step(
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
     ) -> Iterator[Tensor]:
-        """One step: yields sums, which must have been added up over all ranks, in place, before it goes on."""
+        """Make one step; it yields sums, which must be added up over all ranks, in place, before it continues."""
         self.given = options, scale, apply_mask, compile_only
         if self.factored:
             self.find_present()
@@ -134,7 +134,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self.figures()
 
     def find_present(self) -> None:
-        """Which matrices and lines are of tensors with a gradient: those of others were left by some step before."""
+        """Find the matrices and lines of tensors with a gradient; those of others have values of an earlier step."""
         present = self.present = (self.grads != ABSENT)[self.matrix_to_row] if self.missing else None
         for lines in (self.by_row, self.by_col):
             lines.present = None
@@ -142,12 +142,12 @@ class CameShardLaunchGroup(CameLaunchGroup):
                 lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.here))
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """One step where all ranks' sums are those here."""
+        """Make one step without other ranks: all sums are complete."""
         for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
             pass
 
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
-        """The sums of u^2 and x^2 over each tensor; the averages of squares become whole."""
+        """Return the sums of u^2 and x^2 over each tensor, and add up the averages of squares over all ranks."""
         if self.split in ("rows", "columns"):
             self.run_tiles(self.shard_kernels.came_known_squares, self.partials)
             self.run_pieces(self.shard_kernels.came_line_sums, self.partials, self.inner)
@@ -160,7 +160,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return u_sums, x_sums
 
     def confidence_sums(self) -> Generator[Tensor, None, Tensor]:
-        """The sums of 1 / sqrt of the residuals' averages over each tensor; these become whole."""
+        """Return the sums of 1 / sqrt of the residuals' averages over each tensor; add up the averages over ranks."""
         if self.split in ("rows", "columns"):
             inner = self.spread(self.known_lines.sums_here(self.lines.rsqrt()))
             inner, lines, mean = yield from self.one_whole(inner, residual=True)
@@ -176,7 +176,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return sums
 
     def one_whole(self, inner: Tensor, *also: Tensor, residual: bool) -> Generator[Tensor, None, tuple[Tensor, ...]]:
-        """Add up `inner`, the averages that are split, and more: `inner`, they, the means of rows, and the rest."""
+        """Add up `inner`, the averages that are split, and `also`; return them, with the means of rows in between."""
         known = self.spread(self.known_lines.sums_here(self.lines))
         dtype = torch.float32 if residual else torch.float64
         sent = inner, self.split_lines.spread(self.lines), known, *also
@@ -186,7 +186,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return inner, lines, total / self.by_row.in_all, *rest
 
     def both_whole(self, residual: bool) -> Generator[Tensor, None, tuple[tuple[Tensor, Tensor], Tensor] | None]:
-        """Add up all averages where both are split: they, and the means of rows."""
+        """Add up all averages if both dims are split; return them and the means of rows."""
         if self.split == "none":
             self.roots.copy_(self.mean_here().sqrt())
             return None
@@ -197,7 +197,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return (row, col), mean
 
     def settle(self, which: list[Lines], whole: list[Tensor], mean: Tensor, residual: bool) -> None:
-        """Store averages, and the roots of the means of rows, which are whole now."""
+        """Store averages that are complete, and the roots of the means of rows."""
         for lines, values in zip(which, whole, strict=True):
             lines.take(self.lines, values)
         self.roots.copy_(mean[self.matrices].sqrt())
@@ -205,28 +205,28 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
     @property
     def split_lines(self) -> Lines:
-        """Those whose averages are split, where one of both is."""
+        """The lines whose averages are split, if one of the two dims is split."""
         return self.by_col if self.split == "rows" else self.by_row
 
     @property
     def known_lines(self) -> Lines:
-        """The others."""
+        """The lines whose averages are not split."""
         return self.by_row if self.split == "rows" else self.by_col
 
     def mean_here(self) -> Tensor:
-        """The mean of the averages of rows of each matrix here, all of which is."""
+        """Return the mean of the row averages of each matrix, which must be whole on this rank."""
         return self.by_row.sums_here(self.lines) / self.by_row.per_matrix.clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """A number for each matrix here in its place among those of all ranks."""
+        """Return one number per matrix at the matrix's position among those of all ranks."""
         return values.new_zeros(len(self.by_row.in_all)).index_copy_(0, self.matrices, where(self.present, values))
 
     def over_matrices(self, values: Tensor) -> Tensor:
-        """Sums over the matrices of each tensor."""
+        """Return sums over the matrices of each tensor."""
         return segment_sums(values, self.matrices_per_row)
 
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
-        """The sums of u^2 and x^2 over what is here of each tensor."""
+        """Return the sums of u^2 and x^2 over this rank's shard of each tensor."""
         _, _, apply_mask, compile_only = self.given
         first, stop, stride = self.columns.FIRST_TILE, self.columns.STOP_TILE, self.columns.SUM
         totals = self.shard_totals(apply_mask, first.value, stop.value, stride.value, compile_only)
@@ -235,17 +235,17 @@ class CameShardLaunchGroup(CameLaunchGroup):
     # ---- tables ----------------------------------------------------------------------------------------------------
 
     def shard(self, index: int, i: int) -> Shard:
-        """Where a row lies in its whole tensor."""
+        """Return the shard of a row."""
         return self.buckets[index].shards[i]
 
     def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
-        """As `CameLaunchGroup.sums_of`."""
+        """See `CameLaunchGroup.sums_of`."""
         del first, stop
         tiles = sum(self.tile_counts())
         return tiles + number, tiles + number + 1
 
     def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
-        """As `CameLaunchGroup.whole_columns`."""
+        """See `CameLaunchGroup.whole_columns`."""
         del each
         shard, factor = self.shard(index, i), self.buckets[index].options.factor
         axis = row_axis(shard, factor)
@@ -278,19 +278,19 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
 
 def numbers(shard: Shard, factor: Factor | None) -> Tensor:
-    """Which of the matrices of the whole tensor are here, `[matrices]`."""
+    """Return the indices, in the whole tensor, of the shard's matrices, `[matrices]`."""
     stop = len(shard.shape) - 2 if factor == "last_two" else 0
     return _positions(shard, slice(0, stop)).flatten()
 
 
 def rows_of(shard: Shard, factor: Factor | None) -> Tensor:
-    """Which rows of a matrix are here, `[rows]`."""
+    """Return the indices, in a whole matrix, of the shard's rows, `[rows]`."""
     axis = row_axis(shard, factor)
     return _positions(shard, slice(axis, axis + 1))
 
 
 def columns_of(x: Tensor, shard: Shard, factor: Factor | None) -> Tensor:
-    """Which columns of a matrix are here, `[columns]`, in the order of memory."""
+    """Return the indices, in a whole matrix, of the shard's columns, `[columns]`, in memory order."""
     first = row_axis(shard, factor) + 1
     order = sorted(range(first, x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
     return _positions(shard, slice(first, x.dim())).permute([dim - first for dim in order]).flatten()
@@ -301,17 +301,17 @@ def _positions(shard: Shard, dims: slice) -> Tensor:
 
 
 def where(present: Tensor | None, values: Tensor) -> Tensor:
-    """Values, but 0 where a tensor has no gradient."""
+    """Return values, with 0 for tensors without a gradient."""
     return values if present is None else torch.where(present, values, 0.0)
 
 
 def added_up(*parts: Tensor, dtype: torch.dtype = torch.float64) -> Generator[Tensor, None, tuple[Tensor, ...]]:
-    """Yield tensors as one, of a dtype, and return what stands there afterwards, in float64."""
+    """Yield tensors as one, of a dtype, and return the values that it has afterwards, in float64."""
     sums = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
     yield sums
     return torch.split(sums.double(), [part.numel() for part in parts])
 
 
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums over consecutive values, so many each time; always in the same order."""
+    """Return sums over consecutive groups of values, whose sizes are given; always in the same order."""
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

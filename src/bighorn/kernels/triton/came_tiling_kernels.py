@@ -1,4 +1,4 @@
-"""Where CAME's tiles and lines lie: in memory, in matrices, and among the partial sums."""
+"""Positions of CAME's tiles and lines: in memory, in matrices, and among the partial sums."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from bighorn.kernels.triton import common_kernels as common
 
 @triton.jit
 def corner(row_ptr, tile, WIDE: tl.constexpr):
-    """A tile's first element, its rows, columns and the matrix's width, and its matrix, row and column there."""
+    """Return a tile's first element, shape (rows, columns, matrix width), matrix, first row and first column."""
     TALL: tl.constexpr = layout.AREA // WIDE
     height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
     local = tile - tl.load(row_ptr + layout.FIRST_TILE)
@@ -23,7 +23,7 @@ def corner(row_ptr, tile, WIDE: tl.constexpr):
 
 @triton.jit
 def place(row_ptr, tile, partials_ptr, WIDE: tl.constexpr):
-    """A tile's first element, its shape, and where its partial sums of rows and columns go."""
+    """Return a tile's first element, its shape, and the positions of its partial sums of rows and columns."""
     start, shape, matrix, line, column = corner(row_ptr, tile, WIDE)
     height, width, matrices = (
         tl.load(row_ptr + layout.HEIGHT),
@@ -48,9 +48,9 @@ def aligned(addresses, shape, VECTOR: tl.constexpr):
 
 @triton.jit
 def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """Where the elements of rows from the tile's `i`-th on lie, and which there are; they come VECTOR at a time."""
+    """Return offsets and mask of the elements of rows from the tile's `i`-th on, which are loaded VECTOR at a time."""
     lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
-    # The quotients are exact, and the compiler sees so that the products are multiples.
+    # The quotients are exact, and show the compiler that the products are multiples.
     starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
     mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
     return starts[:, None] + columns[None, :], mask
@@ -58,13 +58,13 @@ def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def firsts(start, i, shape, ROWS: tl.constexpr):
-    """The first elements, in the tensor, of a tile's rows from the `i`-th on."""
+    """Return the positions, in the tensor, of the first elements of a tile's rows from the `i`-th on."""
     return start + (i + tl.arange(0, ROWS)) * shape[2]
 
 
 @triton.jit
 def lines_of(row_ptr, piece, WIDE: tl.constexpr):
-    """The lines of a piece: whether they are rows, which, which there are, how long; and where partial sums are."""
+    """Return the lines of a piece: whether they are rows, indices, mask, length, and the positions of partial sums."""
     height, width, matrices = (
         tl.load(row_ptr + layout.HEIGHT),
         tl.load(row_ptr + layout.WIDTH),
@@ -99,22 +99,22 @@ def lines_of(row_ptr, piece, WIDE: tl.constexpr):
 
 @triton.jit
 def lines_at_once(parts):
-    """How many lines of so many partial sums a program adds up: with many, its lanes share the sums of few lines."""
+    """Return how many lines a program adds up; if lines have many partial sums, several lanes share each line."""
     return tl.where(parts > layout.MANY, layout.FEW_LINES, layout.LINES)
 
 
 @triton.jit
 def row_pieces(height, width, WIDE: tl.constexpr):
-    """How many pieces a matrix's rows are."""
+    """Return the number of pieces of a matrix's rows."""
     return tl.cdiv(height, lines_at_once(tl.cdiv(width, WIDE)))
 
 
 @triton.jit
 def line_totals(where, partials_ptr):
-    """The sums of lines, of their partial ones."""
+    """Return the sums of lines, from their partial sums."""
     start, parts, lines, line, exists = where
     each, lanes = lines_at_once(parts), tl.arange(0, layout.LINES)
-    shared = tl.where(parts > layout.MANY, layout.LINES // layout.FEW_LINES, 1)  # lanes that share a line
+    shared = tl.where(parts > layout.MANY, layout.LINES // layout.FEW_LINES, 1)  # lanes per line
     total = tl.zeros((layout.PARTS, layout.LINES), tl.float64)
     for i in range(0, parts, shared * layout.PARTS):
         part = i + (tl.arange(0, layout.PARTS) * shared)[:, None].to(tl.int64) + (lanes // each)[None, :]
@@ -131,7 +131,7 @@ def line_totals(where, partials_ptr):
 
 @triton.jit
 def averages(row_ptr, column, first):
-    """A pointer to the averages of a tensor's rows or columns, from one on."""
+    """Return a pointer to the averages of a tensor's rows or columns, from index `first` on."""
     return common.at(tl.load(row_ptr + column), first, tl.float32)
 
 
@@ -151,13 +151,13 @@ def store_columns(col_parts, width, values, WIDE: tl.constexpr):
 
 @triton.jit
 def is_split(is_row, SPLIT: tl.constexpr):
-    """Whether the average of a line is: of a row where columns are, and the other way round."""
+    """Whether the average of a line is split: that of a row if columns are split, and the reverse."""
     return is_row & (SPLIT == "columns" or SPLIT == "both") | (is_row == 0) & (SPLIT == "rows" or SPLIT == "both")
 
 
 @triton.jit
 def line_at(lines_ptr, row_ptr, is_row, line):
-    """Where lines of a tensor stand among all lines."""
+    """Return the address of lines of a tensor among all lines."""
     first = tl.load(row_ptr + layout.FIRST_LINE) + tl.where(
         is_row, 0, tl.load(row_ptr + layout.MATRICES) * tl.load(row_ptr + layout.HEIGHT)
     )

@@ -1,4 +1,4 @@
-"""CAME on the device for tensors whose second moment is not factored: chunks of elements, as LAMB's are."""
+"""CAME on the device for tensors whose second moment is not factored: chunks of elements, as in LAMB."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def came_second_moment(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The unfactored second moment, the sum of u^2 over each chunk, and that of x^2 where the size of x counts."""
+    """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
     chunk = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -51,7 +51,7 @@ def came_second_moment(
 def second_moment(
     pointers, numbers, first, stop, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Elements `first` to `stop` of a chunk; returns the sums of u^2, one for each lane."""
+    """Advance elements `first` to `stop` of a chunk; return the sums of u^2, one per lane."""
     scale, beta2, rest, eps = numbers
     total = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
@@ -69,7 +69,7 @@ def came_move(
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The average, unless it is there already in 8 bits, and the parameter, of an unfactored tensor."""
+    """Advance the average of an unfactored tensor, unless `came_codes` has done so, and step the parameter."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -109,7 +109,7 @@ def move(
     pointers, scales, factors, draws, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `first` to `stop` of a chunk."""
+    """Step elements `first` to `stop` of a chunk."""
     scale, clip, beta1, beta1_rest, lr, decay = factors
     for i in range(first, stop, BLOCK):
         offsets, mask = common.block(i, stop, BLOCK)

@@ -1,4 +1,4 @@
-"""Moments in blocks of few bits: `kernels/codec.py` on the device, under its names."""
+"""Moments in blocks of few bits: `kernels/codec.py` on the device, with the same names."""
 
 import triton
 import triton.language as tl
@@ -8,22 +8,22 @@ from bighorn.kernels.triton import common_kernels as common
 
 CODES = tl.constexpr(codec.BLOCK)
 
-# The bits of 64 as a float, for which there would stand 128 in "signed" and 256 in "unsigned", and of these.
+# The bits of the float 64, which codes 128 ("signed") and 256 ("unsigned") would represent, and the bits of these.
 SHARE_END = tl.constexpr((127 + 6) << 23)
 SIGNED_END = tl.constexpr((127 + 7) << 23)
 UNSIGNED_END = tl.constexpr((127 + 8) << 23)
 
-# Factors are within an ulp of divisions, at a tenth of the instructions; the largest codes are still shares of 1.
+# These factors are within an ulp of divisions, for a tenth of the instructions; the largest codes still have share 1.
 ONE_127TH = tl.constexpr(1 / 127)
 ONE_63RD = tl.constexpr(1 / 63)
 
 
 @triton.jit
 def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a block of a chunk lies: offsets, a mask, and where there are codes their blocks, and which there are.
+    """Return offsets and mask of a block of a chunk, and with codes, indices and mask of its blocks of codes.
 
-    Without codes, offsets begin at the chunk, and there are but two of these. With them, all blocks of codes count as
-    full ones in a chunk, whose elements begin at `first`, and offsets begin at the tensor.
+    Without codes, offsets are relative to the chunk, and the last two are not returned. With codes, every block of
+    codes counts as a full one in a chunk, whose elements begin at `first`, and offsets are relative to the tensor.
     """
     if FORM == "":
         return common.block(i, stop, BLOCK)
@@ -39,7 +39,7 @@ def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, B
 
 @triton.jit
 def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
-    """Some blocks from one on: where their elements lie, VECTOR at a time, and which there are, of these and of blocks.
+    """Return offsets and mask of the elements of some blocks of codes, VECTOR at a time, and the blocks and their mask.
 
     Elements and blocks are counted within a tensor, whose rows of dim 0 have `inner` elements.
     """
@@ -48,14 +48,14 @@ def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
     in_row = tl.cdiv(inner, CODES)
     line, part = (numbers // in_row).to(tl.int64), numbers % in_row * CODES
     columns = part[:, None] + tl.arange(0, CODES)[None, :]
-    # The quotients are exact, and the compiler sees so that the products are multiples.
+    # The quotients are exact, and show the compiler that the products are multiples.
     offsets = (line * (inner // VECTOR * VECTOR))[:, None] + columns
     return offsets, exist[:, None] & (columns < inner // VECTOR * VECTOR), numbers, exist
 
 
 @triton.jit
 def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
-    """Pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor."""
+    """Return pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor."""
     if FORM == "":
         return common.at(address, start, S), scales
     else:
@@ -64,7 +64,7 @@ def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """A block of a moment as it was stored, float32."""
+    """Return a block of a stored moment, float32."""
     values = common.read(moment[0], where[0], where[1], VECTOR)
     if FORM == "":
         return values.to(tl.float32)
@@ -74,7 +74,7 @@ def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def write_moment(moment, where, value, dither, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """Store a block of a moment, and return it as it is stored."""
+    """Store a block of a moment, and return the stored values."""
     if FORM == "":
         return common.write(moment[0], where[0], where[1], value, VECTOR)
     else:
@@ -85,7 +85,7 @@ def write_moment(moment, where, value, dither, FORM: tl.constexpr, VECTOR: tl.co
 
 @triton.jit
 def decoded(codes, scale, FORM: tl.constexpr):
-    """Values of codes: their share of the scale first, so that nothing overflows or vanishes whatever that is."""
+    """Return the values of codes; the share is computed first, so that nothing overflows or underflows."""
     code = codes.to(tl.float32)
     if FORM == "linear":
         return code * ONE_127TH * scale
@@ -102,7 +102,7 @@ def decoded(codes, scale, FORM: tl.constexpr):
 
 @triton.jit
 def encoded(values, mask, dither, FORM: tl.constexpr):
-    """Codes, in float32, of some blocks, and these blocks' scales; a block that is not finite has scale NaN."""
+    """Return codes, in float32, of some blocks, and the blocks' scales; a block that is not finite has scale NaN."""
     if FORM == "half_root":
         values = tl.sqrt_rn(values)
     size = magnitude(values)
@@ -129,24 +129,24 @@ def encoded(values, mask, dither, FORM: tl.constexpr):
 
 @triton.jit
 def root(share, END: tl.constexpr, HALVINGS: tl.constexpr):
-    """A root of a share, as the bits of floats make it: what is to be rounded to a code."""
+    """Return a root of a share, by shifting the bits of floats; it is then rounded to a code."""
     return common.as_float(((common.as_bits(share * 63) - SHARE_END) >> HALVINGS) + END)
 
 
 @triton.jit
 def power(code, END: tl.constexpr, HALVINGS: tl.constexpr):
-    """The inverse."""
+    """Return the share of a code: the inverse of `root`."""
     share = common.as_float(((common.as_bits(code) - END) << HALVINGS) + SHARE_END)
     return tl.where(code == 0, 0.0, share * ONE_63RD)
 
 
 @triton.jit
 def magnitude(x):
-    """The absolute value, by its bits: `tl.abs` makes 0 of what is below float32's normal numbers (abs.ftz in PTX)."""
+    """Return the absolute value, by its bits: `tl.abs` flushes float32's subnormal numbers to 0 (abs.ftz in PTX)."""
     return common.as_float(common.as_bits(x) & 0x7FFFFFFF)
 
 
 @triton.jit
 def nearest(x):
-    """The nearest integer of a number from 0 on, the even one of two."""
+    """Return the nearest integer of a number that is at least 0, ties to even."""
     return tl.where(x < 8388608.0, x + 8388608.0 - 8388608.0, x)

@@ -1,4 +1,4 @@
-"""What the kernels of every algorithm share: tables, where things lie, how they are read and written."""
+"""Functions that the kernels of every algorithm share: tables, positions of elements, loads and stores."""
 
 import torch
 import triton
@@ -10,22 +10,22 @@ TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
-    torch.float64: tl.float64,  # gradients may be
+    torch.float64: tl.float64,  # gradients only
     torch.int8: tl.int8,  # codes
     torch.uint8: tl.uint8,
 }
 PAST_COUNTING = tl.constexpr(arithmetic.PAST_COUNTING)
-LANES = tl.constexpr(256)  # threads of a program; a block is a multiple of it
+LANES = tl.constexpr(256)  # threads of a program; the size of a block is a multiple of it
 SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a time: 128k rows have 501, one matrix 4
 
-# How many elements at a time are aligned, where a block is read and written: a number, or UNMASKED if its elements are
-# all there besides. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
+# The number of elements that are aligned together when a block is read or written, or UNMASKED if all of the
+# block's elements exist, too. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
 UNMASKED = tl.constexpr(0)
 
-# The table of gradients: int64, the address of each row's, which is 0 where it has no elements.
-ABSENT = tl.constexpr(-1)  # of a row that takes no part in this step
+# The table of gradients: int64, the address of each row's gradient, which is 0 if the row has no elements.
+ABSENT = tl.constexpr(-1)  # the row takes no part in this step
 
-# The table of rows: int64, one row per tensor; the columns after these are the algorithm's.
+# The table of rows: int64, one row per tensor; the columns after these belong to the algorithm.
 SIZE = tl.constexpr(0)  # in elements
 FIRST = tl.constexpr(1)  # its first chunk
 STOP = tl.constexpr(2)  # the chunk after its last
@@ -33,20 +33,20 @@ PARAM = tl.constexpr(3)  # addresses
 EXP_AVG = tl.constexpr(4)
 STEP = tl.constexpr(5)
 NORMS = tl.constexpr(6)
-COUNTS = tl.constexpr(7)  # 1 where it advances `step`, which the slices of a parameter share
+COUNTS = tl.constexpr(7)  # 1 if this row advances `step`, which the slices of a parameter share
 HYPER = tl.constexpr(8)  # its row in the table of hyper-parameters
-KEPT = tl.constexpr(9)  # what is kept beside the parameter: an address
-INNER = tl.constexpr(10)  # elements for each index of dim 0: blocks of codes do not cross it
-KEY = tl.constexpr(11)  # what its random bits start from
-PLACE = tl.constexpr(12)  # the place of its first element in the whole parameter
-RUN = tl.constexpr(13)  # elements that follow one another there too
-RUNS = tl.constexpr(14)  # how many of these runs lie RUN_STEP apart
+KEPT = tl.constexpr(9)  # the address of the aux state
+INNER = tl.constexpr(10)  # elements per index of dim 0, which blocks of codes do not cross
+KEY = tl.constexpr(11)  # the key of its random bits
+PLACE = tl.constexpr(12)  # the position of its first element in the whole parameter
+RUN = tl.constexpr(13)  # elements that are consecutive in the whole parameter, too
+RUNS = tl.constexpr(14)  # the number of such runs at distances of RUN_STEP
 RUN_STEP = tl.constexpr(15)
-RUNS_STEP = tl.constexpr(16)  # how far apart so many runs lie
+RUNS_STEP = tl.constexpr(16)  # the distance from RUNS such runs to the next
 OWN = tl.constexpr(17)
 ROW = tl.constexpr(48)
 
-# The table of hyper-parameters: float64, one row per bucket (`options` is a name of Triton's own).
+# The table of hyper-parameters: float64, one row per bucket (Triton reserves the name `options`).
 LR = tl.constexpr(0)
 SIGN = tl.constexpr(1)  # -1 to maximize
 DECAY = tl.constexpr(2)
@@ -57,7 +57,7 @@ OPTION = tl.constexpr(16)
 def square_sums(
     rows_ptr, grads_ptr, program_to_row_ptr, squares_ptr, G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr
 ):
-    """The sum of the squares of each chunk of the gradients, `[chunks]`; backwards, since the next pass is forwards."""
+    """Compute the sum of squares of each chunk of gradients, `[chunks]`, in reverse, since the next pass is forward."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     address = tl.load(grads_ptr + index)
@@ -74,9 +74,9 @@ def shard_totals(
     rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, totals_ptr,
     FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program per tensor that is a shard: the totals of the first two columns of its `sums_ptr`, `[tensors, 2]`.
+    """Compute, with one program per shard, the totals of the first two columns of its `sums_ptr`, `[tensors, 2]`.
 
-    FIRST_SUM and STOP_SUM are the columns of `rows_ptr` that say where its sums begin and end.
+    FIRST_SUM and STOP_SUM are the columns of `rows_ptr` that have the bounds of its sums.
     """
     index = tl.program_id(0).to(tl.int64)
     if not takes_part(grads_ptr, apply_mask_ptr, index):
@@ -88,7 +88,7 @@ def shard_totals(
 
 @triton.jit
 def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of squares over elements `first` to `stop` of a chunk, one for each lane."""
+    """Return the sums of squares over elements `first` to `stop` of a chunk, one per lane."""
     total = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
         offsets, mask = block(i, stop, BLOCK)
@@ -97,25 +97,25 @@ def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constex
     return total
 
 
-# ---- where things lie ------------------------------------------------------------------------------------------------
+# ---- positions and sizes ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def takes_part(grads_ptr, apply_mask_ptr, index):
-    """Whether this step writes a tensor: it is taken, and the tensor has a gradient."""
+    """Whether this step writes a tensor: the apply mask is set, and the tensor has a gradient."""
     return tl.load(apply_mask_ptr) & (tl.load(grads_ptr + index) != ABSENT)
 
 
 @triton.jit
 def entries(rows_ptr, options_ptr, index):
-    """What a program works with: a tensor's row, and its bucket's row of hyper-parameters."""
+    """Return a tensor's row, and its bucket's row of hyper-parameters."""
     row_ptr = rows_ptr + index * ROW
     return row_ptr, options_ptr + tl.load(row_ptr + HYPER) * OPTION
 
 
 @triton.jit
 def count(row_ptr):
-    """The number of this step, from 1, until the step is counted."""
+    """Return the number of this step, from 1, until the step is counted."""
     return tl.load(at(tl.load(row_ptr + STEP), 0, tl.float32)).to(tl.float64) + 1
 
 
@@ -129,32 +129,32 @@ def count_step(row_ptr):
 
 @triton.jit
 def gradient_scale(grad_scale_ptr, option_ptr):
-    """What the gradient is multiplied with."""
+    """Return the factor of gradients."""
     return (tl.load(grad_scale_ptr) * tl.load(option_ptr + SIGN)).to(tl.float32)
 
 
 @triton.jit
 def extent(row_ptr, chunk, CHUNK: tl.constexpr):
-    """Where a chunk starts in its tensor, and how many elements it has: fewer than none where it starts behind it."""
+    """Return a chunk's first element in its tensor, and its number of elements: negative beyond the tensor's end."""
     start = (chunk - tl.load(row_ptr + FIRST)) * CHUNK
     return start, tl.minimum(tl.load(row_ptr + SIZE) - start, CHUNK).to(tl.int32)
 
 
 @triton.jit
 def vectorised(addresses, size, BLOCK: tl.constexpr):
-    """How many elements of a chunk are whole blocks, to be moved 16 bytes at a time: none if an address forbids it."""
+    """Return how many elements of a chunk are in whole blocks, to be moved 16 bytes at a time: 0 if not aligned."""
     return tl.where(addresses % 16 == 0, size // BLOCK * BLOCK, 0)
 
 
 @triton.jit
 def at(address, start, T: tl.constexpr):
-    """A pointer to element `start` of the tensor at an address."""
+    """Return a pointer to element `start` of the tensor at an address."""
     return address.to(tl.pointer_type(T)) + start
 
 
 @triton.jit
 def block(i, stop, BLOCK: tl.constexpr):
-    """The offsets of a block from element `i` on, and which of them there are."""
+    """Return the offsets of a block from element `i` on, and their mask."""
     offsets = i + tl.arange(0, BLOCK)
     return offsets, offsets < stop
 
@@ -164,7 +164,7 @@ def block(i, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
-    """A block, with 0 where there is no element."""
+    """Return a block, with 0 for elements outside the mask."""
     if VECTOR == UNMASKED:
         return tl.load(tl.multiple_of(pointer + offsets, 16))
     else:
@@ -173,7 +173,7 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
 
 @triton.jit
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
-    """Store a block, rounded, and return it as it is stored."""
+    """Store a block, rounded, and return the stored values."""
     stored = value.to(pointer.dtype.element_ty)
     if VECTOR == UNMASKED:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)
@@ -184,7 +184,7 @@ def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
 
 @triton.jit
 def aligned_to(pointer, offsets, VECTOR: tl.constexpr):
-    """Pointers, of which the compiler is told that VECTOR of them at a time are aligned to what these take."""
+    """Return pointers that the compiler can assume to be aligned to VECTOR elements."""
     if VECTOR > 1:
         return tl.multiple_of(pointer + offsets, (1, VECTOR * pointer.dtype.element_ty.primitive_bitwidth // 8))
     else:
@@ -193,13 +193,13 @@ def aligned_to(pointer, offsets, VECTOR: tl.constexpr):
 
 @triton.jit
 def folded(values):
-    """Sums over what a thread holds of a block, one for each lane: one for each element would take its registers."""
+    """Return sums over the elements that each thread holds of a block, one per lane, to keep few sums in registers."""
     return tl.sum(tl.reshape(values, (LANES, values.numel // LANES)), 1)
 
 
 @triton.jit
 def partial_total(partials_ptr, first, stop, STRIDE: tl.constexpr):
-    """The sum of every STRIDE-th float64 from `first` to `stop`, which count such strides; always in one order."""
+    """Return the sum of every STRIDE-th float64; `first` and `stop` count strides. The order is always the same."""
     total = tl.zeros((LANES,), tl.float64)
     for i in range(first, stop, SUMS_AT_ONCE):
         index = i + tl.arange(0, SUMS_AT_ONCE)
@@ -209,17 +209,17 @@ def partial_total(partials_ptr, first, stop, STRIDE: tl.constexpr):
 
 @triton.jit
 def number(pointer):
-    """A float64 of a table as a float32."""
+    """Return a float64 of a table as a float32."""
     return tl.load(pointer).to(tl.float32)
 
 
 @triton.jit
 def as_bits(x):
-    """The bits of a float32 as an int32."""
+    """Return the bits of a float32 as an int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def as_float(bits):
-    """The inverse."""
+    """Return the float32 with these bits."""
     return bits.to(tl.float32, bitcast=True)

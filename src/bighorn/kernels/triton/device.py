@@ -1,4 +1,4 @@
-"""Triton and the devices that it works on: all that this backend knows of CUDA, ROCm and XPU, and of no GPU at all."""
+"""Triton and its devices: all dependencies of this backend on CUDA, ROCm and XPU, and on the absence of a GPU."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEVICES = ("cuda", "xpu")  # ROCm calls itself cuda
+DEVICES = ("cuda", "xpu")  # torch calls ROCm cuda
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (3, 3)
-TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its variables
+TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton accepts in its variables
 THREADS = 256  # LANES of the kernels
-REGISTERS = 128  # of a thread, with which two blocks fit on a multiprocessor
+REGISTERS = 128  # per thread, so that two programs fit on a multiprocessor
 
 trial_step: Callable[[torch.device], float] | None = None
-"""`trial.lamb_step`, which is built on this module; the package sets it when it is imported."""
+"""`trial.lamb_step`, which depends on this module; the package sets it on import."""
 
 
 def unsupported(param: Tensor) -> str | None:
-    """Why no algorithm of this backend can serve such a tensor, or None."""
+    """The reason why no algorithm of this backend can serve a tensor, or None."""
     device = param.device
     if interpreted() and device.type != "cpu":
         return "TRITON_INTERPRET is set, and the interpreter reads the memory of the CPU alone: unset it"
@@ -36,12 +36,12 @@ def unsupported(param: Tensor) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels, on the CPU: slowly, for tests."""
+    """Whether Triton interprets kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE
 
 
 def status() -> tuple[bool, str, str]:
-    """Whether it works on this machine, on what or why not, and the type of the device that it serves."""
+    """Return whether it works on this machine, the device or the reason why not, and the type of the device."""
     device = _device()
     reason = broken(device) if device else "torch sees no GPU here"
     if device is None or reason:
@@ -64,19 +64,19 @@ def _version() -> str:
 
 
 def broken(device: torch.device) -> str | None:
-    """Why Triton does not work on a device of this machine, or None."""
+    """The reason why Triton does not work on a device of this machine, or None."""
     reason = missing(device)
-    if reason or device.type == "cpu" or capturing(device):  # a graph's capture would break at the trial's wait
+    if reason or device.type == "cpu" or capturing(device):  # the trial synchronizes, which breaks a graph's capture
         return reason
     return trial_failure(device)
 
 
 @functools.cache
 def missing(device: torch.device) -> str | None:
-    """Why Triton, or its driver for a device, cannot be used on this machine, or None."""
+    """The reason why Triton, or its driver for a device, cannot be used on this machine, or None."""
     try:
         version = _version()
-    except Exception as error:  # an installation that does not fit its surroundings fails in many ways
+    except Exception as error:  # a wrong installation can raise any error
         return f"Triton does not import ({error}): install the version that this torch asks for"
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         return (
@@ -93,10 +93,10 @@ def missing(device: torch.device) -> str | None:
 
 @functools.cache
 def trial_failure(device: torch.device) -> str | None:
-    """What went wrong when LAMB's kernels were compiled, loaded and run on a device, or None.
+    """Return the error of compiling, loading and running LAMB's kernels on a device, or None.
 
-    A version of Triton that cannot compile them, a C compiler that is missing or a driver that is too old show only
-    then. It takes a second or two once, and 0.05 s from Triton's cache on disk.
+    A version of Triton that cannot compile them, a missing C compiler or a driver that is too old show only then. The
+    trial takes a second or two once, and 0.05 s from Triton's cache on disk.
     """
     assert trial_step is not None
     try:
@@ -110,27 +110,27 @@ def trial_failure(device: torch.device) -> str | None:
 
 
 Launch = Callable[[int, tuple[Tensor, ...]], object]
-"""Runs so many programs of a kernel on these tables."""
+"""A function that launches a number of programs of a kernel with these tables."""
 
 
 def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Launch:
-    """A kernel with these constants, compiled and loaded for tables like these, at multiples of 16 bytes."""
+    """Return a kernel with these constants, compiled and loaded for tables like these, at multiples of 16 bytes."""
     named = {name: constants[name] for name in kernel.arg_names if name in constants}
     options = compile_options(*_platform(tables[0].device), constants)
     if interpreted():
         return lambda programs, tables: kernel.run(*tables, grid=(programs,), warmup=False, **named, **options)
     ready = kernel.run(*tables, grid=(1,), warmup=True, **named, **options)
     _ = ready.run  # loads it
-    # The kernel's own `run` would find out at each launch that this is what it needs, in five times the time.
+    # At each launch, the kernel's own `run` would look up this compiled kernel, which takes five times as long.
     return lambda programs, tables: ready[programs, 1, 1](*tables, *named.values())
 
 
 def compile_options(backend: str, warp_size: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """How kernels with these constants are compiled for a device whose warps have so many threads."""
-    # Triton fuses multiplications with additions by default until 3.8, and not from then on.
+    """Return the options for compiling a kernel with these constants for a device with warps of `warp_size` threads."""
+    # Triton enables the fusion of multiplications with additions by default before 3.8, and disables it from 3.8 on.
     options = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
-    # ptxas of CUDA 13.1 keeps 8 or 16 bytes of such kernels in memory, so that one more block fits on a multiprocessor,
-    # unless it is told what registers there are.
+    # Without a limit on registers, ptxas of CUDA 13.1 spills 8 or 16 bytes of such kernels, so that one more program
+    # fits on a multiprocessor.
     if backend == "cuda" and _takes_many_registers(constants):
         options["maxnreg"] = REGISTERS
     return options
@@ -143,13 +143,13 @@ def _takes_many_registers(constants: dict[str, Any]) -> bool:
         or constants["S"].primitive_bitwidth == 8
         or constants["ROUNDING"] != "nearest"
         or constants["G"].primitive_bitwidth == 64
-        or "RESIDUAL" in constants  # sums of lines, 16 of float64 a thread
+        or "RESIDUAL" in constants  # sums of lines: 16 of float64 per thread
     )
 
 
 @functools.cache
 def _platform(device: torch.device) -> tuple[str, int]:
-    """What Triton compiles for on a device, and how many threads a warp has there."""
+    """Return Triton's name of a device's platform, and the number of threads of a warp."""
     if interpreted():
         return "", THREADS
     from triton.runtime import driver
@@ -160,7 +160,7 @@ def _platform(device: torch.device) -> tuple[str, int]:
 
 
 def guard(device: torch.device) -> AbstractContextManager[object]:
-    """Launches inside go to this device, on its current stream."""
+    """Return a context whose launches use this device, on its current stream."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     manager: AbstractContextManager[object] = torch.get_device_module(device).device(device)
@@ -168,7 +168,7 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that launches go to, or None where there are no streams."""
+    """Return the stream for launches, or None for a device without streams."""
     stream: torch.Stream | None = None
     if device.type != "cpu":
         stream = torch.get_device_module(device).current_stream(device)

@@ -1,4 +1,4 @@
-"""LAMB in Triton, the host's side: four launches for the whole model."""
+"""LAMB in Triton: the host side. Four launches step the whole model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from bighorn.kernels.triton.tables import Uploads
 UNBOUNDED = (0.0, math.inf)
 
 FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
-"""What `codec_kernels.py` calls the forms of both moments in blocks."""
+"""The forms of both moments in blocks, as `codec_kernels.py` names them."""
 
 
 def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
-    """Why this backend cannot serve such a tensor, or None."""
+    """The reason why this backend cannot serve a tensor, or None."""
     reason = stepper.unsupported_reason(param, options)
     if options.cautious and not reason:
         return "cautious updates are not in Triton: they would take one more pass over each tensor"
@@ -39,7 +39,7 @@ def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
 
 
 class LambLaunchGroup(LaunchGroup[LambOptions]):
-    """Rows that adapt come first: the second pass leaves the others out."""
+    """Rows that share compiled kernels. Rows with a trust ratio come first, since the second pass omits the others."""
 
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -58,10 +58,10 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LambOptions) -> dict[str, Any]:
-        """As `LaunchGroup.compiled_for`; both moments have one dtype."""
+        """See `LaunchGroup.compiled_for`; the dtype of the first moment determines that of the second."""
         from bighorn.kernels.triton.common_kernels import LANES, TYPES
 
-        # A thread moves 16 bytes of the widest dtype: more of them, and the narrow ones pass through shared memory.
+        # A thread moves 16 bytes of the widest dtype: with more, the narrow ones would pass through shared memory.
         narrow = all(dtype.itemsize == 2 for dtype in (x, g, m))
         narrow &= options.decay_mode != "l2"  # with 8 elements a thread, ptxas of CUDA 13.1 spills 8 bytes there
         narrow &= options.weight_rounding == "nearest" and not options.blocks
@@ -78,24 +78,24 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
 
     @staticmethod
     def chunks_of(x: Tensor, options: LambOptions) -> int:
-        """As `LaunchGroup.chunks_of`; moments in blocks of codes are cut up as if these were full."""
+        """See `LaunchGroup.chunks_of`; all blocks of codes count as full ones."""
         codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
         return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
-        """As `LaunchGroup.own_columns`: `lamb_kernels.py` numbers them."""
+        """See `LaunchGroup.own_columns`; `lamb_kernels.py` numbers the columns."""
         states, names = [(self.buckets[index].state, i) for index, i in self.indices], self.kernels.ADDRESSES
         return [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """One LAMB step."""
+        """Make one LAMB step."""
         self.moments(options, scale, apply_mask, compile_only=compile_only)
-        # A shard's totals are those of all ranks, which `sharded_step` hands over; alone in its group they are its own.
+        # A shard's totals are those of all ranks, which `sharded_step` passes; without other ranks, they are its own.
         totals = self.totals(apply_mask, compile_only=compile_only) if self.sharded else None
         self.apply(options, apply_mask, totals, compile_only=compile_only)
 
     def moments(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """The first pass: moments, and the sums of the squares of x and u for each chunk."""
+        """Run the first pass: moments, and the sums of the squares of x and u for each chunk."""
         rows, grads, program_to_row, sums, factors = self.rows, self.grads, self.program_to_row, self.sums, self.factors
         self.launch(
             self.kernels.lamb_factors, len(self.indices), (rows, grads, options, apply_mask, factors), compile_only
@@ -104,13 +104,13 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         self.launch(self.kernels.lamb_moments, len(self.program_to_row), tables, compile_only)
 
     def totals(self, apply_mask: Tensor, *, compile_only: bool = False) -> Tensor:
-        """These sums for each row, flat: of x, of u, and so on."""
+        """Return these sums for each row, flat: of x, of u, and so on."""
         return self.shard_totals(apply_mask, self.common.FIRST.value, self.common.STOP.value, 2, compile_only)
 
     def apply(
         self, options: Tensor, apply_mask: Tensor, totals: Tensor | None = None, *, compile_only: bool = False
     ) -> None:
-        """Each tensor's decision, from its sums over all ranks where it is a shard, then x."""
+        """Compute each tensor's trust ratio from its sums, which are those of all ranks for a shard, then step x."""
         rows, grads, program_to_row, factors = self.rows, self.grads, self.program_to_row, self.factors
         tables = rows, grads, options, apply_mask, self.sums if totals is None else totals, factors
         self.launch(self.kernels.lamb_norms, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
@@ -121,21 +121,21 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
 class Lamb(Stepper[LambOptions]):
     """LAMB for some buckets on one device."""
 
-    layout_options = ("rounding_seed", "adapt")  # weight decay may switch adaptation on and off
+    layout_options = ("rounding_seed", "adapt")  # weight decay can switch the trust ratio on and off
 
     def launch_group(self, indices: list[RowIndex]) -> LambLaunchGroup:
-        """As `Stepper.launch_group`."""
+        """See `Stepper.launch_group`."""
         return LambLaunchGroup(self.buckets, indices, self.gradient_layouts, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[LambOptions], i: int) -> tuple[object, ...]:
-        """As `Stepper.kind`."""
+        """See `Stepper.kind`."""
         del i
         o = bucket.options
         return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """One step of shards, as `reference.Lamb.sharded_step`: one round, of the sums of squares of x and u."""
+        """Make one step of shards, as `reference.Lamb.sharded_step`: one round, with the sums of squares of x and u."""
         groups = [group for group in self.groups if isinstance(group, LambLaunchGroup)]
         with self.guard:
             options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
@@ -150,7 +150,7 @@ class Lamb(Stepper[LambOptions]):
 
     @staticmethod
     def option_values(options: LambOptions) -> list[float]:
-        """As `Stepper.option_values`: `lamb_kernels.py` numbers the columns."""
+        """See `Stepper.option_values`; `lamb_kernels.py` numbers the columns."""
         o, (beta1, beta2) = options, options.betas
         adagrad, uncorrected = o.second_moment == "adagrad", not o.bias_correction
         return [

@@ -1,9 +1,9 @@
 """LAMB on the device, in Triton: two passes over the model, with one program per tensor before and between them.
 
-Programs find everything in tables of addresses and numbers (`lamb.py` lays them out), so that a launch serves any
-number of tensors, and nothing is compiled again when a number changes. Where the lines tagged `LAMB-...` leave a
-question open, `reference/lamb.py` answers it. Arithmetic is in float32; sums of squares, and what there is one of for
-each tensor, in float64.
+Programs read all inputs from tables of addresses and numbers (`lamb.py` builds them), so that a launch serves any
+number of tensors, and nothing is compiled again when a number changes. The lines tagged `LAMB-...` follow
+`reference/lamb.py`, which has the details. Arithmetic is in float32; sums of squares, and numbers that exist once per
+tensor, are in float64.
 """
 
 import triton
@@ -13,42 +13,42 @@ from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
 
-# Columns of the table of rows, after the common ones.
+# Columns of the table of rows, after the common columns.
 ADDRESSES = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 EXP_AVG_SQ = tl.constexpr(common.OWN + 0)
 MAX_EXP_AVG_SQ = tl.constexpr(common.OWN + 1)
-EXP_AVG_SCALE = tl.constexpr(common.OWN + 2)  # where moments are kept in blocks
+EXP_AVG_SCALE = tl.constexpr(common.OWN + 2)  # used if moments are kept in blocks
 EXP_AVG_SQ_SCALE = tl.constexpr(common.OWN + 3)
 
-# Columns of the table of hyper-parameters, likewise.
+# Columns of the table of hyper-parameters, after the common columns.
 BETA1 = tl.constexpr(3)
 BETA2 = tl.constexpr(4)
-BETA3 = tl.constexpr(5)  # what g is multiplied with in m
-BETA4 = tl.constexpr(6)  # what g^2 is multiplied with in v
-LOG_BETA1 = tl.constexpr(7)  # -inf where there is no bias correction
+BETA3 = tl.constexpr(5)  # the factor of g in m
+BETA4 = tl.constexpr(6)  # the factor of g^2 in v
+LOG_BETA1 = tl.constexpr(7)  # -inf without bias correction
 LOG_BETA2 = tl.constexpr(8)
-CORRECTS_LR = tl.constexpr(9)  # 1 where the bias correction is a factor of lr
+CORRECTS_LR = tl.constexpr(9)  # 1 if the bias correction is a factor of lr
 EPS = tl.constexpr(10)
-ADAPTS = tl.constexpr(11)  # 0 where the trust ratio is 1, and the first pass writes x
+ADAPTS = tl.constexpr(11)  # 0 if the trust ratio is always 1, and the first pass writes x
 WEIGHT_LOW = tl.constexpr(12)
 WEIGHT_HIGH = tl.constexpr(13)
 RATIO_LOW = tl.constexpr(14)
 RATIO_HIGH = tl.constexpr(15)
 
-# Elements that are moved one by one take an address each: as many as of others would not fit into registers.
+# An element that is loaded by itself takes an address of its own, so that fewer of them fit into registers.
 FEWER = tl.constexpr(4)
 
 # The table of factors: float64, one row per tensor.
 M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
 ROOT_EPS = tl.constexpr(1)
-STRIDE = tl.constexpr(2)  # what u is multiplied with: lr, its correction, and in the end the trust ratio
+STRIDE = tl.constexpr(2)  # the factor of u: lr, its correction, and finally the trust ratio
 STEP_NUMBER = tl.constexpr(3)  # from 1
 FACTOR = tl.constexpr(4)
 
 
 @triton.jit
 def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr):
-    """One program per tensor: the bias corrections, whose float64 would be too much for each program of a pass."""
+    """Compute the bias corrections, with one program per tensor: their float64 would cost each program too much."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
@@ -68,7 +68,7 @@ def lamb_moments(
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first pass: moments, the sums of the squares of x and u for each chunk, and x itself where nothing adapts."""
+    """Run the first pass: moments, sums of the squares of x and u of each chunk, and x itself without a trust ratio."""
     chunk = tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -102,7 +102,7 @@ def lamb_moments(
             pointers, numbers, option_ptr, places, 0, whole,
             VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
         )  # fmt: skip
-    else:  # as gradients of FSDP2 and DDP often are: they alone are moved one by one
+    else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
         x1, u1 = moments(
             pointers, numbers, option_ptr, places, 0, whole,
             VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
@@ -121,7 +121,7 @@ def moments(
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `first` to `stop` of a chunk; returns the sums of x^2 and u^2, one for each lane."""
+    """Step elements `first` to `stop` of a chunk; return the sums of x^2 and u^2, one per lane."""
     AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
     beta1, beta2 = common.number(option_ptr + BETA1), common.number(option_ptr + BETA2)
@@ -151,7 +151,7 @@ def moments(
             x *= shrink
         u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
         if VECTOR != common.UNMASKED:
-            u = tl.where(mask, u, 0.0)  # without eps, 0 / 0 where there is no element
+            u = tl.where(mask, u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
         x_squares += common.folded(x.to(tl.float64) * x.to(tl.float64))
         u_squares += common.folded(u.to(tl.float64) * u.to(tl.float64))
         if writes_x:
@@ -162,7 +162,7 @@ def moments(
 
 @triton.jit
 def lamb_norms(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, factors_ptr, PER_CHUNK: tl.constexpr):
-    """One program per tensor: its norms, its trust ratio, and its step count; `sums` have a row per chunk or tensor."""
+    """Compute each tensor's norms and trust ratio, and count its step; `sums` have a row per chunk or tensor."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
@@ -189,7 +189,7 @@ def lamb_norms(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, facto
 
 @triton.jit
 def trust_ratio(weight_norm, update_norm, option_ptr):
-    """As `trust_ratio` of the reference; the bounds are 0 and infinity where there are none, and a NaN stays one."""
+    """Return the `trust_ratio` of the reference; bounds that are not set are 0 and infinity, and a NaN remains NaN."""
     q = bounded(weight_norm, option_ptr + WEIGHT_LOW, option_ptr + WEIGHT_HIGH) / update_norm  # LAMB-q
     q = bounded(q, option_ptr + RATIO_LOW, option_ptr + RATIO_HIGH)
     return tl.where((weight_norm == 0) | (update_norm == 0) | (tl.load(option_ptr + ADAPTS) == 0), 1.0, q)
@@ -202,7 +202,7 @@ def lamb_apply(
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The second pass: x. It goes backwards, since the last chunks of the first pass may lie in the cache still."""
+    """Run the second pass: x, in reverse order, since the last chunks of the first pass may still be in cache."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -231,7 +231,7 @@ def apply(
     VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `first` to `stop` of a chunk."""
+    """Step elements `first` to `stop` of a chunk."""
     AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
     m_factor, root_eps, stride = (
         common.number(factor + M_FACTOR),
@@ -251,14 +251,14 @@ def apply(
         weights.write_weight(pointers[0], where[0], where[1], x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
 
 
-# ---- what both passes compute --------------------------------------------------------------------------------------
+# ---- arithmetic of both passes -------------------------------------------------------------------------------------
 
 
 @triton.jit
 def chunk_of(row_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk's first element, from where its offsets count, and its size; with codes, as if blocks of these were full.
+    """Return a chunk's first element, the origin of its offsets, and its size; all blocks of codes count as full ones.
 
-    Offsets then count from the tensor.
+    With codes, offsets count from the tensor.
     """
     if FORM == "":
         start, size = common.extent(row_ptr, chunk, CHUNK)
@@ -272,7 +272,7 @@ def chunk_of(row_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """How many elements of a chunk are moved some at a time; a gradient's address has no say, but its loads have."""
+    """Return how many elements of a chunk are moved in vectors; a gradient's address affects only its own loads."""
     if FORM == "":
         return common.vectorised(addresses, size, BLOCK)
     else:
@@ -281,14 +281,14 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def update(x, m, v, m_factor, root_eps, decay, DECAY_MODE: tl.constexpr):
-    """The u of a block. Both bias corrections have moved to where a tensor has one number."""
+    """Return u of a block. Both bias corrections are in the scalars of the tensor."""
     r = tl.div_rn(m * m_factor, tl.sqrt_rn(v) + root_eps)
     return r + decay * x if DECAY_MODE == "ratio" else r  # LAMB-u
 
 
 @triton.jit
 def corrections(t, option_ptr):
-    """M_FACTOR, ROOT_EPS and STRIDE at step `t`, the last without a trust ratio."""
+    """Return M_FACTOR, ROOT_EPS and STRIDE at step `t`, the last without a trust ratio."""
     correction1 = 1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + LOG_BETA1))
     root2 = tl.sqrt(1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + LOG_BETA2)))
     corrects_lr = tl.load(option_ptr + CORRECTS_LR) != 0
@@ -302,12 +302,12 @@ def corrections(t, option_ptr):
 
 @triton.jit
 def shrinkage(option_ptr):
-    """What decoupled decay multiplies x with."""
+    """Return the factor of x in decoupled decay."""
     return (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(tl.float32)
 
 
 @triton.jit
 def bounded(value, low, high):
-    """A scalar clamped to two numbers in memory; a NaN stays one."""
+    """Return a scalar clamped to two numbers in memory; a NaN remains NaN."""
     value = tl.where(value < tl.load(low), tl.load(low), value)
     return tl.where(value > tl.load(high), tl.load(high), value)

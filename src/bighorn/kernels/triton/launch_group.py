@@ -16,17 +16,17 @@ from bighorn.kernels.rounding import AUX_STATE, rng_key
 from bighorn.kernels.triton.device import Launch, compiled
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
 
-CHUNK = 8192  # elements of a program
+CHUNK = 8192  # elements per program
 
 RowIndex = tuple[int, int]
-"""The index of a bucket, and of a row in it."""
+"""The index of a bucket, and the index of a row in it."""
 
 GradientLayouts = dict[RowIndex, tuple[torch.dtype, bool]]
-"""The dtype of each row's gradient, and whether its order of memory is that of the parameter."""
+"""The dtype of each row's gradient, and whether it has the memory order of the parameter."""
 
 
 def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
-    """The constants that the kernels of every algorithm have, for dtypes of parameter, gradient and average."""
+    """Return the constants of the kernels of every algorithm, for dtypes of parameter, gradient and average."""
     from bighorn.kernels.triton.common_kernels import LANES, TYPES
 
     return {
@@ -38,10 +38,10 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
 
 
 class LaunchGroup(Generic[Options]):
-    """Rows that the same compiled kernels serve. An algorithm adds its columns, its tables and its launches."""
+    """Rows that the same compiled kernels serve. An algorithm adds its columns, tables and launches."""
 
     sums: Tensor
-    """What a pass sums up for the next one: rows of float64, one for each program."""
+    """The sums of a pass for the next one: rows of float64, one per program."""
 
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -51,7 +51,7 @@ class LaunchGroup(Generic[Options]):
         self.buckets: list[Bucket[Options]] = buckets
         self.indices, self.uploads = indices, uploads
         offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
-        self.flat_indices = [offsets[index] + i for index, i in indices]  # among the rows of all buckets
+        self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
         self.device, self.common = buckets[0].metrics.device, common_kernels
         self.params = [buckets[index].params[i] for index, i in indices]
         self.chunks = [
@@ -72,25 +72,25 @@ class LaunchGroup(Generic[Options]):
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
-        """The constants of the kernels, for dtypes of parameter, gradient and average."""
+        """Return the constants of the kernels, for dtypes of parameter, gradient and average."""
         raise NotImplementedError
 
     @staticmethod
     def chunks_of(x: Tensor, options: Options) -> int:
-        """Programs of a tensor. An empty one has one too: its step is counted and its norms are written."""
+        """Return the programs of a tensor. An empty one has one, too, which counts its step and writes its metrics."""
         del options
         return max(1, -(-x.numel() // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
-        """The algorithm's columns in the table of rows."""
+        """Return the algorithm's columns in the table of rows."""
         raise NotImplementedError
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """One step."""
+        """Make one step, or compile the kernels only."""
         raise NotImplementedError
 
     def holders(self) -> list[object]:
-        """Whose attributes its tables are."""
+        """Return the objects whose attributes are this group's tables."""
         return [self, self.addresses]
 
     def update_gradients(self) -> None:
@@ -105,14 +105,14 @@ class LaunchGroup(Generic[Options]):
         self.grads = self.addresses.of_addresses(grads)
 
     def square_sums(self) -> Tensor:
-        """The sum of the gradients' squares for each chunk, float64: compiled where somebody asks for it."""
+        """Return the sum of the gradients' squares for each chunk, float64; the first call compiles the kernel."""
         sums = torch.empty(len(self.program_to_row), dtype=torch.float64, device=self.device)
         tables = self.rows, self.grads, self.program_to_row, sums
         self.launch(self.common.square_sums, len(self.program_to_row), tables, compile_only=False)
         return sums
 
     def shard_totals(self, apply_mask: Tensor, first: int, stop: int, stride: int, compile_only: bool) -> Tensor:
-        """The totals of the first two columns of each row's `sums`, flat; arguments as those of the kernel."""
+        """Return the totals of the first two columns of each row's `sums`, flat; arguments are those of the kernel."""
         totals = torch.zeros(2 * len(self.indices), dtype=torch.float64, device=self.device)
         columns = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride}
         tables = self.rows, self.grads, apply_mask, self.sums, totals
@@ -122,7 +122,7 @@ class LaunchGroup(Generic[Options]):
     def launch(
         self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any
     ) -> None:
-        """Launch so many programs of a kernel, if any, which is compiled and loaded first; or do no more than that."""
+        """Compile and load a kernel at first, and launch `programs` programs of it unless `compile_only` is set."""
         if self.uploads.recording:
             keep_alive(tables)
         key = kernel, *constants.items()
@@ -132,16 +132,16 @@ class LaunchGroup(Generic[Options]):
             self.launches[key](programs, tables)
 
     def gradients(self) -> list[Tensor | None]:
-        """Each row's gradient, as it is."""
+        """Return each row's gradient, without copies."""
         grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
         return list(map(grads.__getitem__, self.flat_indices))
 
     def program_table(self, programs: list[int]) -> Tensor:
-        """For each program its row, where each row has so many programs."""
+        """Return the row of each program, from the number of programs of each row."""
         return self.uploads.table([row for row, count in enumerate(programs) for _ in range(count)], torch.int32)
 
     def _rows(self) -> list[list[int]]:
-        """The table of rows, as `common_kernels.py` numbers its columns."""
+        """Return the table of rows; `common_kernels.py` numbers the columns."""
         rows: list[list[int]] = []
         unique_steps: set[int] = set()
         first, width = 0, self.common.ROW.value
@@ -162,12 +162,12 @@ class LaunchGroup(Generic[Options]):
 
 
 def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
-    """What a row's random bits are made from, and the positions of its elements in the whole parameter."""
+    """Return the key of a row's random bits, and the positions of its elements in the whole parameter."""
     shard = bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
     strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     first = bucket.row_offsets[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
     key = rng_key(bucket.options.rounding_seed, bucket.param_ids[i])
-    runs = [(1, 1)]  # how many, and how far apart; from the innermost on
+    runs = [(1, 1)]  # count and distance, from the innermost on
     for size, stride in reversed(list(zip(shard.size, strides, strict=True))):
         count, step = runs[-1]
         if size != 1 and stride == count * step:

@@ -1,4 +1,4 @@
-"""What the algorithms share: a step of all groups of rows, whose tables are brought up to date before it."""
+"""The base of the algorithms: a step of all launch groups, after an update of their tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, kee
 
 
 def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
-    """Why no algorithm of this backend can serve such a tensor with such options, or None."""
+    """The reason why no algorithm of this backend can serve a tensor with such options, or None."""
     reason = unsupported(param)
     if options.centre and not reason:
         return "gradient centralisation is not in Triton: it would take one more pass over each gradient"
@@ -26,7 +26,7 @@ def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str
 
 
 def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
-    """Why no algorithm of this backend can serve such a shard of a tensor that it would serve whole, or None."""
+    """The reason why no algorithm of this backend can serve a shard of a tensor that it would serve whole, or None."""
     if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
         return "Triton's random bits are for tensors that are cut up along three dims at most"
     return None
@@ -36,7 +36,7 @@ class Stepper(Generic[Options]):
     """An algorithm for some buckets on one device."""
 
     layout_options: ClassVar[tuple[str, ...]] = ("rounding_seed",)
-    """Options that tables are built anew for."""
+    """The options whose change requires new tables."""
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
@@ -49,11 +49,11 @@ class Stepper(Generic[Options]):
         self.true = torch.ones((), dtype=torch.bool, device=self.device)
         self.none = torch.empty(0, dtype=torch.float64, device=self.device)
         served = {step.data_ptr() for bucket in buckets for step in bucket.steps}
-        # A stacked parameter without slices has no row, but steps like any other.
+        # A stacked parameter without slices has no row, but its steps are counted like any other's.
         self.counts_without_rows: list[tuple[Bucket[Options], Tensor]] = [
             (bucket, step) for bucket in self.buckets for step in bucket.unique_steps if step.data_ptr() not in served
         ]
-        # Of gradients that are all there now, while some may be missing when tables are made anew.
+        # All gradients are present now; some may be missing when tables are built again.
         self.gradient_layouts: GradientLayouts = {
             (index, i): (g.dtype, in_order_of(x, g) is g)
             for index, bucket in enumerate(buckets)
@@ -63,21 +63,21 @@ class Stepper(Generic[Options]):
         self.build_tables()
 
     def launch_group(self, indices: list[RowIndex]) -> LaunchGroup[Options]:
-        """Rows that are of one kind."""
+        """Return the launch group of rows of one kind."""
         raise NotImplementedError
 
     @staticmethod
     def kind(bucket: Bucket[Options], i: int) -> tuple[object, ...]:
-        """What rows must agree in, besides dtypes, to be served by the same compiled kernels."""
+        """Return the properties, besides dtypes, that must be equal for rows that the same compiled kernels serve."""
         raise NotImplementedError
 
     @staticmethod
     def option_values(options: Options) -> list[float]:
-        """A row of the table of hyper-parameters: `common_kernels.py` numbers its first columns."""
+        """Return a row of the table of hyper-parameters; `common_kernels.py` numbers its first columns."""
         raise NotImplementedError
 
     def build_tables(self) -> None:
-        """Sort the rows into groups, and compile what they need, so that no kernel fails after another has written."""
+        """Sort the rows into groups, and compile their kernels, so that none fails after another one has written."""
         self.layout_keys: list[list[object]] = self._layout_keys()
         self.uploads.streams.clear()
         with self.guard:
@@ -87,7 +87,7 @@ class Stepper(Generic[Options]):
                 group.step(self.options, self.one, self.true, compile_only=True)
 
     def prepare(self) -> None:
-        """Do whatever can fail: tables, and copies of gradients whose order of memory is not their parameters'."""
+        """Do everything that can fail: build tables, and copy gradients whose memory order is not their parameters'."""
         self.uploads.begin_step()
         if self.layout_keys != self._layout_keys():
             self.build_tables()
@@ -99,7 +99,7 @@ class Stepper(Generic[Options]):
                 group.update_gradients()
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of tables, once freed, from others until this stream has done with it, too."""
+        """Keep the memory of tables, once freed, from being used again until this stream has finished with it, too."""
         self.uploads.streams.append(stream)
         for holder in (self, self.options_table, *(each for group in self.groups for each in group.holders())):
             for held in vars(holder).values():
@@ -109,18 +109,18 @@ class Stepper(Generic[Options]):
     def update_options(self) -> None:
         """Upload the options of all buckets, if they have changed. A graph has a table of its own."""
         options = [bucket.options for bucket in self.buckets]
-        # By identity: to compare learning rates that are tensors, the host would have to wait for them.
+        # Options are compared by identity, since the host would wait for learning rates that are tensors.
         if self.uploads.recording or not all(map(operator.is_, options, self.uploaded_options)):
             self.options = self.options_table.of([value for each in options for value in self._option_row(each)])
             self.uploaded_options = [None] * len(options) if self.uploads.recording else options
 
     def square_sum(self) -> Tensor:
-        """The sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         with self.guard:
             return torch.cat([self.none, *(group.square_sums() for group in self.groups)]).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """One step of all buckets, as `reference.Stepper.step`."""
+        """Make one step of all buckets, as `reference.Stepper.step`."""
         with self.guard:
             options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
             for group in self.groups:
@@ -128,7 +128,7 @@ class Stepper(Generic[Options]):
             self.finish(apply_mask)
 
     def on_device(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Options, what gradients are multiplied with, and whether anything is written, all on the device."""
+        """Return the options, the factor of gradients and the apply mask, all on the device."""
         if self.uploads.recording:
             keep_alive((self.one, self.true))
         if not isinstance(grad_scale, Tensor):
@@ -139,7 +139,7 @@ class Stepper(Generic[Options]):
         return self.options, grad_scale.to(torch.float64), self.true if apply_mask is None else apply_mask
 
     def finish(self, apply_mask: Tensor) -> None:
-        """Let go of copies of gradients, and count the steps that no kernel counts."""
+        """Drop copies of gradients, and count the steps that no kernel counts."""
         for group in self.groups:
             group.copies = []
         counts = self.counts_without_rows
@@ -151,13 +151,13 @@ class Stepper(Generic[Options]):
     def _option_row(self, o: Options) -> list[float]:
         from bighorn.kernels.triton.common_kernels import OPTION
 
-        # A learning rate that is a tensor is copied there, device to device.
+        # A learning rate that is a tensor is copied to the device's table later, device to device.
         common = [0.0 if isinstance(o.lr, Tensor) else o.lr, -1.0 if o.maximize else 1.0, o.weight_decay]
         row = common + self.option_values(o)
         return row + [0.0] * (OPTION.value - len(row))
 
     def _alike(self) -> list[list[RowIndex]]:
-        """The rows of all buckets, sorted by what kernels are compiled for."""
+        """Return the rows of all buckets, grouped by the properties that kernels are compiled for."""
         groups: dict[tuple[object, ...], list[RowIndex]] = {}
         for index, bucket in enumerate(self.buckets):
             for i, x in enumerate(bucket.params):

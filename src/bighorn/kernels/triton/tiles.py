@@ -1,10 +1,10 @@
-"""How CAME's tensors are cut up for programs: by their shapes alone, on the host and on the device alike.
+"""The division of CAME's tensors among programs, by their shapes alone, on the host and on the device alike.
 
-Some elements of a tensor have one of four names in this package. A chunk is consecutive elements that one program of
-LAMB, or of CAME for unfactored tensors, serves; a tile is rows and columns of a matrix that one program of CAME serves;
-a block is what a program has in registers at a time, which with codes is whole blocks of `kernels/codec.py`; a pack is
-the blocks of codes that one program of CAME encodes. A piece is rows or columns of which one program advances the
-averages.
+This package has four names for some elements of a tensor. A chunk is consecutive elements that one program of LAMB, or
+of CAME for unfactored tensors, serves; a tile is rows and columns of a matrix that one program of CAME serves; a block
+is the elements that a program has in registers at a time, which with codes are whole blocks of `kernels/codec.py`; a
+pack is the blocks of codes that one program of CAME encodes. A piece is rows or columns whose averages one program
+advances.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bighorn.kernels.options import Factor
 
 AREA = 1 << 16  # elements of a tile
 WIDE = 256  # columns of a tile
-NARROW = 32  # columns of a tile of tall matrices that have no more: others would use few of its lanes
-LINES = 256  # rows or columns that a program averages
-FEW_LINES = 8  # where each has many partial sums
+NARROW = 32  # columns of a tile of a tall matrix with no more columns, which would use few lanes of a wider tile
+LINES = 256  # rows or columns whose averages one program advances
+FEW_LINES = 8  # the same for lines with more than MANY partial sums
 MANY = 64
-PACK = 4  # blocks of 8 bits that a program encodes
+PACK = 4  # quantization blocks that a program encodes
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class TileGrid:
 
     @property
     def wide(self) -> int:
-        """Columns of a tile."""
+        """The columns of a tile."""
         return NARROW if self.width <= NARROW and self.height > AREA // NARROW else WIDE
 
     @property
     def tall(self) -> int:
-        """Rows of a tile."""
+        """The rows of a tile."""
         return AREA // self.wide
 
     @property
@@ -54,43 +54,43 @@ class TileGrid:
 
     @property
     def tiles(self) -> int:
-        """Tiles of all matrices."""
+        """The number of tiles of all matrices."""
         return self.count * ceil(self.height, self.tall) * ceil(self.width, self.wide)
 
     @property
     def pieces(self) -> int:
-        """Pieces of all matrices' rows and columns."""
+        """The number of pieces of all matrices' rows and columns."""
         row_parts, col_parts = ceil(self.width, self.wide), ceil(self.height, self.tall)
         of_rows = ceil(self.height, FEW_LINES if row_parts > MANY else LINES)
         return self.count * (of_rows + ceil(self.width, FEW_LINES if col_parts > MANY else LINES))
 
     @property
     def lines(self) -> int:
-        """Rows and columns of all matrices."""
+        """The number of rows and columns of all matrices."""
         return self.count * (self.height + self.width)
 
     @property
     def row_parts(self) -> int:
-        """Partial sums of rows."""
+        """The number of partial sums of rows."""
         return self.count * self.height * ceil(self.width, self.wide)
 
     @property
     def col_parts(self) -> int:
-        """Partial sums of columns."""
+        """The number of partial sums of columns."""
         return self.count * self.width * ceil(self.height, self.tall)
 
     @property
     def packs(self) -> int:
-        """Packs of blocks of 8 bits."""
+        """The number of packs of blocks of 8 bits."""
         rows = self.count * self.height * self.width // max(self.inner, 1)
         return ceil(rows * ceil(self.inner, codec.BLOCK), PACK)
 
 
 def tile_grid(shape: torch.Size, factor: Factor | None) -> TileGrid:
-    """How a tensor is cut up."""
+    """Return the division of a tensor into tiles."""
     return TileGrid(*matrix_shape(shape, factor), inner=math.prod(shape[1:]))
 
 
 def ceil(n: int, size: int) -> int:
-    """How many times `size` it takes to cover `n`."""
+    """Return n / size, rounded up."""
     return -(-n // size)

@@ -1,4 +1,4 @@
-"""A LAMB step on a device, of which the result is known: it is made before Triton is chosen there."""
+"""A LAMB step on a device with a known result, which is made before Triton is chosen there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = LambOptions(**{**{field.name: False for field in fields(LambOptions)},
 
 
 def lamb_step(device: torch.device) -> float:
-    """What a weight of 1 becomes by a first step of size 0.1: 0.9."""
+    """Return the value of a weight of 1 after a first step of size 0.1, which is 0.9."""
     x, g = (torch.ones(2000, device=device) for _ in "12")
     step = torch.zeros((), device=device)
     state = {name: [torch.zeros_like(x)] for name in ("exp_avg", "exp_avg_sq")}

@@ -1,4 +1,4 @@
-"""Parameters of 16 bits as they are read and written: `kernels/rounding.py` on the device, under its names."""
+"""Reads and writes of 16-bit parameters: `kernels/rounding.py` on the device, with the same names."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
 
 @triton.jit
 def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
-    """Pointers to a parameter from an element on, and to what is kept beside it."""
+    """Return pointers to a parameter and to its aux state, from an element on."""
     if ROUNDING == "kahan":
         return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
             tl.load(row_ptr + common.KEPT), start, tl.int16
@@ -24,18 +24,18 @@ def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def weight_addresses(row_ptr):
-    """The bits of the addresses of a parameter and of what is kept beside it."""
+    """Return the bitwise or of the addresses of a parameter and of its aux state."""
     return tl.load(row_ptr + common.PARAM) | tl.load(row_ptr + common.KEPT)
 
 
 @triton.jit
 def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """What a parameter stands for, float32; 0 where there is no element."""
+    """Return the values that a parameter stands for, float32; 0 for elements outside the mask."""
     stored = common.read(weight[0], offsets, mask, VECTOR).to(tl.float32)
     if ROUNDING == "kahan":
         shift = raised(stored, weight[0].dtype.element_ty)
         near = stored + shift
-        # A bfloat16 that a program has set to 0 keeps its compensation, and bits below those of 0 are NaN.
+        # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
         lost = tl.where(near == 0, 0, common.read(weight[1], offsets, mask, VECTOR).to(tl.int32))
         return common.as_float(common.as_bits(near) + lost) - shift
     elif ROUNDING == "master":
@@ -47,9 +47,9 @@ def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.conste
 
 @triton.jit
 def write_weight(weight, offsets, mask, value, draw, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """Store a parameter, and what is kept beside it; `draw` are the arguments of `random_bits` for "stochastic".
+    """Store a parameter and its aux state; `draw` are the arguments of `random_bits` for "stochastic".
 
-    It returns what is stored, since Triton 3.3 compiles no call without a result under a condition.
+    The stored values are returned, since Triton 3.3 compiles no call without a result under a condition.
     """
     if ROUNDING == "stochastic":
         value = stochastic(value, random_bits(draw[0], draw[1], draw[2]), weight[0].dtype.element_ty)
@@ -66,7 +66,7 @@ def write_weight(weight, offsets, mask, value, draw, ROUNDING: tl.constexpr, VEC
 
 @triton.jit
 def raised(x, X: tl.constexpr):
-    """What takes a number to where the bits that its dtype lacks are float32's last ones: mostly 0."""
+    """Return the addend that makes the bits that a number's dtype lacks float32's last ones: mostly 0."""
     if tl.float16 == X:
         return tl.where(
             tl.abs(x) < SMALLEST_NORMAL, tl.where(common.as_bits(x) < 0, -SMALLEST_NORMAL, SMALLEST_NORMAL), 0.0
@@ -77,7 +77,7 @@ def raised(x, X: tl.constexpr):
 
 @triton.jit
 def stochastic(value, bits, X: tl.constexpr):
-    """One of the two neighbours in a 16-bit dtype, each as likely as the value is near it."""
+    """Return one of the two neighbours in a 16-bit dtype, each more likely the nearer it is; the mean is the value."""
     DROPPED: tl.constexpr = 13 if tl.float16 == X else 16
     shift = raised(value, X)
     moved = (common.as_bits(value + shift) + (bits >> (32 - DROPPED)).to(tl.int32)) & -(1 << DROPPED)
@@ -89,9 +89,9 @@ def stochastic(value, bits, X: tl.constexpr):
 
 @triton.jit
 def stream(row_ptr, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
-    """What random bits and dither at step `t` are made from: key and step, first place, and where it is CUT, runs.
+    """Return the inputs of random bits and dither at step `t`: key and step, first position, and if CUT, runs.
 
-    CUT: it may be a shard that is not of one piece.
+    CUT: the row may be a shard whose elements are not consecutive in the whole parameter.
     """
     if DRAWS:
         key = tl.load(row_ptr + common.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
@@ -111,11 +111,11 @@ def stream(row_ptr, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def random_bits(stream, start, offsets):
-    """32 random bits for each of some elements, which are counted as they lie here."""
+    """Return 32 random bits for each of some elements, whose offsets are those in this shard."""
     key, t = stream[0]
     seed = mixed(key + t)
     if len(stream) == 2 and offsets.dtype == tl.int32:
-        # Of all that lies less than 2^32 from a start the high half of the place is that of the start or the next.
+        # Less than 2^32 after the start, the high half of a position is that of the start's position or the next one.
         first = place_of(stream, start)
         low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
         place = low + offsets.to(tl.uint32)
@@ -128,7 +128,7 @@ def random_bits(stream, start, offsets):
 
 @triton.jit
 def dither(stream, elements):
-    """16 bits for each of some elements, likewise, that are more even."""
+    """Return 16 bits for each of some elements, as `random_bits`, that are more evenly spread."""
     key, t = stream[0]
     place = place_of(stream, elements).to(tl.uint32)
     return (key + t * tl.full((), 0x9E3779B9, tl.uint32) + place * tl.full((), 0xC13FA9A9, tl.uint32)) >> 16
@@ -136,7 +136,7 @@ def dither(stream, elements):
 
 @triton.jit
 def place_of(stream, elements):
-    """Their places in the whole parameter, int64."""
+    """Return the positions of elements in the whole parameter, int64."""
     place, first = elements.to(tl.int64), stream[1]
     if len(stream) == 3:
         runs = stream[2]
@@ -147,7 +147,7 @@ def place_of(stream, elements):
 
 @triton.jit
 def mixed(h):
-    """A permutation of 32 bits: lowbias32."""
+    """Return a permutation of 32 bits: lowbias32."""
     h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     h = (h ^ (h >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
     return h ^ (h >> 16)

@@ -129,8 +129,9 @@ class Came(KernelOptimizer):
             correct them, and its first step is about 11 times lr. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
         skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
-            where squares can overflow float32; `telemetry()` counts such steps. Without this option, such a step can
-            turn a whole parameter into NaN, where AdamW loses one element. *Whole optimizer.* Default: False.
+            where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
+            this option, such a step can turn a whole parameter into NaN, where AdamW loses one element. *Whole
+            optimizer.* Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
             parameter names, or a callable (name, param) -> bool. Names are those of the model without wrappers:

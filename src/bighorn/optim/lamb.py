@@ -121,8 +121,9 @@ class Lamb(KernelOptimizer):
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
         skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
-            where squares can overflow float32; `telemetry()` counts such steps. Without this option, such a step can
-            turn a whole parameter into NaN, where AdamW loses one element. *Whole optimizer.* Default: False.
+            where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
+            this option, such a step can turn a whole parameter into NaN, where AdamW loses one element. *Whole
+            optimizer.* Default: False.
         second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected). Default: "adam".
         cautious: Keep only the elements of r that point against their gradient, scaled up in turn. Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.

@@ -37,7 +37,7 @@ def check_names(_: str, value: object) -> object:
 class Settings:
     """The options of the whole optimizer, which no group and no checkpoint contains.
 
-    Options that only one optimizer has are None or False in the others.
+    Options that only one optimizer has are None in the others.
     """
 
     backend: Annotated[str, Option(choice("auto", *BACKENDS))]

@@ -116,7 +116,7 @@ Launch = Callable[[int, tuple[Tensor, ...]], object]
 def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Launch:
     """Return a kernel with these constants, compiled and loaded for tables like these, at multiples of 16 bytes."""
     named = {name: constants[name] for name in kernel.arg_names if name in constants}
-    options = compile_options(*_platform(tables[0].device), constants)
+    options = compile_options(kernel.fn.__name__, *_platform(tables[0].device), constants)
     if interpreted():
         return lambda programs, tables: kernel.run(*tables, grid=(programs,), warmup=False, **named, **options)
     ready = kernel.run(*tables, grid=(1,), warmup=True, **named, **options)
@@ -125,18 +125,19 @@ def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any])
     return lambda programs, tables: ready[programs, 1, 1](*tables, *named.values())
 
 
-def compile_options(backend: str, warp_size: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for compiling a kernel with these constants for a device with warps of `warp_size` threads."""
+def compile_options(kernel: str, backend: str, warp_size: int, constants: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for compiling a kernel, by its name, for a device with warps of `warp_size` threads."""
     # Triton enables the fusion of multiplications with additions by default before 3.8, and disables it from 3.8 on.
     options = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
     # Without a limit on registers, ptxas of CUDA 13.1 spills 8 or 16 bytes of such kernels, so that one more program
     # fits on a multiprocessor.
-    if backend == "cuda" and _takes_many_registers(constants):
+    if backend == "cuda" and _takes_many_registers(kernel, constants):
         options["maxnreg"] = REGISTERS
     return options
 
 
-def _takes_many_registers(constants: dict[str, Any]) -> bool:
+def _takes_many_registers(kernel: str, constants: dict[str, Any]) -> bool:
+    narrow_gradient = constants["G"].primitive_bitwidth == 16
     return bool(
         constants.get("M_FORM")
         or constants.get("AMSGRAD")
@@ -144,6 +145,8 @@ def _takes_many_registers(constants: dict[str, Any]) -> bool:
         or constants["ROUNDING"] != "nearest"
         or constants["G"].primitive_bitwidth == 64
         or "RESIDUAL" in constants  # sums of lines: 16 of float64 per thread
+        or (kernel == "came_average" and narrow_gradient)
+        or (kernel == "lamb_moments" and narrow_gradient and constants["X"].name == "fp16")
     )
 
 

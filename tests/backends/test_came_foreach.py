@@ -18,7 +18,7 @@ from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, 
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even within rows."""
     if request.param == "cut":
-        monkeypatch.setattr(in_pieces, "CHUNK", 8)
+        monkeypatch.setattr(in_pieces, "PIECE_ELEMS", 8)
         monkeypatch.setattr(in_pieces, "SMALL", 0)
     return str(request.param)
 

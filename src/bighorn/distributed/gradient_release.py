@@ -86,7 +86,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
     held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if not isinstance(optimizer, StepsAhead):
         raise ValueError(f"optimizer is {type(optimizer).__name__}, which has no step_param(param): use Lamb or Came")
-    if (reason := optimizer.whole_step_reason() or _why_not(model, optimizer, set(held))) is not None:
+    if (reason := optimizer.whole_step_reason() or _unsupported_reason(model, optimizer, set(held))) is not None:
         raise ValueError(f"gradients cannot be released: {reason}")
     # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).
     step_param = weakref.WeakMethod(optimizer.step_param)
@@ -99,7 +99,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
     return Release([*hooks, model.register_forward_pre_hook(_refuse_ddp)])
 
 
-def _why_not(model: nn.Module, optimizer: Optimizer, held: set[Tensor]) -> str | None:
+def _unsupported_reason(model: nn.Module, optimizer: Optimizer, held: set[Tensor]) -> str | None:
     """The reason why gradients of this model cannot be released, with the remedy, or None."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return DDP

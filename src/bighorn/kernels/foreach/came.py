@@ -22,10 +22,10 @@ from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import AUX_STATE, load_weight, positions, random_bits, rng_key, store_weight
 
-CHUNK = pieces.CHUNK // 4
+PIECE_ELEMS = pieces.PIECE_BYTES // 4
 """Elements of a piece, in float32."""
 
-SMALL = CHUNK // 16
+SMALL = PIECE_ELEMS // 16
 """Tensors up to this size are copied together, since calls cost more than copies; larger ones are used in place."""
 
 Index = tuple[slice, ...]
@@ -45,7 +45,7 @@ class Came(reference.Came):
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        parts = [part for grad in grads for part in pieces.chunks(grad, CHUNK)]
+        parts = [part for grad in grads for part in pieces.pieces_of(grad, PIECE_ELEMS)]
         return square_sums(parts, self.buckets[0].metrics).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
@@ -58,7 +58,7 @@ class Came(reference.Came):
 
 
 def batches(params: dict[int, Tensor]) -> Iterator[list[int]]:
-    """Yield rows to process together: small ones of one shape, up to CHUNK elements in all, or a single one."""
+    """Yield rows to process together: small ones of one shape, up to PIECE_ELEMS elements in all, or a single one."""
     small: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in params.items():
         if x.numel() > SMALL:
@@ -66,7 +66,7 @@ def batches(params: dict[int, Tensor]) -> Iterator[list[int]]:
         else:
             small[x.shape].append(i)
     for shape, rows in small.items():
-        count = CHUNK // max(shape.numel(), 1)
+        count = PIECE_ELEMS // max(shape.numel(), 1)
         yield from (rows[i : i + count] for i in range(0, len(rows), count))
 
 
@@ -282,11 +282,11 @@ def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def slices(shape: torch.Size, deep: bool) -> Iterator[Index]:
-    """Yield the indices of pieces of about CHUNK elements along the outermost dims; along dim 0 alone if not `deep`."""
+    """Yield the indices of pieces of about PIECE_ELEMS elements along the outermost dims; if not `deep`, of dim 0."""
     size = math.prod(shape[1:])
-    count = max(CHUNK // max(size, 1), 1)
+    count = max(PIECE_ELEMS // max(size, 1), 1)
     for i in range(0, shape[0], count):
-        if deep and size > CHUNK:
+        if deep and size > PIECE_ELEMS:
             yield from ((slice(i, i + 1), *inner) for inner in slices(shape[1:], deep))
         else:
             yield (slice(i, i + count), *[ALL] * (len(shape) - 1))

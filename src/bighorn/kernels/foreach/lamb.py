@@ -18,15 +18,30 @@ from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import compute_dtype, count_step, wide, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, dequantize, quantize
-from bighorn.kernels.foreach.pieces import CHUNK, Workspace, give_back, groups, memory_order, pieces, workspace
+from bighorn.kernels.foreach.pieces import (
+    PIECE_BYTES,
+    Slot,
+    Workspace,
+    groups,
+    memory_order,
+    pieces,
+    store_pieces,
+    workspace,
+)
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
 
-WIDE, X, G, M, V, PEAK, U, CHUNKS = (0, 2), (0, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 16), 16
-"""The slots of the workspace, in units of `pieces.CHUNK`, and their total: WIDE and X overlap, as x follows all
-norms."""
+# The slots of the workspace, in units of PIECE_BYTES. WIDE and X overlap, as x follows all norms.
+WIDE: Slot = (0, 2)
+X: Slot = (0, 1)
+G: Slot = (2, 3)
+M: Slot = (3, 4)
+V: Slot = (4, 5)
+PEAK: Slot = (5, 6)
+U: Slot = (6, 16)
+SIZE = 16  # of the workspace
 
 BATCH = 1 << 20
 """Elements of the rows whose norms are computed together: few enough for phase 2 to find x and u in cache."""
@@ -56,14 +71,14 @@ class Lamb(reference.Lamb):
 
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""
-        workspace(CHUNKS, self.buckets[0].metrics.device)
+        workspace(SIZE, self.buckets[0].metrics.device)
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         norms = self.buckets[0].metrics
-        space = workspace(CHUNKS, norms.device)
-        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, CHUNK // 8)]
+        space = workspace(SIZE, norms.device)
+        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, PIECE_BYTES // 8)]
         return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
@@ -91,7 +106,7 @@ class Batch:
         self.orders = [memory_order(x) for x in bucket.params[rows]]
         self.stored = bucket.state["exp_avg"][0].dtype
         size = sum(x.numel() for x in bucket.params[rows])
-        self.keeps = bucket.options.cautious or size * self.dtype.itemsize <= (U[1] - U[0]) * CHUNK
+        self.keeps = bucket.options.cautious or size * self.dtype.itemsize <= (U[1] - U[0]) * PIECE_BYTES
         self.draws = draws(bucket)
         self.pieces = list(self._cut())
 
@@ -122,13 +137,13 @@ class Batch:
     @property
     def space(self) -> Workspace:
         """The memory for temporaries."""
-        return workspace(CHUNKS, self.bucket.metrics.device)
+        return workspace(SIZE, self.bucket.metrics.device)
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield pieces of this batch's tensors, which are shaped like parameters, in the parameters' memory order."""
         o = self.bucket.options
         ordered = [x.permute(order) for x, order in zip(tensors, self.orders, strict=True)]
-        return pieces(ordered, CHUNK // self.dtype.itemsize, cut=not o.cautious, deep=not o.blocks)
+        return pieces(ordered, PIECE_BYTES // self.dtype.itemsize, cut=not o.cautious, deep=not o.blocks)
 
     def _flat(self, tensors: list[Tensor] | None) -> Iterator[list[Tensor]]:
         if tensors is None:
@@ -158,7 +173,7 @@ class Batch:
 
         step = (corrections[2] * q * o.lr).to(self.dtype).unbind()
         for piece, u in updates if self.keeps else self._updates(t, corrections, grad_scale, apply_mask):
-            x = self.space.borrow(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
+            x = self.space.load(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
             if o.decay_mode == "decoupled":
                 torch._foreach_mul_(x, decay)
             torch._foreach_addcmul_(x, u, step[piece.rows], value=-1)  # LAMB-x
@@ -176,7 +191,7 @@ class Batch:
         """Round the parameters of a piece, and store the aux state of their rounding mode."""
         rounding = self.bucket.options.weight_rounding
         if rounding == "nearest":
-            give_back(piece.x, values, apply_mask)
+            store_pieces(piece.x, values, apply_mask)
             return
         for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
             bits = random_bits(*self._places(piece, i, t)) if rounding == "stochastic" else None
@@ -189,8 +204,8 @@ class Batch:
         if self.bucket.options.blocks:
             m, v = ([dequantize(name, state).flatten() for state in piece.state] for name in ("exp_avg", "exp_avg_sq"))
             return m, v, []
-        rooms = ((M, piece.m), (V, piece.v), (PEAK, piece.peak))
-        m, v, peak = (self.space.borrow(room, tensors, self.dtype, copy) for room, tensors in rooms)
+        slots = ((M, piece.m), (V, piece.v), (PEAK, piece.peak))
+        m, v, peak = (self.space.load(slot, tensors, self.dtype, copy) for slot, tensors in slots)
         return m, v, peak
 
     def _encode(
@@ -221,7 +236,7 @@ class Batch:
             means = (piece for _, piece in self._pieces(wholes))
         plain = not o.centre and o.decay_mode != "l2" and isinstance(scale, float) and scale == 1
         for (_, piece), mean in zip(self._pieces(grads), means, strict=False):
-            g = self.space.borrow(G, [each.contiguous().view(-1) for each in piece], self.dtype, copy=not plain)
+            g = self.space.load(G, [each.contiguous().view(-1) for each in piece], self.dtype, copy=not plain)
             for each, its_mean in zip(g, mean, strict=False):
                 each.view(its_mean.shape).sub_(its_mean)
             if not plain:
@@ -258,7 +273,7 @@ class Batch:
                 ratio(u, m, peak or v, [c[piece.rows] for c in corrections], o)
             if not discard and not o.blocks:
                 for tensors, values in ((piece.m, m), (piece.v, v), (piece.peak, peak)):
-                    give_back(tensors, values, apply_mask)
+                    store_pieces(tensors, values, apply_mask)
             if o.cautious:
                 masks = [(u * g > 0).to(self.dtype) for u, g in zip(u, g, strict=True)]
                 torch._foreach_mul_(u, [mask / mask.mean().clamp(min=1e-3) for mask in masks])

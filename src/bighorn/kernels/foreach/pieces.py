@@ -10,42 +10,44 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import wide, write
 
-CHUNK = 1 << 20  # bytes of a piece: with fewer, calls cost more than the arithmetic; with more, it exceeds the cache
+PIECE_BYTES = (
+    1 << 20
+)  # bytes of a piece: with fewer, calls cost more than the arithmetic; with more, it exceeds the cache
 
-Room = tuple[int, int]
-"""A slot of the workspace: its first and last bounds, in units of CHUNK."""
+Slot = tuple[int, int]
+"""A slot of the workspace: its first and last bounds, in units of PIECE_BYTES."""
 
 
 class Workspace:
     """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB."""
 
-    def __init__(self, chunks: int, device: torch.device) -> None:
-        self.memory = torch.empty(chunks * CHUNK, dtype=torch.uint8, device=device)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.memory = torch.empty(size * PIECE_BYTES, dtype=torch.uint8, device=device)
 
-    def views(self, room: Room, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    def views(self, slot: Slot, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
         """Return flat memory in a slot for each of `like`; fresh memory for an undivided piece that does not fit."""
         sizes = [tensor.numel() for tensor in like]
-        start = room[0] * CHUNK + offset
+        start = slot[0] * PIECE_BYTES + offset
         end = start + sum(sizes) * dtype.itemsize
-        if end <= room[1] * CHUNK:
+        if end <= slot[1] * PIECE_BYTES:
             return list(self.memory[start:end].view(dtype).split_with_sizes(sizes))
         return list(torch.empty(sum(sizes), dtype=dtype, device=self.memory.device).split_with_sizes(sizes))
 
-    def copies(self, room: Room, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def copies(self, slot: Slot, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return copies of the tensors in a slot, flat, in row-major order."""
-        copies = self.views(room, tensors, dtype)
+        copies = self.views(slot, tensors, dtype)
         torch._foreach_copy_([copy.view(t.shape) for copy, t in zip(copies, tensors, strict=True)], list(tensors))
         return copies
 
-    def borrow(self, room: Room, tensors: list[Tensor], dtype: torch.dtype, copy: bool) -> list[Tensor]:
+    def load(self, slot: Slot, tensors: list[Tensor], dtype: torch.dtype, copy: bool) -> list[Tensor]:
         """Return tensors to compute in: the tensors themselves, or copies if their dtype or `copy` requires that."""
         if not tensors or (not copy and all(tensor.dtype == dtype for tensor in tensors)):
             return tensors
-        return self.copies(room, tensors, dtype)
+        return self.copies(slot, tensors, dtype)
 
-    def square_sums(self, room: Room, tensors: Sequence[Tensor]) -> Tensor:
+    def square_sums(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor underflow."""
-        copies = self.copies(room, tensors, wide(tensors[0]))
+        copies = self.copies(slot, tensors, wide(tensors[0]))
         if len(copies) == 1:
             return torch.dot(copies[0], copies[0]).view(1)  # faster than the norm, which uses one thread
         return torch.stack(torch._foreach_norm(copies)).square()
@@ -54,12 +56,12 @@ class Workspace:
 _kept = threading.local()
 
 
-def workspace(chunks: int, device: torch.device) -> Workspace:
+def workspace(size: int, device: torch.device) -> Workspace:
     """Return the calling thread's workspace on a device. It is created once, and all optimizers share it."""
-    key = (chunks, device)
+    key = (size, device)
     spaces: dict[tuple[int, torch.device], Workspace] = _kept.__dict__.setdefault("spaces", {})
     if key not in spaces:
-        spaces[key] = Workspace(chunks, device)
+        spaces[key] = Workspace(size, device)
     return spaces[key]
 
 
@@ -86,19 +88,19 @@ def pieces(
     for rows in groups(tensors, limit):
         together = list(tensors[rows])
         if len(together) == 1 and cut:
-            yield from ((rows, [chunk]) for chunk in chunks(together[0], limit, deep))
+            yield from ((rows, [piece]) for piece in pieces_of(together[0], limit, deep))
         else:
             yield rows, together
 
 
-def chunks(tensor: Tensor, limit: int, deep: bool = True) -> Iterator[Tensor]:
+def pieces_of(tensor: Tensor, limit: int, deep: bool = True) -> Iterator[Tensor]:
     """Yield a tensor in row-major order in pieces of consecutive elements, up to `limit` or, if not `deep`, one row."""
     if tensor.numel() <= limit:
         yield tensor
         return
     for part in torch.split(tensor, max(1, limit * tensor.shape[0] // tensor.numel())):
         if part.shape[0] == 1 and deep:
-            yield from chunks(part[0], limit)
+            yield from pieces_of(part[0], limit)
         else:
             yield part
 
@@ -108,7 +110,7 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 
-def give_back(tensors: Sequence[Tensor], work: Sequence[Tensor], apply_mask: Tensor | None) -> None:
+def store_pieces(tensors: Sequence[Tensor], work: Sequence[Tensor], apply_mask: Tensor | None) -> None:
     """Store the results that were computed in borrowed tensors."""
     for tensor, value in zip(tensors, work, strict=True):
         if value is not tensor:

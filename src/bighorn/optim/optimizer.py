@@ -224,15 +224,15 @@ class KernelOptimizer(Optimizer):
         """
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
-        ahead, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
-        check_step_param(param, indices, ahead, lambda at: self._param_info(*at, param).label)
-        schedule, [plan] = self._prepare([param], None, None if ahead is None else ahead.schedule, indices)
-        self._begun = ahead = ahead or BegunStep(schedule, indices)
+        begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
+        check_step_param(param, indices, begun, lambda at: self._param_info(*at, param).label)
+        schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)
+        self._begun = begun = begun or BegunStep(schedule, indices)
         for _, kernel in plan.kernels:
             kernel.step()
         plan.step_shards(1.0, None)
         plan.release()
-        ahead.plans[param] = plan
+        begun.plans[param] = plan
         param.grad = None
         # Autograd may have saved the old parameter; compiled kernels do not increment the version counter themselves.
         torch.autograd.graph.increment_version(param)
@@ -246,14 +246,14 @@ class KernelOptimizer(Optimizer):
 
     def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
         """Take one step, of all parameters together if there are no parts."""
-        ahead, grad_scale, found_inf = self._begun, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if ahead is not None and found_inf is not None:
+        begun, grad_scale, found_inf = self._begun, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if begun is not None and found_inf is not None:
             raise RuntimeError(
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
         settings, params, fresh = self._settings, self.in_order(), not self.state
-        schedule, plans = self._prepare(params, parts, None if ahead is None else ahead.schedule)
+        schedule, plans = self._prepare(params, parts, None if begun is None else begun.schedule)
         try:
             scale: Tensor | float = 1.0
             mask = None
@@ -275,7 +275,7 @@ class KernelOptimizer(Optimizer):
                     plan.step_shards(scale, mask)
                 plan.release()
         except BaseException:
-            if ahead is None:
+            if begun is None:
                 schedule.undo()
             raise
         if not initialises:
@@ -283,7 +283,7 @@ class KernelOptimizer(Optimizer):
         if mask is not None:
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
-        earlier = list(ahead.plans.values()) if ahead is not None else []
+        earlier = list(begun.plans.values()) if begun is not None else []
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
         self._begun = None
 

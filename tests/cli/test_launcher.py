@@ -22,6 +22,7 @@ class Interrupting(MetaPathFinder):
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 """
 SCRIPT = """
 (script,) = entry_points(group="console_scripts", name="bighorn")

@@ -142,13 +142,18 @@ def checked(checks: Mapping[str, Check], given: Mapping[str, Any]) -> dict[str, 
 # ---- numbers --------------------------------------------------------------------------------------------
 
 
+def is_real(value: object) -> TypeGuard[Real]:
+    """Whether the value is a real number; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def real_number(name: str, value: object) -> float:
     """Return a real number as a float; one that is too large for a float becomes infinite.
 
     Raises:
         TypeError: The value is not a real number.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_real(value):
         raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
     try:
         return float(value)
@@ -336,7 +341,7 @@ def bounds(name: str, value: object) -> tuple[float, float] | None:
         return None
     if not _are(value, 2):
         raise TypeError(f"{name} must be None or (low, high), not {value!r}")
-    if any(isinstance(bound, bool) or not isinstance(bound, Real) for bound in value):
+    if not all(map(is_real, value)):
         raise TypeError(f"{name} must be two numbers, not {value!r}; where nothing bounds, use 0 and math.inf")
     low, high = map(float, value)
     if not 0 <= low <= high or low == math.inf or high == 0:
@@ -384,7 +389,7 @@ def weight_decay(name: str, value: object) -> float:
 
 
 def _number_of_step(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_real(value):
         raise TypeError(
             f"{name} must be a number, a tensor, an iterable of numbers (one for each step) or a schedule (called with "
             f"the step), not {value!r} ({type(value).__name__})"

@@ -96,21 +96,24 @@ def test_a_cached_step_is_a_short_walk(kind: Kind, backend: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_a_cached_step_of_shards_is_a_short_walk(algorithm: str) -> None:
-    command = [sys.executable, "-m", "tests.package.test_walk", algorithm]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
-    files, moves, _ = map(int, done.stdout.split())
+    files, moves = counts_printed_by("step_of_shards", algorithm)
     assert (files <= 10, moves <= 14) == (True, True), (files, moves)
 
 
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_a_cached_step_on_a_gpu_is_a_short_walk(algorithm: str) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.package.test_walk", algorithm, "triton"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, check=True, env={**os.environ, "TRITON_INTERPRET": "1"}
-    )
-    files, moves, _ = map(int, done.stdout.split())
+    files, moves = counts_printed_by("step_in_triton", algorithm, TRITON_INTERPRET="1")
     assert (files <= 10, moves <= 14) == (True, True), (files, moves)
+
+
+def counts_printed_by(function: str, algorithm: str, **environment: str) -> tuple[int, int]:
+    """Return the files and moves that a function of this module prints in a process of its own."""
+    command = [sys.executable, "-m", "tests.package.test_walk", function, algorithm]
+    environ = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True, env=environ)
+    files, moves, _ = map(int, done.stdout.split())
+    return files, moves
 
 
 def step_in_triton(algorithm: str) -> None:
@@ -136,4 +139,4 @@ def step_of_shards(algorithm: str) -> None:
 
 
 if __name__ == "__main__":
-    {"triton": step_in_triton}.get(sys.argv[-1], step_of_shards)(sys.argv[1])
+    globals()[sys.argv[1]](sys.argv[2])

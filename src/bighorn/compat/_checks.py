@@ -6,13 +6,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 from torch.nn import Parameter
 
 from bighorn.arguments import flag as flag
-from bighorn.arguments import hint, number
+from bighorn.arguments import hint, is_real, number
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
@@ -37,7 +36,7 @@ def weight_decay(name: str, value: object, high: float = math.inf) -> float | Ca
     """Return a number that is not negative, or a schedule."""
     if callable(value) and not isinstance(value, type):
         return value
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_real(value):
         raise TypeError(f"{name} must be a number or a schedule, not {value!r} ({type(value).__name__})")
     return number(name, value, 0, high)
 

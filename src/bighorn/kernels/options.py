@@ -28,7 +28,7 @@ from bighorn.arguments import (
     optional,
     positive,
 )
-from bighorn.kernels.rounding import Rounding
+from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
 
 Bounds = tuple[float, float]
 BiasCorrection = Literal[False, True, "lr"]
@@ -87,7 +87,7 @@ class LambOptions:
     cautious: Annotated[bool, Option(flag)]
     maximize: Annotated[bool, Option(flag, INT32)]
     centre: bool
-    weight_rounding: Annotated[Rounding, Option(choice(*get_args(Rounding)))] = "nearest"
+    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
     rounding_seed: Annotated[int, Option(count, UINT64)] = 0
     blocks: bool = False
     """Whether both moments are kept in blocks, as in `kernels/codec.py`."""
@@ -113,7 +113,7 @@ class CameOptions:
     factor: Factor | None
     """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
     the leading dims; None: the second moment is unfactored."""
-    weight_rounding: Annotated[Rounding, Option(choice(*get_args(Rounding)))] = "nearest"
+    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
     rounding_seed: Annotated[int, Option(count, UINT64)] = 0
 
 
@@ -130,3 +130,8 @@ def table(options: type) -> dict[str, Option]:
     hints = get_type_hints(options, include_extras=True)
     pairs = [(name, each) for name, hint in hints.items() for each in getattr(hint, "__metadata__", ())]
     return {name: each for name, each in pairs if isinstance(each, Option)}
+
+
+def checks_of(options: type) -> dict[str, Check]:
+    """Return the checks of the annotated fields of a class, by name, without the fields that have none."""
+    return {name: option.check for name, option in table(options).items() if option.check}

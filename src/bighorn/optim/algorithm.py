@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, NamedTuple
 from torch import Tensor
 
 from bighorn.arguments import Check, choice, flag, learning_rate, schedulable, weight_decay
-from bighorn.kernels.options import Options, table
+from bighorn.kernels.options import Options, checks_of
 from bighorn.optim.state import StateSpec, unsupported_reason, weight_spec, whole_view
 from bighorn.schedules import Values
 
@@ -60,7 +60,7 @@ class Algorithm(ABC, Generic[Options]):
     """The options that kernels receive unchanged from the group."""
 
     def __init_subclass__(cls) -> None:
-        checks = {name: option.check for name, option in table(cls.kernel_options_type).items() if option.check}
+        checks = checks_of(cls.kernel_options_type)
         cls.options, cls.passed_on = {**cls.group_options, **checks}, tuple(checks)
 
     @abstractmethod

@@ -157,7 +157,7 @@ def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[
 
 
 def _detected(groups: Any) -> Format | None:
-    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+    if not isinstance(groups, list) or not groups:
         return None
     if any(key in group for group in groups for key in NOT_FOREIGN):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from bighorn.arguments import choice, flag, max_norm
 from bighorn.distributed import sharding
 from bighorn.kernels import BACKENDS
-from bighorn.kernels.options import Option, table
+from bighorn.kernels.options import Option, checks_of
 from bighorn.names import Exclusion, Names, check_exclusion, check_matches, common_prefix, names_of, unwrapped
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
@@ -51,8 +51,7 @@ class Settings:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
         """Return the checked settings from a constructor's arguments; options that it does not have are None."""
-        checks = {name: option.check for name, option in table(cls).items() if option.check}
-        settings = cls(**{name: check(name, arguments.get(name)) for name, check in checks.items()})
+        settings = cls(**{name: check(name, arguments.get(name)) for name, check in CHECKS.items()})
         if settings.process_group is not None and not settings.needs_all_grads:
             raise ValueError(
                 "process_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it"
@@ -82,8 +81,6 @@ class Settings:
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
         """Raise if one of these options was written into a group, where it would have no effect."""
-        if group.keys().isdisjoint(OF_THE_WHOLE):
-            return
         for name in OF_THE_WHOLE & self.without_own(group).keys():
             raise ValueError(
                 f"{what} has {name}={group[name]!r}, which belongs to the whole optimizer and changes nothing there: "
@@ -123,5 +120,8 @@ class Settings:
         return Settings, tuple(vars(self).values())
 
 
-OF_THE_WHOLE = frozenset(field.name for field in fields(Settings))
+CHECKS = checks_of(Settings)
+"""The checks of these options."""
+
+OF_THE_WHOLE = frozenset(CHECKS)
 """The names of the options of the whole optimizer."""

@@ -259,8 +259,7 @@ def init_or_validate_state(
     plain = set(map(type, (param, *tensors.values()))) <= PLAIN
     _refuse_without_values(tensors, param, spec, what, plain=plain)
     likes = {name: each.like(dense) for name, each in spec.items()}
-    whole = whole_view(param)
-    wholes = {} if plain else {name: each.like(whole) for name, each in spec.items()}
+    wholes = {} if plain else {name: each.like(whole_view(param)) for name, each in spec.items()}
     local = dict(state)
     for name, value in tensors.items():
         local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
@@ -290,8 +289,10 @@ def init_or_validate_state(
 
 def _check_blocks(param: Tensor, spec: StateSpec, what: str) -> None:
     scales = next((each for each in spec.values() if each.scales), None)
-    layout = sharding.layout_of(param) if scales is not None else None
-    if layout is not None and scales is not None and not layout.shard(param.shape).split <= set(scales.dims):
+    if scales is None:
+        return
+    layout = sharding.layout_of(param)
+    if layout is not None and not layout.shard(param.shape).split <= set(scales.dims):
         raise ValueError(
             f"{what} is distributed as {layout}, which cuts through the blocks that its rows are kept in: "
             'give it another state_dtype than "int8" or "float16" in its group, or cut it up along dim 0'

@@ -13,8 +13,6 @@ __all__ = ["Came", "Lamb", "unsupported_reason", "unsupported_shard_reason"]
 
 def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """The reason why the library cannot serve a tensor, or None."""
-    return (
-        came.unsupported_reason(param, options)
-        if isinstance(options, CameOptions)
-        else lamb.unsupported_reason(param, options)
-    )
+    if isinstance(options, CameOptions):
+        return came.unsupported_reason(param, options)
+    return lamb.unsupported_reason(param, options)

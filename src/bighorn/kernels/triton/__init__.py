@@ -15,17 +15,13 @@ device.trial_step = trial.lamb_step
 
 def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
     """The reason why this backend cannot serve a tensor, or None."""
-    return (
-        came.unsupported_reason(param, options)
-        if isinstance(options, CameOptions)
-        else lamb.unsupported_reason(param, options)
-    )
+    if isinstance(options, CameOptions):
+        return came.unsupported_reason(param, options)
+    return lamb.unsupported_reason(param, options)
 
 
 def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
     """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
-    return (
-        came.unsupported_shard_reason(shard, options)
-        if isinstance(options, CameOptions)
-        else stepper.unsupported_shard_reason(shard, options)
-    )
+    if isinstance(options, CameOptions):
+        return came.unsupported_shard_reason(shard, options)
+    return stepper.unsupported_shard_reason(shard, options)

@@ -24,10 +24,10 @@ class Whereabouts:
     """Guards that compare only parameters and state."""
 
     def __init__(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> None:
-        self.guards = PlanGuards(GuardInputs([], params, [], dicts))
+        self.guards = PlanGuards(GuardInputs([], None, params, [], dicts))
 
     def hold(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> bool:
-        return self.guards.hold(GuardInputs([], params, [], dicts))
+        return self.guards.hold(GuardInputs([], None, params, [], dicts))
 
 
 def test_what_has_not_moved_is_there_in_new_lists_and_dicts() -> None:

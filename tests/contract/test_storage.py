@@ -14,6 +14,8 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb
 from bighorn.kernels import codec
+from bighorn.optim import plan_builder
+from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.state import MOMENT_DTYPES
 from tests.support.case_tensors import BLOCKS, ZOO, Leaf, arranged
 from tests.support.cases import Case, Kind, Optimizer
@@ -54,6 +56,78 @@ def test_a_moved_parameter_is_noticed(move: str, kind: Kind, backend: str) -> No
         optimizer.step()
         fresh.step()
     torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-7)
+
+
+def new_storage(parameter: Parameter, step: int) -> None:
+    del step
+    parameter.data = parameter.data.clone()
+
+
+def another_memory_order(parameter: Parameter, step: int) -> None:
+    formats = torch.contiguous_format, torch.channels_last
+    assert parameter.grad is not None
+    parameter.grad = torch.empty_like(parameter, memory_format=formats[step % 2]).copy_(parameter.grad)
+
+
+def another_dtype(parameter: Parameter, step: int) -> None:
+    assert parameter.grad is not None
+    if not hasattr(parameter, "grad_dtype"):
+        pytest.skip("with this torch, every gradient has the dtype of its parameter")
+    dtypes = torch.float32, torch.float64, torch.bfloat16
+    parameter.grad_dtype = None  # any
+    parameter.grad = parameter.grad.to(dtypes[step % 3])
+
+
+CHANGES: dict[str, Callable[[Parameter, int], object]] = {
+    "storage": new_storage,
+    "memory order of the gradient": another_memory_order,
+    "dtype of the gradient": another_dtype,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_serves_parameters_that_change_at_every_step(
+    change: str, kind: Kind, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    build = plan_builder.build
+
+    def counted(infos: list[ParamInfo], *rest: Any) -> Any:
+        built.append(len(infos))
+        return build(infos, *rest)
+
+    monkeypatch.setattr(plan_builder, "build", counted)
+    results = []
+    for name in (backend, "reference"):
+        torch.manual_seed(5)
+        parameters = [Parameter(torch.randn(6, 5, 3, 3)) for _ in range(4)]
+        groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "stacked": True}]
+        optimizer = kind(groups, lr=0.01, weight_decay=0.1, backend=name)
+        for step in range(6):
+            for index, parameter in enumerate(parameters):
+                parameter.grad = None
+                parameter.grad = torch.randn(6, 5, 3, 3).bfloat16().float()
+                CHANGES[change](parameter, step + index)
+                if step and (step + index) % 4 == 0:
+                    parameter.grad = None
+            optimizer.step()
+        results.append([(p.detach(), dict(optimizer.state[p])) for p in parameters])
+    assert built == [4, 4]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_move_onto_each_other_are_refused(kind: Kind, backend: str) -> None:
+    first, second = (Parameter(torch.randn(9, 9)) for _ in range(2))
+    optimizer = kind([first, second], lr=0.1, weight_decay=0.1, backend=backend)
+    first.grad, second.grad = torch.randn(9, 9), torch.randn(9, 9)
+    optimizer.step()
+    kept, before = second.data, copy.deepcopy((first.detach(), optimizer.state_dict()["state"]))
+    second.data = first.data[:]
+    with pytest.raises(ValueError, match=r"share memory: pass only one"):
+        optimizer.step()
+    torch.testing.assert_close((first.detach(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    second.data = kept
+    optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["moved", "loaded"])

@@ -39,6 +39,9 @@ __all__ = [
 class Kernel(Protocol):
     """An algorithm on one backend, instantiated for some buckets on one device."""
 
+    def refresh(self) -> None:
+        """Read the buckets again, after parameters have moved, or gradients have become of other dtypes or strides."""
+
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""
 

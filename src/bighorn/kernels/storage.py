@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,7 +14,7 @@ def has_memory(tensor: Tensor) -> bool:
     A wrapper subclass (torchao's float8 weights, torch's TwoTensor) holds other tensors, and a storage can be freed
     with `resize_(0)`: both have the address 0. A tensor of functorch has none.
     """
-    return tensor.numel() == 0 or tensor.device.type == "meta" or bool(address_of(tensor))
+    return bool(address_of(tensor)) or tensor.numel() == 0 or tensor.device.type == "meta"
 
 
 def is_freed(tensor: Tensor) -> bool:
@@ -25,11 +24,11 @@ def is_freed(tensor: Tensor) -> bool:
 
 def address_of(tensor: Tensor) -> int | None:
     """Return a tensor's address, 0 if it holds other tensors or was freed; None if torch cannot determine it."""
-    if type(tensor) in (Tensor, Parameter):
-        with suppress(RuntimeError):  # for a tensor of functorch
+    try:
+        if type(tensor) in (Tensor, Parameter):
             return tensor.data_ptr()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and returns 0
+            return tensor.data_ptr()
+    except RuntimeError:  # for a tensor of functorch
         return None
-    with suppress(RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FakeTensor warns that it has no address, and returns 0
-        return tensor.data_ptr()
-    return None

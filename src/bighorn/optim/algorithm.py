@@ -97,7 +97,7 @@ class Algorithm(ABC, Generic[Options]):
 
     def in_blocks(self, group: Group, param: Tensor) -> bool:
         """Whether the moments of a parameter (as a real view) are kept in blocks."""
-        return "exp_avg_scale" in self.moments(group, param)
+        return group["state_dtype"] is not None and "exp_avg_scale" in self.moments(group, param)
 
     def refuse_unfit(self, group: Group, param: Tensor, what: str) -> None:
         """Raise a ValueError for a parameter that cannot be optimized with a group's options."""

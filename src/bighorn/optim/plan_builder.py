@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +16,10 @@ from bighorn.arguments import about
 from bighorn.distributed import sharding
 from bighorn.distributed.sharding import ReduceGroup, ShardedDims
 from bighorn.kernels import Bucket
-from bighorn.kernels.storage import has_memory
+from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Variant
 from bighorn.optim.param_info import ParamInfo, row_shard
-from bighorn.optim.state import REAL_DTYPES, local_view, overlaps, refuse_freed
+from bighorn.optim.state import REAL_DTYPES, is_dense, local_view, overlaps, refuse_freed
 from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepPlan
 
 State = dict[str, Any]
@@ -58,15 +57,14 @@ def build(
     for index, (info, grad) in enumerate(zip(infos, grads, strict=True)):
         _check_grad(info, grad)
         view, grad = local_view(info.param), sharding.local(grad)
-        refuse_freed(view, info.label)
-        refuse_freed(grad, f"the gradient of {info.label}")
-        if overlaps(view):
-            raise ValueError(f"{info.label} has elements that share memory (an expanded tensor): clone() it first")
-        dense = view if is_dense(view, info.leading) else view.clone(memory_format=torch.contiguous_format)
+        dense = view if is_dense(view, info.leading) else _dense_copy(view, info.label)
         state, kept = init_state(info, dense)
         states.append(state)
         mine = {entry: sharding.local(state[entry]) for entry in kept}
         shard, solid = row_shard(info.param, info.stacked), all(map(has_memory, (dense, grad, *mine.values())))
+        if not solid:
+            refuse_freed(view, info.label)
+            refuse_freed(grad, f"the gradient of {info.label}")
         with about(info.label):
             name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
         wrapper = None if solid else index  # each such tensor has its own bucket
@@ -171,12 +169,9 @@ def _check_grad(info: ParamInfo, grad: Tensor) -> None:
 def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
     """Raise if two parameters share memory: it would be stepped twice, by two threads at once."""
     spans = sorted(
-        (binding.view.data_ptr(), binding.view.data_ptr() + binding.view.nbytes, info.label)
+        (start, start + binding.view.nbytes, info.label)
         for info, binding in bindings
-        if binding.view.device.type != "meta"
-        and binding.view.numel()
-        and has_memory(binding.view)
-        and is_dense(binding.view, 0)
+        if (start := address_of(binding.view)) and (binding.dense is binding.view or is_dense(binding.view, 0))
     )
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end and first == second:
@@ -185,9 +180,13 @@ def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
             raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
 
 
-def is_dense(tensor: Tensor, leading: int) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, with the first `leading` dims in order."""
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return False
-    inner = [math.prod(tensor.shape[i + 1 :]) for i in range(leading)]
-    return tensor.numel() == 0 or list(tensor.stride()[:leading]) == inner
+def _dense_copy(view: Tensor, label: str) -> Tensor:
+    """Return a copy that kernels can step.
+
+    Raises:
+        ValueError: Elements of the parameter share memory, or its memory was freed.
+    """
+    refuse_freed(view, label)
+    if overlaps(view):
+        raise ValueError(f"{label} has elements that share memory (an expanded tensor): clone() it first")
+    return view.clone(memory_format=torch.contiguous_format)

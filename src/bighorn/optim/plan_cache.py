@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from bighorn.distributed import sharding
-from bighorn.distributed.sharding import PLAIN
-from bighorn.kernels.storage import address_of
+from bighorn.distributed.sharding import PLAIN, Layout
+from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Group
+from bighorn.optim.state import REAL_DTYPES, is_dense
 from bighorn.optim.step_plan import StepPlan
 
 MOST_PLANS = 8
@@ -94,14 +95,20 @@ class PlanCache:
     _plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = field(default_factory=dict)
 
     def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
-        """Return the plan of these parameters, bound to this step's gradients, if its guards hold."""
-        plan, guards = self._plans.get(tuple(map(id, mine.params)), (None, None))
+        """Return the plan of these parameters, bound to this step's gradients, if its guards hold or can be renewed."""
+        key = tuple(map(id, mine.params))
+        plan, guards = self._plans.get(key, (None, None))
         if plan is None or guards is None:
             return None
         inputs = GuardInputs.of(mine, groups, state)
-        if not guards.hold(inputs):
+        if guards.hold(inputs):
+            plan.bind(inputs.grads)
+            return plan
+        del self._plans[key]
+        if not guards.renewed(inputs):
             return None
-        plan.bind(inputs.grads)
+        plan.refresh(inputs.params, inputs.grads)
+        self._plans[key] = plan, guards
         return plan
 
     def keep(
@@ -117,8 +124,9 @@ class PlanCache:
 class GuardInputs(NamedTuple):
     """The values that the guards of a plan compare."""
 
-    facts: list[object]
-    """The number of parameters of each group, and the layouts of gradients."""
+    group_sizes: list[int]
+    layouts: list[Layout | None] | None
+    """The layouts of gradients; None if all parameters are plain tensors."""
     params: list[Tensor]
     grads: list[Tensor | None]
     states: list[State]
@@ -135,36 +143,68 @@ class GuardInputs(NamedTuple):
             params = list(map(sharding.local, params))
             grads = [grad if grad is None else sharding.local(grad) for grad in grads]
             states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
-        return cls([[len(group["params"]) for group in groups], layouts], params, grads, states)
+        return cls([len(group["params"]) for group in groups], layouts, params, grads, states)
 
-    def addresses(self) -> list[int | None]:
-        """The addresses of the parameters and the state."""
-        return addresses([*self.params, *itertools.chain.from_iterable(map(dict.values, self.states))])
+    def state_addresses(self) -> list[int | None]:
+        """The addresses of the state."""
+        return addresses(list(itertools.chain.from_iterable(map(dict.values, self.states))))
 
 
 class PlanGuards:
     """The guards of a plan: the kinds of all tensors, and the addresses of parameters and state, must not change.
 
-    Gradients may move, and may be missing.
+    Gradients may move, and may be missing. If only parameters have moved, or gradients have become of other kinds, the
+    guards can be renewed.
     """
 
     def __init__(self, inputs: GuardInputs) -> None:
         grads = [grad for grad in inputs.grads if grad is not None]
-        self._facts = inputs.facts
+        self._groups_and_layouts = inputs[:2]
         self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # so no address is reused
-        self._addresses = inputs.addresses()
-        self._params_alike, self._grads_alike = alike(inputs.params), alike(grads)
+        self._param_addresses, self._state_addresses = addresses(inputs.params), inputs.state_addresses()
+        self._params_alike = alike(inputs.params)
+        self._grads_alike: Guard | None = alike(grads)
         self._each_alike = [alike([grad]) for grad in grads]
         self._no_memory = [address == 0 for address in addresses(grads)]
 
     def hold(self, inputs: GuardInputs) -> bool:
         """Whether the plan holds for these inputs."""
-        return (
-            self._facts == inputs.facts
-            and self._params_alike(inputs.params)
-            and self._same_grads(inputs.grads)
-            and self._addresses == inputs.addresses()
-        )
+        return self._same_params(inputs) and self._same_grads(inputs.grads) and self._same_addresses(inputs)
+
+    def renewed(self, inputs: GuardInputs) -> bool:
+        """Whether the plan can be refreshed for these inputs; if so, the guards hold for them from now on.
+
+        If not, the plan is built anew, which raises errors about parameters and gradients.
+        """
+        plain = inputs.layouts is None and set(map(type, inputs.grads)) <= {*PLAIN, type(None)}
+        if not plain or not self._same_params(inputs) or self._state_addresses != inputs.state_addresses():
+            return False
+        moved, changed = addresses(inputs.params), self._changed_grads(inputs.grads)
+        if moved != self._param_addresses and overlap(inputs.params, moved):
+            return False
+        if not all(fits(grad, inputs.params[i]) for i, grad in changed):
+            return False
+        self._param_addresses = moved
+        for i, grad in changed:
+            self._each_alike[i], self._no_memory[i], self._grads_alike = alike([grad]), not grad.numel(), None
+        return True
+
+    def _same_params(self, inputs: GuardInputs) -> bool:
+        return self._groups_and_layouts == inputs[:2] and self._params_alike(inputs.params)
+
+    def _same_addresses(self, inputs: GuardInputs) -> bool:
+        moved = addresses(inputs.params) != self._param_addresses
+        return not moved and self._state_addresses == inputs.state_addresses()
+
+    def _changed_grads(self, grads: list[Tensor | None]) -> list[tuple[int, Tensor]]:
+        """The gradients of other kinds, or that have lost their memory, with their indices."""
+        each = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        has_none = [address == 0 for address in addresses([grad for _, grad in each])]
+        return [
+            (i, grad)
+            for (i, grad), no_memory in zip(each, has_none, strict=True)
+            if no_memory != self._no_memory[i] or not self._each_alike[i]((grad,))
+        ]
 
     def _same_grads(self, grads: list[Tensor | None]) -> bool:
         """Whether the gradients are of the same kinds, and none of them has lost its memory."""
@@ -173,9 +213,33 @@ class PlanGuards:
             each = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
             present, no_memory = [grad for grad, _ in each], [no_memory[i] for _, i in each]
             same = all(self._each_alike[i]((grad,)) for grad, i in each)
+        elif self._grads_alike is None:
+            same = not self._changed_grads(grads)
+            self._grads_alike = alike(present) if same else None  # type: ignore[arg-type]
         else:
             same = self._grads_alike(present)  # type: ignore[arg-type]
         return same and no_memory.count(True) == addresses(present).count(0)
+
+
+def overlap(params: Sequence[Tensor], addresses: Sequence[int | None]) -> bool:
+    """Whether parameters at these addresses share memory, or may have none. Those with gaps are not compared."""
+    pairs = zip(params, addresses, strict=True)
+    spans = sorted((start or 0, param.nbytes) for param, start in pairs if is_dense(param, 0))
+    freed = any(start == 0 < size for start, size in spans)
+    return freed or any(start + size > following for (start, size), (following, _) in itertools.pairwise(spans))
+
+
+def fits(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient is one that every plan of its parameter serves."""
+    return (
+        grad.layout is torch.strided
+        and grad.dtype in REAL_DTYPES
+        and not param.is_complex()
+        and not grad.is_neg()
+        and grad.shape == param.shape
+        and grad.device == param.device
+        and has_memory(grad)
+    )
 
 
 def addresses(tensors: Sequence[Any]) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +56,27 @@ class StateTensorSpec:
 
     def like(self, param: Tensor) -> Tensor:
         """Return the tensor for a parameter or a shard of one, on the meta device and in its memory order."""
-        shape, stride = [param.shape[dim] for dim in self.dims], [param.stride(dim) for dim in self.dims]
-        if self.scales:
-            rest = param.shape[self.dims[-1] :]
-            return torch.empty((*shape[:-1], *codec.scales_shape(rest)), dtype=self.dtype, device="meta")
-        # The strides only give the order of dims; the tensor has no gaps.
-        return torch.empty_like(torch.empty_strided(shape, stride, device="meta"), dtype=self.dtype)
+        shape = self._shape(param)
+        return torch.empty_strided(shape, self._strides(param, shape), dtype=self.dtype, device="meta")
+
+    def zeros(self, dense: Tensor) -> Tensor:
+        """Return the tensor before the first step of a dense parameter: of its kind, with as many inner tensors."""
+        shape = self._shape(dense)
+        if dense.is_contiguous():
+            return dense.new_zeros(shape, dtype=self.dtype)
+        return dense.new_empty_strided(shape, self._strides(dense, shape), dtype=self.dtype).zero_()
+
+    def _shape(self, param: Tensor) -> list[int]:
+        shape = [param.shape[dim] for dim in self.dims]
+        return [*shape[:-1], *codec.scales_shape(param.shape[self.dims[-1] :])] if self.scales else shape
+
+    def _strides(self, param: Tensor, shape: list[int]) -> list[int]:
+        """Return strides without gaps, in the order of the parameter's; scales are contiguous."""
+        order = [0] * len(shape) if self.scales else [param.stride(dim) for dim in self.dims]
+        strides, size = [1] * len(shape), 1
+        for i in sorted(range(len(shape) - 1, -1, -1), key=order.__getitem__):
+            strides[i], size = size, size * max(shape[i], 1)
+        return strides
 
 
 StateSpec = Mapping[str, StateTensorSpec]
@@ -223,6 +239,16 @@ def overlaps(tensor: Tensor) -> bool:
     return False
 
 
+def is_dense(tensor: Tensor, leading: int) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, with the first `leading` dims in order."""
+    if tensor.is_contiguous():
+        return True
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return False
+    inner = [math.prod(tensor.shape[i + 1 :]) for i in range(leading)]
+    return tensor.numel() == 0 or list(tensor.stride()[:leading]) == inner
+
+
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape have the same memory order. The strides of dims of size 1 are ignored."""
     if a.stride() == b.stride() or a.numel() == 0:
@@ -253,6 +279,8 @@ def init_or_validate_state(
         ValueError: A tensor of another shape or distributed in another way, a `step` that is not a count, or a state
             that lacks a tensor.
     """
+    if not state and type(param) in PLAIN:
+        return {"step": _no_steps(dense), **{name: each.zeros(dense) for name, each in spec.items()}}
     _check_blocks(param, spec, what)
     fresh = not any(name in state for name in (*spec, "step"))
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -267,11 +295,10 @@ def init_or_validate_state(
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad starts with this step
     if fresh or "step" in out:
-        out["step"] = _count(out.get("step", 0), dense, what)
+        out["step"] = _no_steps(dense) if fresh else _count(out["step"], dense, what)
     for name, like in likes.items():
         if fresh or (name in AUX_STATE_NAMES and name not in out):
-            # A tensor of the parameter's own kind, since the state of a wrapper subclass has as many inner tensors.
-            out[name] = dense.new_empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            out[name] = spec[name].zeros(dense)
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)
     missing = [name for name in ("step", *spec) if name not in out]
@@ -351,6 +378,10 @@ def _placed(name: str, value: object, like: Tensor, device: torch.device, what: 
 
 MOST_STEPS = 2.0**63
 """The bound of step counts, since kernels use int64."""
+
+
+def _no_steps(param: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
 def _count(step: object, param: Tensor, what: str) -> Tensor:

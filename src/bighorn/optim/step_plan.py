@@ -15,7 +15,7 @@ from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.settings import Settings
-from bighorn.optim.state import real_view
+from bighorn.optim.state import local_view, real_view
 
 LARGEST_NORM = 2.0**53
 """Up to this 2-norm of all gradients, no square overflows float32, the dtype of moments.
@@ -116,6 +116,15 @@ class BucketPlan:
             if binding.dense is not binding.view:
                 binding.dense.copy_(binding.view)
 
+    def refresh(self, params: list[Tensor]) -> None:
+        """Use the present memory of parameters, some of which have moved."""
+        for binding in self.bindings if not self.direct else ():
+            view = local_view(params[binding.index])
+            if binding.dense is binding.view:
+                binding.dense = view
+                self.bucket.params[binding.rows.start : binding.rows.stop] = binding.slices(view)
+            binding.view = view
+
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
         self.bucket.grads = []
@@ -158,6 +167,14 @@ class StepPlan:
         missing = not all(self.present)
         for bucket_plan in self.buckets:
             bucket_plan.bind(grads, missing=missing)
+
+    def refresh(self, params: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Bind this step's gradients, after plain parameters have moved, or gradients have become of other kinds."""
+        for bucket_plan in self.buckets:
+            bucket_plan.refresh(params)
+        self.bind(grads)
+        for _, kernel in self.kernels:
+            kernel.refresh()
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
         """Set options of which only numbers have changed."""

@@ -72,7 +72,8 @@ class Came(Stepper[CameOptions]):
         t = self.all_rows
         shards = None if t.shards is None else t.shards.data_ptr()
         size = loaded().bighorn_came_workspace(t.rows.data_ptr(), shards, t.gradients.data_ptr(), len(t.rows), threads)
-        self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
+        if size > self.workspace.numel():
+            self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """Make one CAME step of all buckets, without counting it."""

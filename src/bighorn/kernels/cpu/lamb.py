@@ -34,10 +34,7 @@ class Lamb(Stepper[LambOptions]):
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
-        rows, gradients = self.tables.rows, self.tables.gradients
-        # Two sets of sums of squares of x and u, with one entry per chunk of a row that all threads share.
-        most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
-        self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
+        self.partial = torch.empty(0, dtype=torch.float64, device="cpu")
 
     @staticmethod
     def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
@@ -55,9 +52,13 @@ class Lamb(Stepper[LambOptions]):
         )
 
     def reserve(self, threads: int) -> None:
-        """Allocate the scratch, which does not depend on the number of threads."""
+        """Allocate the scratch and the partial sums, which do not depend on the number of threads."""
         del threads
         scratch()
+        rows, gradients = self.all_rows.rows, self.all_rows.gradients
+        # Two sets of sums of squares of x and u, with one entry per chunk of a row that all threads share.
+        most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
+        self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """Make one LAMB step of all buckets, without counting it."""

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import threading
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, rows_with_grad
+from bighorn.kernels.cpu.abi import Gradient
 from bighorn.kernels.cpu.library import address, loaded, run
-from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, grad_layout, gradient, place_layout
+from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, describe_gradient, grad_layout, place_layout
 from bighorn.kernels.options import Options
+
+DATA = 0
+"""The word of a row's structure that is the address of its weights."""
 
 
 @dataclass
@@ -51,24 +56,20 @@ class Stepper(Generic[Options]):
     """The base of an algorithm in the library; the algorithm adds the table of its rows and the call of its step."""
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
-        rows = [
-            (x, grad, bucket.options.centre)
-            for bucket in buckets
-            for x, grad in zip(bucket.params, bucket.grads, strict=True)
-            if grad is not None
-        ]
         self.lock = threading.Lock()
         """Held during a call of the library, which uses the stepper's memory, because two threads may step at once."""
         self.buckets: list[Bucket[Options]] = buckets
-        self.layouts = [grad_layout(x, grad) for x, grad, _ in rows]  # kept alive: the tables have only addresses
+        self.layouts: dict[int, array[int] | None] = {}
+        """The layouts of gradients by row, kept alive: the tables have only their addresses."""
+        self.grad_kinds: dict[int, object] = {}
+        """The dtypes and strides of gradients by row."""
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
-        gradients = [gradient(*row, layout) for row, layout in zip(rows, self.layouts, strict=True)]
-        sizes = [x.numel() for x, _, _ in rows]
+        sizes = [x.numel() for bucket in buckets for x in bucket.params]
         each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
         self.all_rows = self.tables = Tables(
-            list(range(len(rows))),
+            list(range(len(sizes))),
             words([self.make_row(*row, places) for row, places in zip(each, self.places, strict=True)]),
-            words(gradients),
+            words([gradient for _, gradient in self._new_gradients()]),
             self.make_shards(),
             torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
             self._addresses_of_counts(),
@@ -76,7 +77,30 @@ class Stepper(Generic[Options]):
         self.blocks = [-(-size // BLOCK_ELEMS) for size in sizes]
         self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
         self.threads = 0
-        """The number of threads for which `reserve` was called."""
+        """The number of threads for which `reserve` was called, since the tables were made or refreshed."""
+
+    def refresh(self) -> None:
+        """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""
+        with self.lock:
+            addresses = array("Q", [x.data_ptr() for bucket in self.buckets for x in bucket.params])
+            if addresses:
+                self.all_rows.rows[:, DATA] = torch.frombuffer(addresses, dtype=torch.int64)
+            for i, gradient in self._new_gradients():
+                self.all_rows.gradients[i] = words([gradient])[0]
+            self.threads = 0
+
+    def _new_gradients(self) -> Iterator[tuple[int, Gradient]]:
+        """Yield the rows whose gradients are of other kinds than before, with the structures that describe them."""
+        rows = [
+            (x, grad, bucket.options.centre)
+            for bucket in self.buckets
+            for x, grad in zip(bucket.params, bucket.grads, strict=True)
+        ]
+        for i, (x, grad, centre) in enumerate(rows):
+            kind = None if grad is None else (grad.dtype, grad.stride())
+            if kind is not None and kind != self.grad_kinds.get(i):
+                self.grad_kinds[i], self.layouts[i] = kind, grad_layout(x, grad)
+                yield i, describe_gradient(x, grad, centre, self.layouts[i])
 
     @staticmethod
     def make_row(bucket: Bucket[Options], i: int, index: int, places: array[int] | None) -> Any:

@@ -45,8 +45,8 @@ def unsupported_shard(shard: Shard, options: LambOptions | CameOptions) -> str |
     return None
 
 
-def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> Gradient:
-    """Return the memory layout of a gradient, which is centred if `centre` is set."""
+def describe_gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> Gradient:
+    """Return the structure of a gradient, which is centred if `centre` is set."""
     return Gradient(
         layout=layout.buffer_info()[0] if layout else None,
         size=x.numel(),
@@ -58,12 +58,13 @@ def gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> G
 def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weights:
     """Return how the weights of row `i` of a bucket are stored; `places` is their `place_layout`."""
     x, way = bucket.params[i], bucket.options.weight_rounding
+    offset, param_id = (first_place(bucket, i), bucket.param_ids[i]) if draws(bucket) else (0, 0)
     return Weights(
         data=x.data_ptr(),
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
         layout=places.buffer_info()[0] if places else None,
-        offset=first_place(bucket, i) if draws(bucket) else 0,
-        param_id=bucket.param_ids[i] if draws(bucket) else 0,
+        offset=offset,
+        param_id=param_id,
         type=TYPES[x.dtype],
         rounding=ROUNDING_MODES[way],
     )

@@ -67,7 +67,11 @@ class Lamb(reference.Lamb):
 
     def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
         super().__init__(buckets)
-        self.batches = [batches(bucket) for bucket in buckets]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Divide the tensors into pieces."""
+        self.batches = [batches(bucket) for bucket in self.buckets]
 
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""

@@ -44,6 +44,9 @@ class Stepper(Generic[Options]):
         self.buckets: list[Bucket[Options]] = buckets
         self.rule: MakeRule[Options] = rule
 
+    def refresh(self) -> None:
+        """Read the buckets again, after tensors have moved: every step does so."""
+
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes: nothing can fail here."""
 

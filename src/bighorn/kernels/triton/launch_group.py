@@ -40,6 +40,9 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
 class LaunchGroup(Generic[Options]):
     """Rows that the same compiled kernels serve. An algorithm adds its columns, tables and launches."""
 
+    params: list[Tensor]
+    noncontiguous: list[int]
+    """The rows whose gradients are not in the memory order of their parameters."""
     sums: Tensor
     """The sums of a pass for the next one: rows of float64, one per program."""
 
@@ -53,14 +56,13 @@ class LaunchGroup(Generic[Options]):
         offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
         self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
         self.device, self.common = buckets[0].metrics.device, common_kernels
-        self.params = [buckets[index].params[i] for index, i in indices]
+        self._read(layouts)
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]
         self.program_to_row = self.program_table(self.chunks)
         self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
         self.addresses = CachedTable(torch.int64, uploads)
-        self.noncontiguous = [k for k, index in enumerate(indices) if not layouts[index][1]]
         self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], Launch] = {}
         self.update_gradients()
@@ -69,6 +71,18 @@ class LaunchGroup(Generic[Options]):
         cut = any(shard.split - {0} for index, _ in indices for shard in buckets[index].shards)
         g_dtype = layouts[index, i][0]
         self.constants = {**self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options), "CUT": cut}
+
+    def _read(self, layouts: GradientLayouts) -> None:
+        self.params = [self.buckets[index].params[i] for index, i in self.indices]
+        self.noncontiguous = [k for k, index in enumerate(self.indices) if not layouts[index][1]]
+
+    def refresh(self, layouts: GradientLayouts) -> None:
+        """Update the tables, after parameters have moved, or the memory order of gradients has changed."""
+        self._read(layouts)
+        rows = self.rows.clone()  # launches in other streams, and graphs, may still read the old table
+        addresses = self.uploads.table([x.data_ptr() for x in self.params], torch.int64)
+        rows.view(len(self.params), -1)[:, self.common.PARAM.value] = addresses
+        self.rows = rows
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:

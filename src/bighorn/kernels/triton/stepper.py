@@ -14,7 +14,7 @@ from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import CameOptions, LambOptions, Options
 from bighorn.kernels.triton.device import guard, unsupported
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
-from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
+from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
 
 
 def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
@@ -53,14 +53,30 @@ class Stepper(Generic[Options]):
         self.counts_without_rows: list[tuple[Bucket[Options], Tensor]] = [
             (bucket, step) for bucket in self.buckets for step in bucket.unique_steps if step.data_ptr() not in served
         ]
-        # All gradients are present now; some may be missing when tables are built again.
-        self.gradient_layouts: GradientLayouts = {
-            (index, i): (g.dtype, in_order_of(x, g) is g)
-            for index, bucket in enumerate(buckets)
+        self.gradient_layouts: GradientLayouts = {}  # of all rows: later, when tables are built again, some are missing
+        self._read_gradients()
+        self.build_tables()
+
+    def refresh(self) -> None:
+        """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""
+        dtypes = {index: dtype for index, (dtype, _) in self.gradient_layouts.items()}
+        self._read_gradients()
+        if any(dtypes[index] != dtype for index, (dtype, _) in self.gradient_layouts.items()):
+            self.build_tables()
+        else:
+            self.uploads.begin_step()
+            self.uploads.streams.clear()  # `prepare` records all tables anew
+            with self.guard:
+                for group in self.groups:
+                    group.refresh(self.gradient_layouts)
+
+    def _read_gradients(self) -> None:
+        self.gradient_layouts |= {
+            (index, i): (g.dtype, in_order(x, g))
+            for index, bucket in enumerate(self.buckets)
             for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True))
             if g is not None
         }
-        self.build_tables()
 
     def launch_group(self, indices: list[RowIndex]) -> LaunchGroup[Options]:
         """Return the launch group of rows of one kind."""

@@ -15,6 +15,7 @@ import bighorn
 from bighorn import Lamb, kernels
 from bighorn.cli import bench, environment, measure, peers
 from bighorn.cli.bench_table import COLUMNS
+from bighorn.cli.cliffs import CLIFFS
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
 
@@ -143,7 +144,7 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
 @pytest.mark.parametrize("table", peers.TABLES.values(), ids=peers.TABLES)
 def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
     assert {table.baseline, *table.peers} <= set(peers.PEERS)
-    assert set(table.shapes) <= set(SHAPES)
+    assert set(table.shapes) <= {*SHAPES, *CLIFFS}
     assert set(table.columns) <= set(COLUMNS)
 
 

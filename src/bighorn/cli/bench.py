@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from bighorn import Came, Lamb
 from bighorn.cli import cuda, files, traffic
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
+from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, param_set_of
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity
 from bighorn.cli.environment import package_version, provenance
@@ -23,7 +24,7 @@ from bighorn.cli.errors import InputError
 from bighorn.cli.measure import compare, draw, error, prepared, temporaries
 from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
-from bighorn.cli.shapes import SHAPES, Shape
+from bighorn.cli.shapes import SHAPES
 from bighorn.cli.values import at_least, check_device, names, positive
 
 WIDTH_OF_FILES = 160
@@ -62,13 +63,14 @@ class BenchConfig:
     device: str = option("cpu", "The device of the tensors, whose time is measured.", choices=tuple(INSTRUMENTS))
     table: str | None = option(
         None,
-        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu).",
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu), and both "
+        "with other layouts, dtypes and uses of a step (cliffs).",
         choices=tuple(TABLES),
         shown="steps; gpu with --device cuda",
     )
     shapes: str | None = option(
         None,
-        f"Parameter sets, of {', '.join(SHAPES)}; a set takes about 40 bytes per parameter.",
+        f"Parameter sets, of {', '.join((*SHAPES, *CLIFFS))}; a set takes about 40 bytes per parameter.",
         shown="; ".join(f"{name} {','.join(table.shapes)}" for name, table in TABLES.items()),
     )
     optimizers: str | None = option(
@@ -117,7 +119,8 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     """
     config = BenchConfig(**options)
     layout, instrument = config.layout, INSTRUMENTS[config.device]
-    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, SHAPES)
+    known = {**SHAPES, **CLIFFS} if config.device == "cpu" else SHAPES
+    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, known)
     builds, absent = _load(config)
     check_device(config.device)
     files.check_outputs({"--report": report, "--json": json_file})
@@ -143,12 +146,11 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         f"{about['processor']}, cores: {here['cores allowed']}, threads: {about['threads']}, {config.precision}"
     )
     for name in sets:
-        shapes = list(SHAPES[name]())
-        result = {"shapes": name, **_measure(shapes, builds, config, console)}
+        result = {"shapes": name, **_measure(param_set_of(name), builds, config, console)}
         content["results"].append(result)
         if json_file is not None:  # written after each set, since an error of a peer on the device can end the run
             files.write_json(json_file, content)
-        console.print(f"\n[bold]{name}[/]: {len(shapes)} tensors, {quantity(result['parameters'])} parameters")
+        console.print(f"\n[bold]{name}[/]: {result['tensors']} tensors, {quantity(result['parameters'])} parameters")
         console.print(as_table(result["optimizers"], layout.columns))
         for note in result["notes"]:
             console.print(note, markup=False)
@@ -178,20 +180,17 @@ def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:
     return builds, absent
 
 
-def _measure(
-    shapes: Sequence[Shape], builds: dict[str, Build], config: BenchConfig, console: Console
-) -> dict[str, Any]:
-    """Measure a set of shapes: one row per optimizer, and the reasons of those that failed.
+def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig, console: Console) -> dict[str, Any]:
+    """Measure a set of parameters: one row per optimizer, and the reasons of those that failed.
 
     The baseline's row compares it with itself: the difference from 1.00 is the noise.
     """
     instrument, device = INSTRUMENTS[config.device], torch.device(config.device)
     copies = [instrument.copy_speed()] if instrument.copy_speed else []
-    weights, grads = (
-        draw(shapes, scale, PRECISIONS[config.precision], device, seed) for seed, scale in enumerate((0.02, 1e-3))
-    )
+    shapes, dtype = list(param_set.shapes()), param_set.dtype or PRECISIONS[config.precision]
+    weights, grads = (draw(shapes, scale, dtype, device, seed) for seed, scale in enumerate((0.02, 1e-3)))
     first, *_ = builds.values()
-    baseline, _ = prepared(first, weights, grads, config.clip)
+    baseline, _ = prepared(first, weights, grads, config.clip, param_set.layout, param_set.grad_layout)
     rows: list[dict[str, Any]] = []
     failed = {}
     with counting(console) as bar:
@@ -199,7 +198,7 @@ def _measure(
         for name, build in builds.items():
             bar.update(task, description=PEERS[name].label)
             try:
-                rows.append({"name": name, **_row(PEERS[name], build, baseline, weights, grads, config)})
+                rows.append({"name": name, **_row(PEERS[name], build, baseline, weights, grads, param_set, config)})
             except Exception as reason:
                 if not rows or config.optimizers is not None:  # the baseline, or an optimizer that was requested
                     raise
@@ -216,7 +215,7 @@ def _measure(
         "copy_bytes_per_s": copies,
         "optimizers": rows,
         "failed": failed,
-        "notes": list(notes(rows, failed, copies)),
+        "notes": [*notes(rows, failed, copies), *filter(None, [param_set.note])],
     }
 
 
@@ -226,25 +225,38 @@ def _row(
     baseline: Optimizer,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
+    param_set: ParamSet,
     config: BenchConfig,
 ) -> dict[str, Any]:
-    exact = peer.float64 and sum(weight.numel() for weight in weights) <= MOST_FOR_ERROR
+    exact = peer.float64 and "error" in config.layout.columns and sum(map(Tensor.numel, weights)) <= MOST_FOR_ERROR
+    mine = prepared(build, weights, grads, config.clip, param_set.layout, param_set.grad_layout)
     return {
         "label": peer.label,
-        **_beside(peer, baseline, *prepared(build, weights, grads, config.clip), config),
+        "tensors": len(weights),
+        **_beside(peer, baseline, *mine, param_set, config),
         "error": error(build, weights, grads) if exact else None,
     }
 
 
 def _beside(
-    peer: Peer, baseline: Optimizer, optimizer: Optimizer, first_step: float, config: BenchConfig
+    peer: Peer,
+    baseline: Optimizer,
+    optimizer: Optimizer,
+    first_step: float,
+    param_set: ParamSet,
+    config: BenchConfig,
 ) -> dict[str, Any]:
     instrument = INSTRUMENTS[config.device]
+    seconds = instrument.seconds if config.seconds is None else config.seconds
     extra = instrument.temporaries(optimizer.step)
+    if param_set.change is None:
+        times = instrument.compare(baseline, optimizer, seconds)
+    else:
+        times = compare(baseline, optimizer, seconds, changes(param_set.change, baseline, optimizer))
     state = peer.state_bytes(optimizer)
     once = traffic.bytes_once(optimizer, state)
     return {
-        **instrument.compare(baseline, optimizer, instrument.seconds if config.seconds is None else config.seconds),
+        **times,
         "first_step_s": first_step,
         "temporaries_bytes": extra,
         "state_bytes": state or None,  # some optimizers keep tensors outside `state`
@@ -252,6 +264,17 @@ def _beside(
         "bytes_moved": traffic.bytes_moved(optimizer, config.clip is not None) or once,
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
     }
+
+
+def changes(change: Callable[[list[Tensor]], Change], *optimizers: Optimizer) -> Change:
+    """Return the change of the parameters of all optimizers."""
+    each = [change([param for group in of.param_groups for param in group["params"]]) for of in optimizers]
+
+    def change_all(step: int) -> None:
+        for change_one in each:
+            change_one(step)
+
+    return change_all
 
 
 def _relate(row: dict[str, Any], copies: Sequence[float | None]) -> None:

@@ -50,11 +50,12 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": lambda row: f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-",
     "of copy": lambda row: _share(row, "of_copy"),
     "of copy, once": lambda row: _share(row, "of_copy_once"),
+    "first step": lambda row: f"{1e6 * row['first_step_s'] / row['tensors']:,.0f} us",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
     "state": lambda row: _megabytes(row["state_bytes"]),
     "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",
 }
-"""The columns by name: functions from a measured row to text."""
+"""The columns by name: functions from a measured row to text. The time of a first step is that of a tensor."""
 
 
 def _megabytes(size: int | None) -> str:

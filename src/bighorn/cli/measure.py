@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn.cli.cliffs import Change, Copy, nothing
 from bighorn.cli.peers import Build
 from bighorn.cli.shapes import Shape
 
@@ -32,25 +33,30 @@ def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torc
 
 
 def prepared(
-    build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None
+    build: Build,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    clip: float | None,
+    layout: Copy = torch.clone,
+    grad_layout: Copy = torch.clone,
 ) -> tuple[Optimizer, float]:
     """Return an optimizer over copies of ``weights`` and ``grads``, after its first step, and the seconds of that step.
 
     After it, the state exists and all compilation is done. Gradients are copied, since some steps write to them: apex's
     FusedLAMB stores its update there, and ``clip_grad_norm_`` scales them.
     """
-    params = [weight.clone() for weight in weights]
+    params = [layout(weight) for weight in weights]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
+        param.grad = grad_layout(grad)
     optimizer = build(params, LR, clip)
     start = time.perf_counter()
     optimizer.step()
     return optimizer, time.perf_counter() - start
 
 
-def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
-    """Return the wall times of the steps of two optimizers, and their ratio, as JSON."""
-    theirs, mine = rounds(baseline, optimizer, seconds)
+def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float, change: Change = nothing) -> dict[str, Any]:
+    """Return the wall times of the steps of two optimizers, and their ratio, as JSON; `change` as in `rounds`."""
+    theirs, mine = rounds(baseline, optimizer, seconds, change)
     return {"rounds": len(mine), **beside(theirs, mine)}
 
 
@@ -63,14 +69,18 @@ def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> 
     }
 
 
-def rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
+def rounds(
+    first: Optimizer, second: Optimizer, seconds: float, change: Change = nothing
+) -> tuple[list[float], list[float]]:
     """Return the seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
 
-    Both have the same disturbances, and neither optimizer's tensors are in cache unless both fit.
+    Both have the same disturbances, and neither optimizer's tensors are in cache unless both fit. `change` is called
+    before each round with its number.
     """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < LEAST_ROUNDS:
+        change(len(times[0]))
         for optimizer, mine in zip((first, second), times, strict=True):
             start = time.perf_counter()
             optimizer.step()
@@ -88,7 +98,7 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 def error(build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
     """Return the weights' relative error after two steps of a large learning rate: ||ours - exact|| / ||exact||.
 
-    Exact weights come from the same optimizer on float64 tensors, one at a time; Bighorn's uses the reference backend.
+    Exact weights come from the same optimizer on float64 tensors, one at a time.
     The second step's gradients are the first's, shifted by one element. Gradients are not clipped.
     """
     params = [weight.clone() for weight in weights]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
+from bighorn.cli.cliffs import CLIFFS
 from bighorn.cli.optimizers import state_bytes
 
 WEIGHT_DECAY = 0.01
@@ -73,8 +74,8 @@ def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         dtype = params[0].dtype
         chosen = {"backend": backend, "state_dtype": torch.bfloat16 if dtype == torch.bfloat16 else None, **options}
-        if dtype == torch.float64:  # the reference for errors
-            chosen |= {"backend": "reference", "state_dtype": None, "weight_rounding": "nearest"}
+        if dtype == torch.float64:  # to which errors are relative
+            chosen |= {"state_dtype": None, "weight_rounding": "nearest"}
         return algorithm(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip, **chosen)
 
     return lambda: build
@@ -203,6 +204,7 @@ PEERS = {
     "adamw-foreach": Peer("torch AdamW, foreach", _torch_adamw(fused=False), "torch"),
     "lamb": Peer("Lamb", _ours(Lamb), "bighorn"),
     "lamb-adam": Peer("Lamb, adam=True", _ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
+    "lamb-cautious": Peer("Lamb, cautious", _ours(Lamb, cautious=True), "bighorn"),
     "lamb-foreach": Peer("Lamb, foreach", _ours(Lamb, "foreach"), "bighorn"),
     "lamb-fp32": Peer("Lamb, fp32 states", _ours(Lamb, state_dtype=None), "bighorn"),
     "lamb-fp16": Peer("Lamb, fp16 states", _ours(Lamb, state_dtype=torch.float16), "bighorn"),
@@ -248,6 +250,13 @@ TABLES = {
         peers=("came", "came-last-two", "came-int8", "came-pytorch", "pytorch_optimizer-came", "adafactor"),
         shapes=("vit_small", "resnet50"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
+    ),
+    "cliffs": BenchTable(
+        baseline="adamw",
+        peers=("adamw-foreach", "lamb", "lamb-cautious", "came"),
+        shapes=("vit_small", *CLIFFS),
+        columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
+        devices=("cpu",),
     ),
     "gpu": BenchTable(
         baseline="adamw",

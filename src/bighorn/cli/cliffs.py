@@ -1,0 +1,128 @@
+"""Parameters whose steps can be slow although the models' shapes are fast: other layouts, dtypes and uses of a step."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bighorn.cli.shapes import SHAPES, Shape, resnet50
+
+Copy = Callable[[Tensor], Tensor]
+"""A function that returns a copy of a tensor in some layout."""
+
+Change = Callable[[int], None]
+"""A function that changes parameters or gradients before the step of this number, and is not timed."""
+
+MISSING = 0.1
+"""The share of parameters without a gradient in a step of `missing`."""
+
+
+def contiguous(drawn: Tensor) -> Tensor:
+    """Return a contiguous copy."""
+    return drawn.clone(memory_format=torch.contiguous_format)
+
+
+def channels_last(drawn: Tensor) -> Tensor:
+    """Return a copy whose channels are the innermost in memory, if it has them."""
+    return drawn.clone(memory_format=torch.channels_last if drawn.dim() == 4 else torch.contiguous_format)
+
+
+def transposed(drawn: Tensor) -> Tensor:
+    """Return a copy whose dims are in reverse order in memory."""
+    dims = tuple(reversed(range(drawn.dim())))
+    return drawn.permute(dims).contiguous().permute(dims)
+
+
+def with_gaps(drawn: Tensor) -> Tensor:
+    """Return a copy that is every row's first half of a tensor."""
+    return torch.cat([drawn, drawn], dim=-1)[..., : drawn.shape[-1]]
+
+
+def nothing(step: int) -> None:
+    """Change nothing."""
+
+
+def missing(params: list[Tensor]) -> Change:
+    """Return a function that removes the gradients of a random tenth, another one at each step."""
+    grads = [param.grad for param in params]
+
+    def remove(step: int) -> None:
+        drawn = torch.rand(len(params), generator=torch.Generator().manual_seed(step)).tolist()
+        for param, grad, number in zip(params, grads, drawn, strict=True):
+            param.grad = None if number < MISSING else grad
+
+    return remove
+
+
+def moved(params: list[Tensor]) -> Change:
+    """Return a function that replaces the storage of all parameters."""
+
+    def move(step: int) -> None:
+        del step
+        for param in params:
+            param.data = param.data.clone()
+
+    return move
+
+
+def alternating(params: list[Tensor]) -> Change:
+    """Return a function that gives gradients the strides of channels_last at every second step."""
+    grads = [(param.grad, channels_last(param.grad)) for param in params if param.grad is not None]
+
+    def alternate(step: int) -> None:
+        for param, each in zip(params, grads, strict=True):
+            param.grad = each[step % 2]
+
+    return alternate
+
+
+@dataclass(frozen=True)
+class ParamSet:
+    """The parameters of a measurement.
+
+    Attributes:
+        shapes: A function that returns their shapes.
+        dtype: Their dtype. Default: None, which is that of ``--precision``.
+        layout: The layout of the parameters. Default: contiguous.
+        grad_layout: The layout of the gradients. Default: contiguous.
+        change: A function from the parameters to a function that changes something before each step. Default: None.
+        note: A sentence below the table. Default: none.
+    """
+
+    shapes: Callable[[], Iterable[Shape]]
+    dtype: torch.dtype | None = None
+    layout: Copy = contiguous
+    grad_layout: Copy = contiguous
+    change: Callable[[list[Tensor]], Change] | None = None
+    note: str = ""
+
+
+WRONG_BASELINE = (
+    "torch's fused AdamW reads these gradients in the wrong order (2.13), so its time is only a lower bound: its "
+    "foreach is right."
+)
+"""The note of sets whose gradients have other strides than their parameters."""
+
+
+CLIFFS = {
+    "missing": ParamSet(lambda: [(64, 64)] * 1000, change=missing),
+    "moved": ParamSet(lambda: [(64, 64)] * 200, change=moved),
+    "alternating": ParamSet(lambda: [(128, 128, 3, 3)] * 60, change=alternating, note=WRONG_BASELINE),
+    "channels_last": ParamSet(resnet50, layout=channels_last, note=WRONG_BASELINE),
+    "gaps": ParamSet(lambda: [(4096, 4096)], layout=with_gaps),
+    "transposed": ParamSet(lambda: [(4096, 2048)], layout=transposed, note=WRONG_BASELINE),
+    "tall": ParamSet(lambda: [(1_000_000, 16)]),
+    "wide": ParamSet(lambda: [(16, 1_000_000)]),
+    "experts": ParamSet(lambda: [(64, 512, 2048)]),
+    "million": ParamSet(lambda: [(1_000_000,)]),
+    "float64": ParamSet(lambda: [(2048, 2048)], dtype=torch.float64),
+}
+"""The sets by name. In `missing`, another random tenth of the parameters has no gradient at each step; in `moved`, each
+parameter has new storage; in `alternating`, gradients have other strides. Gradients are contiguous in `channels_last`
+and `transposed`."""
+
+
+def param_set_of(name: str) -> ParamSet:
+    """Return the set of this name, of :data:`CLIFFS` or of :data:`bighorn.cli.shapes.SHAPES`."""
+    return CLIFFS[name] if name in CLIFFS else ParamSet(SHAPES[name])

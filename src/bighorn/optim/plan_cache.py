@@ -164,7 +164,7 @@ class PlanGuards:
         self._param_addresses, self._state_addresses = addresses(inputs.params), inputs.state_addresses()
         self._params_alike = alike(inputs.params)
         self._grads_alike: Guard | None = alike(grads)
-        self._each_alike = [alike([grad]) for grad in grads]
+        self._each_alike = list(map(alike_one, grads))
         self._no_memory = [address == 0 for address in addresses(grads)]
 
     def hold(self, inputs: GuardInputs) -> bool:
@@ -186,7 +186,7 @@ class PlanGuards:
             return False
         self._param_addresses = moved
         for i, grad in changed:
-            self._each_alike[i], self._no_memory[i], self._grads_alike = alike([grad]), not grad.numel(), None
+            self._each_alike[i], self._no_memory[i], self._grads_alike = alike_one(grad), not grad.numel(), None
         return True
 
     def _same_params(self, inputs: GuardInputs) -> bool:
@@ -203,16 +203,17 @@ class PlanGuards:
         return [
             (i, grad)
             for (i, grad), no_memory in zip(each, has_none, strict=True)
-            if no_memory != self._no_memory[i] or not self._each_alike[i]((grad,))
+            if no_memory != self._no_memory[i] or not self._each_alike[i](grad)
         ]
 
     def _same_grads(self, grads: list[Tensor | None]) -> bool:
         """Whether the gradients are of the same kinds, and none of them has lost its memory."""
         present, no_memory = grads, self._no_memory
         if type(None) in set(map(type, grads)):
-            each = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
-            present, no_memory = [grad for grad, _ in each], [no_memory[i] for _, i in each]
-            same = all(self._each_alike[i]((grad,)) for grad, i in each)
+            each = zip(grads, self._each_alike, no_memory, strict=True)
+            rows = [(grad, alike, none) for grad, alike, none in each if grad is not None]
+            present, no_memory = [grad for grad, _, _ in rows], [none for _, _, none in rows]
+            same = all([alike(grad) for grad, alike, _ in rows])
         elif self._grads_alike is None:
             same = not self._changed_grads(grads)
             self._grads_alike = alike(present) if same else None  # type: ignore[arg-type]
@@ -258,6 +259,14 @@ def alike(tensors: Sequence[Tensor]) -> Guard:
         return lambda others: not others
     check, count = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, len(tensors)
     return lambda others: len(others) == count and check(*others)
+
+
+def alike_one(tensor: Tensor) -> Callable[[Tensor], bool]:
+    """The same check for one tensor."""
+    if TensorGuards is None:
+        return lambda other: _attributes([tensor]) == _attributes([other])
+    check: Callable[[Tensor], bool] = TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def alike_by_attributes(tensors: Sequence[Tensor]) -> Guard:

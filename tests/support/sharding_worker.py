@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import traceback
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
+from bighorn.optim import plan_builder
 from tests.support.cases import ExactCame, ExactLamb, Kind, Optimizer
 from tests.support.processes import LIMIT
 
@@ -389,6 +392,32 @@ def replaced_state() -> None:
         assert full(p).equal(full(q)), name
 
 
+def changing(kind: Kind, backend: str) -> None:
+    """One plan serves shards whose storage is replaced, and whose gradients have other strides, at every step."""
+    alone, sharded = Bag(SHAPES, torch.float32), Bag(SHAPES, torch.float32)
+    fully_shard(sharded)
+    optimizers = [kind(bag.named_parameters(), lr=0.01, weight_decay=0.1, backend=backend) for bag in (alone, sharded)]
+    with patch.object(plan_builder, "build", wraps=plan_builder.build) as build:
+        for step in range(4):
+            values = gradients(alone, step, torch.float32)
+            for bag, optimizer in zip((alone, sharded), optimizers, strict=True):
+                optimizer.zero_grad()
+                bag(values).backward()
+                for p in bag.parameters() if bag is sharded else ():
+                    p.data = p.data.clone()
+                    if isinstance(p.grad, DTensor) and step % 2:
+                        local = p.grad.to_local()
+                        order = tuple(reversed(range(local.dim())))
+                        local = local.permute(order).contiguous().permute(order)
+                        p.grad = DTensor.from_local(
+                            local, p.grad.device_mesh, p.grad.placements, shape=p.shape, stride=p.stride()
+                        )
+                optimizer.step()
+    assert build.call_count == 2
+    for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        assert_close(p, q, 1e-5, name)
+
+
 def tensor_parallel(kind: Kind, options: Mapping[str, Any]) -> None:
     """Seven hidden units on two ranks train forward and backward with torch's own plan."""
     inputs, alone = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mlp()
@@ -476,6 +505,8 @@ def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
     if world == 2:
         todo["process-group"] = process_group
         todo["replaced-state"] = replaced_state
+        for kind, backend in itertools.product((Lamb, Came), ("reference", "foreach", "cpu")):
+            todo[f"{kind.__name__}-{backend}-changing"] = partial(changing, kind, backend)
         todo["lamb-tensor-parallel"] = partial(tensor_parallel, Lamb, {"max_grad_norm": 0.1})
         todo["came-tensor-parallel"] = partial(tensor_parallel, Came, {})
         todo["async-saves"] = partial(

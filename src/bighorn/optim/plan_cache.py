@@ -176,7 +176,7 @@ class PlanGuards:
 
         If not, the plan is built anew, which raises errors about parameters and gradients.
         """
-        plain = inputs.layouts is None and set(map(type, inputs.grads)) <= {*PLAIN, type(None)}
+        plain = set(map(type, inputs.grads)) <= {*PLAIN, type(None)}
         if not plain or not self._same_params(inputs) or self._state_addresses != inputs.state_addresses():
             return False
         moved, changed = addresses(inputs.params), self._changed_grads(inputs.grads)
@@ -213,7 +213,7 @@ class PlanGuards:
             each = zip(grads, self._each_alike, no_memory, strict=True)
             rows = [(grad, alike, none) for grad, alike, none in each if grad is not None]
             present, no_memory = [grad for grad, _, _ in rows], [none for _, _, none in rows]
-            same = all([alike(grad) for grad, alike, _ in rows])
+            same = all(alike(grad) for grad, alike, _ in rows)
         elif self._grads_alike is None:
             same = not self._changed_grads(grads)
             self._grads_alike = alike(present) if same else None  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.settings import Settings
-from bighorn.optim.state import local_view, real_view
+from bighorn.optim.state import real_view
 
 LARGEST_NORM = 2.0**53
 """Up to this 2-norm of all gradients, no square overflows float32, the dtype of moments.
@@ -116,11 +116,11 @@ class BucketPlan:
             if binding.dense is not binding.view:
                 binding.dense.copy_(binding.view)
 
-    def refresh(self, params: list[Tensor]) -> None:
-        """Use the present memory of parameters, some of which have moved."""
-        for binding in self.bindings if not self.direct else ():
-            view = local_view(params[binding.index])
-            if binding.dense is binding.view:
+    def refresh(self, shards: list[Tensor]) -> None:
+        """Use the present memory of parameters, of which these are this rank's shards."""
+        for binding in self.bindings:
+            view = real_view(shards[binding.index])
+            if view is not binding.view and binding.dense is binding.view:
                 binding.dense = view
                 self.bucket.params[binding.rows.start : binding.rows.stop] = binding.slices(view)
             binding.view = view
@@ -168,12 +168,13 @@ class StepPlan:
         for bucket_plan in self.buckets:
             bucket_plan.bind(grads, missing=missing)
 
-    def refresh(self, params: list[Tensor], grads: list[Tensor | None]) -> None:
-        """Bind this step's gradients, after plain parameters have moved, or gradients have become of other kinds."""
+    def refresh(self, shards: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Bind this step's gradients, after parameters have moved, or gradients have become of other kinds."""
         for bucket_plan in self.buckets:
-            bucket_plan.refresh(params)
+            bucket_plan.refresh(shards)
         self.bind(grads)
-        for _, kernel in self.kernels:
+        sharded = [launch.kernel for launches in self.meshes.values() for launch in launches]
+        for kernel in [*sharded, *(kernel for _, kernel in self.kernels)]:
             kernel.refresh()
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:

@@ -45,13 +45,16 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """See `LaunchGroup.compiled_for`; the averages of squares are float32."""
         from bighorn.kernels.triton.common_kernels import LANES
 
+        sizes = [dtype.itemsize for dtype in (x, g, m)]
+        # Elements of a tile that a thread has in registers: with 8 of 16 bits, too few bytes would be in flight; with
+        # 16, random bits and int8's codes spill (ptxas of CUDA 13.1 and later).
+        elements = 16 if max(sizes) == 2 and not (options.weight_rounding == "stochastic" and min(sizes) == 1) else 8
         return {
             **constants_of(x, g, m, options),
             "FACTORED": options.factor is not None,
             "SPLIT": None,
-            "VECTOR": 16 // min(dtype.itemsize for dtype in (x, g, m)),
-            # Elements of a tile in registers: with only 16 bits for each load, too few bytes would be in flight.
-            "TILE_BLOCK": LANES.value * (16 if max(dtype.itemsize for dtype in (x, g, m)) == 2 else 8),
+            "VECTOR": 16 // min(sizes),
+            "TILE_BLOCK": LANES.value * elements,
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, the dtype of the second moment
         }
 

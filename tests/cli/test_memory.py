@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from bighorn import Came, Lamb
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.footprint import FOOTPRINTS, Named, kinds
-from bighorn.cli.memory import MemoryConfig, layer_rows
+from bighorn.cli.memory import MemoryConfig, Total, layer_rows, total_of
+from bighorn.cli.models import Weights
 from bighorn.cli.optimizers import CONTESTANTS, state_bytes
 from bighorn.cli.run import Run
 from bighorn.cli.shapes import SHAPES, llama
@@ -235,10 +236,44 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
         (["--optimizer-option", "weight_rounding=kahan"], "give --weight-rounding kahan."),
         (["--optimizers", "adamw", "--optimizer-option", "factor=matrix"], "those of torch take none."),
         (["--report", "no/../."], "is a folder"),
+        (["--gpu-memory", "24"], "--gpu-memory '24' is not a size like 24GB, 80GiB or 512MB."),
+        (["--gpu-memory", "0GB"], "--gpu-memory '0GB' is not a size like"),
+        (["--gpu-memory", "-1GB"], "--gpu-memory '-1GB' is not a size like"),
     ],
 )
 def test_wrong_input_is_refused(invoke: Invoke, options: list[str], message: str) -> None:
     assert message in invoke("memory", *options, code=1).output
+
+
+def test_whether_it_fits(invoke: Invoke) -> None:
+    """400 trainable weights, 72 frozen ones; AdamW keeps 2 numbers and a step, in 4 bytes each."""
+    parts = {"weights": 4 * (400 + 72), "gradients": 4 * 400, "state": 8 * 400 + 4}
+    assert total_of("adamw", Weights([("w", torch.empty(50, 8, device="meta"))], 4 * 72), parts["state"]) == Total(
+        parts["state"], parts["state"] / 400, sum(parts.values()), None
+    )
+    two = [("a", torch.empty(30, device="meta")), ("b", torch.empty(70, device="meta"))]
+    assert total_of("came", Weights(two), 500) == Total(500, 5.0, 400 + 400 + 500, 400 + 280 + 500)
+
+    def said(memory: str, *options: str) -> str:
+        output = invoke("memory", "--shapes", "llama_7b", "--gpu-memory", memory, *options).output
+        return next(line for line in output.splitlines() if line.startswith("Fits in"))
+
+    chosen = "--optimizers", "came,came-int8,lamb,adamw"
+    assert said("80GB", *chosen) == (
+        "Fits in 80GB, before activations? yes: came-int8; with released gradients: came; no: lamb, adamw"
+    )
+    assert said("8GB", *chosen) == (
+        "Fits in 8GB, before activations? no: came, came-int8, lamb, adamw. The least is came-int8, 60.8GB: sharded "
+        "(FSDP2), 8 such GPUs hold it"
+    )
+    assert "with released gradients: came-int8" in said("24GB", *chosen, "--precision", "bf16")
+
+
+def test_frozen_weights_count_where_it_must_fit(invoke: Invoke, zoo: str) -> None:
+    invoke("memory", "--model", f"{zoo}:Zoo.tied", "--optimizers", "sgd", "--json", "m.json")
+    result = json.loads(Path("m.json").read_text())
+    assert result["all"] == {"sgd": 4 * (3 * 400 + 72)}
+    assert result["released"] == {"sgd": None}
 
 
 def test_options_go_to_the_optimizers_that_have_them(invoke: Invoke) -> None:
@@ -253,5 +288,5 @@ def test_options_go_to_the_optimizers_that_have_them(invoke: Invoke) -> None:
 
 
 def test_only_digits_needs_no_word(invoke: Invoke) -> None:
-    assert MemoryConfig().parameters()[0] == "digits"
+    assert MemoryConfig().weights()[0] == "digits"
     assert "hidden2.weight" in invoke("memory", "--rows", 1).output

@@ -15,11 +15,12 @@ from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, Named, kinds, predicted
+from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, kinds, predicted
+from bighorn.cli.models import Weights
 from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, check_name, names, read_options, suggestion
+from bighorn.cli.values import at_least, bytes_in, check_name, names, read_options, suggestion
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 SOURCES = ("task", "shapes", "model")
@@ -50,6 +51,11 @@ class MemoryConfig:
         "repeated.",
         shown="none",
     )
+    gpu_memory: str | None = option(
+        None,
+        "The memory of a GPU, like 24GB or 80GiB: says which optimizers fit, before activations.",
+        shown="not asked",
+    )
     rows: int = option(10, "Kinds of layers to list, the largest first.")
 
     def __post_init__(self) -> None:
@@ -63,6 +69,8 @@ class MemoryConfig:
         if self.shapes is not None:
             check_name("--shapes", self.shapes, SHAPES)
         at_least("--rows", self.rows, 1)
+        if self.gpu_memory is not None:
+            bytes_in("--gpu-memory", self.gpu_memory)
         if self.weight_rounding != "nearest" and self.precision == "fp32":
             raise InputError(
                 f"--weight-rounding {self.weight_rounding} is for weights of 16 bits: give --precision bf16 too."
@@ -80,8 +88,8 @@ class MemoryConfig:
                 raise InputError(f"--optimizer-option {name}: no optimizer here has it: {near}")
         return {"weight_rounding": self.weight_rounding, **options}
 
-    def parameters(self) -> tuple[str, Named]:
-        """Return the description of the prediction, and the parameters on the meta device."""
+    def weights(self) -> tuple[str, Weights]:
+        """Return the description of the prediction, and the weights on the meta device."""
         dtype = PRECISIONS[self.precision]
         if self.shapes is not None:
             return self.shapes, models.of_shapes(self.shapes, dtype)
@@ -100,11 +108,14 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     """Predict, to the byte, what optimizers keep for a model: per layer, in total and per parameter.
 
     From shapes alone: neither weights nor state are allocated, so that a small machine can ask about a large model.
+    "all" is the state with all weights and gradients; "released" has only the largest gradient, as with
+    bighorn.release_gradients. Activations are not counted.
     """
     config = MemoryConfig(**options)
     wanted = SHOWN if config.optimizers is None else names("--optimizers", config.optimizers, FOOTPRINTS)
     files.check_outputs({"--report": report, "--json": json_file})
-    source, params = config.parameters()
+    source, weights = config.weights()
+    params = weights.trainable
     own = config.options(wanted)
     try:
         sizes = {name: predicted(name, params, own) for name in wanted}
@@ -112,18 +123,26 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
         raise InputError(f"--optimizer-option: {error}") from error
     layers = kinds(params, sizes)
     elements = sum(param.numel() for _, param in params)
+    totals = {name: total_of(name, weights, sum(mine.values())) for name, mine in sizes.items()}
+    limit = None if config.gpu_memory is None else bytes_in("--gpu-memory", config.gpu_memory)
 
     console = Console(soft_wrap=True, highlight=False)
     about = f"{source}: {quantity(elements)} trainable parameters in {len(params)} tensors, {config.precision}"
     console.print(about)
     console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
-    console.print(_table(TOTAL_HEAD, total_rows(sizes, elements)))
+    console.print(_table(TOTAL_HEAD, total_rows(totals)))
+    if limit is not None:
+        console.print(verdict(totals, limit, f"{config.gpu_memory}"))
     if report is not None:
         from bighorn.cli.reports import Section
         from bighorn.cli.reports.memory import memory_report
 
         by_layer = Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers)))
-        total = Section("Totals", head=TOTAL_HEAD, rows=total_rows(sizes, elements))
+        about_all = (
+            "The state; with all weights and gradients; and with only the largest gradient, as with "
+            "bighorn.release_gradients. Activations are not counted."
+        )
+        total = Section("Totals", about_all, head=TOTAL_HEAD, rows=total_rows(totals))
         settings = asdict(config) | {"optimizers": ", ".join(wanted)}
         page = memory_report(source, about, layers, elements, by_layer, total, command_line(ctx), settings)
         files.write_text(report, page)
@@ -133,7 +152,9 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             **provenance(command_line(ctx)),
             "config": asdict(config),
             "parameters": elements,
-            "total": {name: sum(mine.values()) for name, mine in sizes.items()},
+            "total": {name: total.state for name, total in totals.items()},
+            "all": {name: total.all for name, total in totals.items()},
+            "released": {name: total.released for name, total in totals.items()},
             "layers": [
                 {"name": name, "shape": list(param.shape), "bytes": {key: mine[name] for key, mine in sizes.items()}}
                 for name, param in params
@@ -144,7 +165,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
 
 
 LAYER_HEAD = ("bytes of",)
-TOTAL_HEAD = ("optimizer", "state", "bytes per parameter")
+TOTAL_HEAD = ("optimizer", "state", "bytes per parameter", "all", "released")
 
 
 def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
@@ -157,10 +178,59 @@ def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
     return rows
 
 
-def total_rows(sizes: Mapping[str, Mapping[str, int]], elements: int) -> list[tuple[str, ...]]:
-    """Return the state of each optimizer as text."""
-    totals = {name: sum(mine.values()) for name, mine in sizes.items()}
-    return [(name, f"{quantity(total)}B", f"{total / elements:.3f}") for name, total in totals.items()]
+@dataclass(frozen=True)
+class Total:
+    """The bytes of an optimizer's state, and with it those of weights and gradients.
+
+    Attributes:
+        state: The state.
+        per_parameter: The state by the number of trainable parameters.
+        all: The state, all weights and all gradients.
+        released: The state, all weights, and the largest gradient; None for an optimizer of torch, which does not step
+            inside backward.
+    """
+
+    state: int
+    per_parameter: float
+    all: int
+    released: int | None
+
+
+def total_of(name: str, weights: Weights, state: int) -> Total:
+    """Return the totals of an optimizer, for its size of state."""
+    gradients = [param.nbytes for _, param in weights.trainable]
+    kept = weights.frozen_bytes + sum(gradients) + state
+    elements = sum(param.numel() for _, param in weights.trainable)
+    return Total(state, state / elements, kept + sum(gradients), kept + max(gradients) if name in OURS else None)
+
+
+def total_rows(totals: Mapping[str, Total]) -> list[tuple[str, ...]]:
+    """Return the totals of each optimizer as text."""
+    return [
+        (
+            name,
+            f"{quantity(total.state)}B",
+            f"{total.per_parameter:.3f}",
+            f"{quantity(total.all)}B",
+            "-" if total.released is None else f"{quantity(total.released)}B",
+        )
+        for name, total in totals.items()
+    ]
+
+
+def verdict(totals: Mapping[str, Total], limit: int, memory: str) -> str:
+    """Return which optimizers fit in a memory of ``limit`` bytes, before activations, or what would make one fit."""
+    answers: dict[str, list[str]] = {"yes": [], "with released gradients": [], "no": []}
+    for name, total in totals.items():
+        released = total.all if total.released is None else total.released
+        answer = "yes" if total.all <= limit else "with released gradients" if released <= limit else "no"
+        answers[answer].append(name)
+    said = "; ".join(f"{answer}: {', '.join(mine)}" for answer, mine in answers.items() if mine)
+    if len(answers["no"]) == len(totals):
+        name, least = min(totals.items(), key=lambda pair: pair[1].all)
+        gpus = -(-least.all // limit)
+        said += f". The least is {name}, {quantity(least.all)}B: sharded (FSDP2), {gpus} such GPUs hold it"
+    return f"Fits in {memory}, before activations? {said}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

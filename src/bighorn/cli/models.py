@@ -1,11 +1,12 @@
-"""The parameters for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
+"""The weights for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from bighorn.cli.errors import InputError
@@ -15,21 +16,34 @@ from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import suggestion
 
 
-def of_shapes(name: str, dtype: torch.dtype) -> Named:
-    """Return the parameters of a set of shapes. They have no names, so they are numbered."""
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model.
+
+    Attributes:
+        trainable: The trainable parameters, on the meta device; others have no gradients, and so no state.
+        frozen_bytes: The bytes of all other parameters.
+    """
+
+    trainable: Named
+    frozen_bytes: int = 0
+
+
+def of_shapes(name: str, dtype: torch.dtype) -> Weights:
+    """Return the weights of a set of shapes. They have no names, so they are numbered."""
     shapes = enumerate(SHAPES[name]())
-    return [(str(index), torch.empty(shape, dtype=dtype, device="meta")) for index, shape in shapes]
+    return Weights([(str(index), torch.empty(shape, dtype=dtype, device="meta")) for index, shape in shapes])
 
 
-def of_task(name: str, data: str | None, dtype: torch.dtype) -> Named:
-    """Return the parameters of a task's model; the data determine the number of classes."""
+def of_task(name: str, data: str | None, dtype: torch.dtype) -> Weights:
+    """Return the weights of a task's model; the data determine the number of classes."""
     dataset = TASKS[name].load(data)
     with torch.device("meta"):
-        return _trainable(TASKS[name].model(dataset), dtype)
+        return _weights(TASKS[name].model(dataset), dtype)
 
 
-def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
-    """Return the trainable parameters of the result of ``PACKAGE.MODULE:CALLABLE``, called without arguments.
+def of_code(flag: str, place: str, dtype: torch.dtype) -> Weights:
+    """Return the weights of the result of ``PACKAGE.MODULE:CALLABLE``, called without arguments.
 
     Raises:
         InputError: It cannot be imported or called, or returns no model with trainable parameters of known shapes.
@@ -58,19 +72,21 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Named:
     for name, param in made.named_parameters():
         if isinstance(param, UninitializedParameter):
             raise InputError(f"{flag} {place}: {name} has no shape before the first batch. Give it its sizes.")
-    params = _trainable(made, dtype)
-    if not params:
+    weights = _weights(made, dtype)
+    if not weights.trainable:
         raise InputError(f"{flag} {place} has no trainable parameters.")
-    return params
+    return weights
 
 
-def _trainable(model: nn.Module, dtype: torch.dtype) -> Named:
-    """Return the trainable parameters: frozen ones have no gradients, and so no state."""
-    return [
-        (name, torch.empty_like(param, dtype=dtype, device="meta"))
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    ]
+def _weights(model: nn.Module, dtype: torch.dtype) -> Weights:
+    trainable: list[tuple[str, Tensor]] = []
+    frozen = 0
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            trainable.append((name, torch.empty_like(param, dtype=dtype, device="meta")))
+        else:
+            frozen += dtype.itemsize * param.numel()
+    return Weights(trainable, frozen)
 
 
 def _public(thing: object) -> list[str]:

@@ -52,6 +52,20 @@ def matches(value: object, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
+def bytes_in(flag: str, text: str) -> int:
+    """Return the number of bytes that a text like ``24GB`` or ``80 GiB`` names.
+
+    Example:
+        >>> bytes_in("--gpu-memory", "24GB"), bytes_in("--gpu-memory", "0.5 GiB")
+        (24000000000, 536870912)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])(i?)B", text)
+    if found is None or not float(found[1]):
+        raise InputError(f"{flag} {text!r} is not a size like 24GB, 80GiB or 512MB.")
+    power = "MGT".index(found[2]) + 2
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
 def at_least(flag: str, value: float | None, least: float, most: float = math.inf) -> None:
     """Raise an error for a number below ``least`` or above ``most``, or one that is not finite; None is accepted."""
     if value is not None and not (least <= value <= most and value < math.inf):

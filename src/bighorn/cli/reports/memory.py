@@ -31,7 +31,7 @@ def memory_report(
     return render(
         f"Optimizer state of {source}",
         f"{about}.",
-        {name: total for name, total, _ in total_table.rows},
+        {row[0]: row[1] for row in total_table.rows},
         [
             Section(
                 "State by optimizer",

@@ -21,8 +21,9 @@ from bighorn import kernels
 from bighorn.kernels import Bucket, CameOptions, codec, cpu, reference
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.cpu import abi
-from bighorn.kernels.cpu.abi import CameRow, Gradient
+from bighorn.kernels.cpu.abi import CameRow, Gradient, Weights
 from bighorn.kernels.cpu.library import loaded
+from bighorn.kernels.cpu.tensors import TYPES
 from bighorn.kernels.options import Factor
 from bighorn.kernels.reference import came as specification
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
@@ -299,10 +300,11 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
         assert bucket.params[1].isfinite().all()
 
 
-def workspace(shape: tuple[int, int, int], threads: int) -> int:
-    """Return the bytes of workspace that a float32 tensor of these matrices needs, without creating the tensor."""
+def workspace(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> int:
+    """Return the bytes of workspace that a tensor of these matrices needs, without creating the tensor."""
     matrices, height, width = shape
-    rows = (CameRow * 1)(CameRow(matrices=matrices, height=height, width=width))
+    weights = Weights(type=TYPES[dtype])
+    rows = (CameRow * 1)(CameRow(weights=weights, matrices=matrices, height=height, width=width))
     gradients = (Gradient * 1)(Gradient(size=matrices * height * width))
     return 8 * int(loaded().bighorn_came_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))
 
@@ -310,12 +312,13 @@ def workspace(shape: tuple[int, int, int], threads: int) -> int:
 EDGE_SIZES = (1, 2, 3, 9, 31, 32, 63, 64, 65, 127, 129, 192, 200, 257, 1000, 1024, 1025, 30522, 3_000_000)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("matrices", [1, 3, 50, 100_000])
-def test_temporaries_are_small(matrices: int) -> None:
+def test_temporaries_are_small(matrices: int, dtype: torch.dtype) -> None:
     """The limit includes the buffers of each of the eight threads, whose size does not depend on the tensor."""
     for height, width in itertools.product(EDGE_SIZES, EDGE_SIZES):
-        allowed = 8 * (161 << 10) + max(1 << 20, 0.02 * 4 * matrices * height * width)
-        assert workspace((matrices, height, width), threads=8) <= allowed, (matrices, height, width)
+        allowed = dtype.itemsize * (2 * (161 << 10) + max(1 << 18, 0.02 * matrices * height * width))
+        assert workspace((matrices, height, width), dtype, threads=8) <= allowed, (matrices, height, width)
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------
@@ -326,14 +329,15 @@ def digest(threads: int) -> list[int]:
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     summaries = []
     leaves = (*(leaf for leaf in LARGE if leaf.name.startswith("shared-") and leaf.layout == "plain"), *SMALL[::3])
-    for factor, average in [*((factor, None) for factor in LEAVES), ("last_two", torch.int8)]:
+    runs = [(torch.float32, factor, None) for factor in LEAVES]
+    for dtype, factor, average in (*runs, (torch.float32, "last_two", torch.int8), (torch.float64, "matrix", None)):
         torch.manual_seed(0)
         options = replace(DEFAULTS, factor=factor, scale_parameter=True)
-        bucket = bucket_of([leaf.values(torch.float32) for leaf in leaves], options, average)
+        bucket = bucket_of([leaf.values(dtype) for leaf in leaves], options, average)
         kernel = None
         summary = 0
         for _ in range(2 if average is None else 1):
-            bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
+            bucket.grads = [leaf.gradient(dtype) for leaf in leaves]
             kernel = kernel or prepared(bucket)
             kernel.step()
         for tensor in (*bucket.params, *(t for column in bucket.state.values() for t in column), bucket.metrics):
@@ -350,7 +354,7 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
         assert others == [one] * len(others), (one, others)
         print(len(set(one)))
     """
-    assert run_afresh(code, **ENVIRONMENTS[environment]).split() == ["4"], "the options made no difference"
+    assert run_afresh(code, **ENVIRONMENTS[environment]).split() == ["5"], "the options made no difference"
 
 
 def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:

@@ -3,6 +3,7 @@
  * comparison with steps.expected. */
 #include "abi.h"
 #include "codec.h"
+#include "gradient.h"
 #include "team.h"
 
 #include <math.h>
@@ -12,12 +13,12 @@ void bighorn_advance(float *const *, int64_t);
 double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
 int64_t bighorn_lamb_blocks(const LambRow *, const Gradient *, int64_t);
 void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LambRow *, const Gradient *, void *const *,
-                       const int64_t *, int64_t, double, double *, float *, int64_t, int, double *);
+                       const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
 int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
 void bighorn_came_step(const RunConfig *, const CameOptions *, const CameRow *, const CameShard *, const Gradient *,
                        void *const *, const double *, const int64_t *, int64_t, double, int, double *);
 
-enum { STEPS = 2, MAX_ROWS = 512, SCRATCH = 1 << 18 };
+enum { STEPS = 2, MAX_ROWS = 512, SCRATCH_BYTES = 1 << 20 };
 
 /* ---- memory ---------------------------------------------------------------------------------------------- */
 
@@ -54,13 +55,7 @@ static void *values(int64_t count, int type, uint32_t seed) {
 static double mean_magnitude(const Weights *w, int64_t count) {
     double sum = 0;
     for (int64_t i = 0; i < count; i++) {
-        const char *x = (const char *)w->data + i * (int64_t)bytes_of(w->type);
-        uint16_t half;
-        float value;
-        memcpy(&half, x, sizeof half);
-        if (w->type == FLOAT32) memcpy(&value, x, sizeof value);
-        else value = w->type == FLOAT16 ? from_float16(half) : from_bits((uint32_t)half << 16);
-        sum += fabs(value);
+        sum += fabs(w->type == FLOAT64 ? ((const double *)w->data)[i] : element(w->data, w->type, i));
     }
     return count ? sum / (double)count : 0;
 }
@@ -69,9 +64,9 @@ static const struct {
     int type, rounding;
 } STORED[] = {
     {FLOAT32, ROUND_NEAREST}, {BFLOAT16, ROUND_NEAREST}, {BFLOAT16, ROUND_STOCHASTIC}, {BFLOAT16, ROUND_KAHAN},
-    {FLOAT16, ROUND_MASTER},  {FLOAT16, ROUND_NEAREST},  {FLOAT16, ROUND_KAHAN},
+    {FLOAT16, ROUND_MASTER},  {FLOAT16, ROUND_NEAREST},  {FLOAT16, ROUND_KAHAN},       {FLOAT64, ROUND_NEAREST},
 };
-enum { STORED_WAYS = sizeof STORED / sizeof STORED[0] };
+enum { STORED_DOUBLE = sizeof STORED / sizeof STORED[0] - 1, STORED_WAYS = STORED_DOUBLE };
 
 static Weights weights_of(int row, int64_t size, int stored) {
     Weights w = {
@@ -176,10 +171,13 @@ static void add_lamb(int64_t height, int64_t width, int stored, int state_type, 
     add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
 }
 
-static void step_lamb(int variant, int in_blocks) {
+enum LambMoments { IN_FLOATS, IN_BLOCKS, OF_DOUBLES };
+
+static void step_lamb(int variant, enum LambMoments moments) {
     static const int64_t SHAPES[][2] = {{500, 600}, {41, 1003}, {3, 8192}, {70, 99},
                                         {9, 257},   {5, 16},    {1, 13},   {1, 1}};
-    const int types[2][2] = {{FLOAT32, BFLOAT16}, {INT8, FLOAT16}};
+    const int types[3][3] = {{FLOAT32, BFLOAT16}, {INT8, FLOAT16}, {FLOAT64, FLOAT32, BFLOAT16}};
+    const int doubles = moments == OF_DOUBLES;
     const LambOptions options = {
         .lr = 0.1,
         .betas = {0.9, 0.999},
@@ -197,22 +195,27 @@ static void step_lamb(int variant, int in_blocks) {
     };
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
-        for (int stored = 0; stored < (i ? STORED_WAYS : 1); stored++)
-            for (int k = 0; k < 2; k++)
-                add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[in_blocks][k], options.second_moment);
+        for (int stored = doubles ? STORED_DOUBLE : 0; stored < (doubles ? STORED_DOUBLE + 1
+                                                                 : i     ? STORED_WAYS
+                                                                         : 1);
+             stored++)
+            for (int k = 0; k < 2 + doubles; k++)
+                add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
     double *partial = zeros(4 * bighorn_lamb_blocks(lamb_rows, gradients, rows), sizeof(double));
     double *sums = zeros(2 * rows, sizeof(double));
-    float *scratch = zeros(SCRATCH, sizeof(float));
+    void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();
     for (int step = 0; step < STEPS; step++) {
         const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
         for (int phase = first; phase <= last; phase++)
-            bighorn_lamb_step(&RUN, &options, lamb_rows, gradients, grads, order, rows, 0.5, partial, scratch, SCRATCH,
-                              phase, sums);
+            bighorn_lamb_step(&RUN, &options, lamb_rows, gradients, grads, order, rows, 0.5, partial, scratch,
+                              SCRATCH_BYTES, phase, sums);
         bighorn_advance(counts, rows);
     }
     Results all = {0};
-    const char *name = in_blocks ? "blocks" : LAMBS[variant].name;
+    char name[24];
+    snprintf(name, sizeof name, "%s%s", moments == IN_BLOCKS ? "blocks" : LAMBS[variant].name,
+             doubles ? "-double" : "");
     for (int i = 0; i < rows; i++) add_result(&all, name, i, &lamb_rows[i].weights);
     print_results(&all, name);
     free_all();
@@ -225,15 +228,16 @@ static CameShard shards[MAX_ROWS];
 
 static void add_came(int64_t matrices, int64_t height, int64_t width, int stored, int state_type, bool factored) {
     const int64_t size = matrices * height * width, inner = matrices > 1 ? height * width : width;
+    const size_t wide = STORED[stored].type == FLOAT64 ? sizeof(double) : sizeof(float);
     came_rows[rows] = (CameRow){
         .weights = weights_of(rows, size, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_scale = state_type == INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
-        .exp_avg_sq = factored ? NULL : zeros(size, sizeof(float)),
-        .exp_avg_sq_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
-        .exp_avg_sq_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
-        .exp_avg_res_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
-        .exp_avg_res_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
+        .exp_avg_sq = factored ? NULL : zeros(size, wide),
+        .exp_avg_sq_row = factored ? zeros(matrices * height, wide) : NULL,
+        .exp_avg_sq_col = factored ? zeros(matrices * width, wide) : NULL,
+        .exp_avg_res_row = factored ? zeros(matrices * height, wide) : NULL,
+        .exp_avg_res_col = factored ? zeros(matrices * width, wide) : NULL,
         .step = &steps[rows],
         .metrics = norms[rows],
         .matrices = matrices,
@@ -262,10 +266,10 @@ static void add_shard(int row, int split_down, int split_across) {
     for (int round = 0; round < 3; round++) shards[row].sums[round] = zeros(2 * lines + 2, sizeof(double));
 }
 
-static void step_came(int split_down, int split_across, bool sharded) {
+static void step_came(int split_down, int split_across, bool sharded, bool doubles) {
     static const int64_t SHAPES[][3] = {{1, 1100, 1000}, {1, 3, 9001}, {3, 1500, 5}, {3, 5, 1500}, {1, 70, 90},
                                         {1, 30, 31},     {40, 3, 3},   {1, 17, 3},   {64, 1, 1},   {1, 1, 1}};
-    static const int STATE_TYPES[] = {FLOAT32, BFLOAT16, INT8, FLOAT16};
+    static const int STATE_TYPES[2][4] = {{FLOAT32, BFLOAT16, INT8, FLOAT16}, {FLOAT64, BFLOAT16, FLOAT32, FLOAT16}};
     const CameOptions options = {
         .lr = 0.1,
         .betas = {0.9, 0.999, 0.9999},
@@ -280,7 +284,8 @@ static void step_came(int split_down, int split_across, bool sharded) {
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
         for (int k = 0; k < (i ? 8 : 1); k++)
-            add_came(SHAPES[i][0], SHAPES[i][1], SHAPES[i][2], (k + (int)i) % STORED_WAYS, STATE_TYPES[k % 4], k < 6);
+            add_came(SHAPES[i][0], SHAPES[i][1], SHAPES[i][2], doubles ? STORED_DOUBLE : (k + (int)i) % STORED_WAYS,
+                     STATE_TYPES[doubles][k % 4], k < 6);
     for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
     double *beta2s = zeros(rows, sizeof(double));
     for (int i = 0; i < rows; i++) beta2s[i] = 0.999;
@@ -292,7 +297,13 @@ static void step_came(int split_down, int split_across, bool sharded) {
                               workspace);
         bighorn_advance(counts, rows);
     }
-    const char *name = !sharded ? "came" : split_down && split_across ? "both" : split_down ? "down" : "across";
+    char name[16];
+    snprintf(name, sizeof name, "%s%s",
+             !sharded                     ? "came"
+             : split_down && split_across ? "both"
+             : split_down                 ? "down"
+                                          : "across",
+             doubles ? "-double" : "");
     Results all = {0};
     for (int i = 0; i < rows; i++) add_result(&all, name, i, &came_rows[i].weights);
     print_results(&all, name);
@@ -301,12 +312,15 @@ static void step_came(int split_down, int split_across, bool sharded) {
 
 int main(void) {
     for (int variant = 0; variant < (int)(sizeof LAMBS / sizeof LAMBS[0]); variant++) {
-        step_lamb(variant, 0);
-        if (LAMBS[variant].second_moment == SECOND_MOMENT_ADAM) step_lamb(variant, 1);
+        step_lamb(variant, IN_FLOATS);
+        if (LAMBS[variant].second_moment == SECOND_MOMENT_ADAM) step_lamb(variant, IN_BLOCKS);
+        step_lamb(variant, OF_DOUBLES);
     }
-    step_came(0, 0, false);
-    step_came(1, 0, true);
-    step_came(0, 1, true);
-    step_came(1, 1, true);
+    for (int doubles = 0; doubles < 2; doubles++) {
+        step_came(0, 0, false, doubles);
+        step_came(1, 0, true, doubles);
+        step_came(0, 1, true, doubles);
+        step_came(1, 1, true, doubles);
+    }
     return 0;
 }

@@ -157,6 +157,8 @@ CAME_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
     "float64": (torch.float64, torch.float64, {}),
+    "float64-states-float32": (torch.float64, torch.float64, {"state_dtype": torch.float32}),
+    "float64-states-bfloat16": (torch.float64, torch.float16, {"state_dtype": torch.bfloat16}),
     "bfloat16": (torch.bfloat16, torch.bfloat16, {}),
     "float16": (torch.float16, torch.float16, {}),
     "bfloat16-grads-float32": (torch.bfloat16, torch.float32, {}),
@@ -186,6 +188,9 @@ DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
     "complex64": (torch.complex64, torch.complex64, {}),
     "complex128": (torch.complex128, torch.complex128, {}),
 }
+
+CAME_DTYPES = {**DTYPES, "float64-states-float16": (torch.float64, torch.float32, {"state_dtype": torch.float16})}
+"""With the dtype that LAMB keeps in blocks, whose arithmetic is in float32."""
 
 
 def in_blocks(options: Mapping[str, Any]) -> bool:

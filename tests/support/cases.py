@@ -18,7 +18,15 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, kernels
 from bighorn.optim.came import CameAlgorithm
 from bighorn.optim.lamb import LambAlgorithm
-from tests.support.case_options import CAME_GROUPS, CAME_OPTIONS, DTYPES, LAMB_GROUPS, LAMB_OPTIONS, in_blocks
+from tests.support.case_options import (
+    CAME_DTYPES,
+    CAME_GROUPS,
+    CAME_OPTIONS,
+    DTYPES,
+    LAMB_GROUPS,
+    LAMB_OPTIONS,
+    in_blocks,
+)
 from tests.support.case_tensors import BLOCKS, FEW, HUGE, LARGE, MIXED, SCALES, ZOO, Leaf, arranged, double
 
 Optimizer: TypeAlias = Lamb | Came
@@ -85,14 +93,14 @@ class Case:
         return leaf.grad_dtype or self.grad_dtype or leaf.dtype or self.dtype
 
     def runs_on(self, backend: str) -> bool:
-        """Whether this backend must serve this case: the compiled ones do not serve float64."""
+        """Whether this backend must serve this case: Triton does not serve float64."""
         if backend == "reference":  # it is the specification, to which sizes are nothing
             return self.leaves is not HUGE
         if backend not in LEFT_OUT:
             return True
         groups = (self.options, *self.groups)
         left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
-        return not left_out and not self.dtypes() & {torch.float64, torch.complex128}
+        return not left_out and (backend == "cpu" or not self.dtypes() & {torch.float64, torch.complex128})
 
     def in_double(self) -> Case:
         """The same case with parameters and gradients in float64."""
@@ -213,6 +221,8 @@ class Rows:
         for name, options in self.huge.items():
             yield self._case(f"huge-{name}", options, HUGE)
         yield self._case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
+        yield self._case("large-float64", {}, LARGE, ({},), torch.float64)
+        yield self._case("huge-float64", {}, HUGE, ({},), torch.float64)
 
     def _case(self, name: str, *rest: Any) -> Case:
         return Case(f"{self.prefix}{name}", *rest).of(self.kind)
@@ -237,7 +247,7 @@ CAME = Rows(
     "came-",
     CAME_OPTIONS,
     CAME_GROUPS,
-    DTYPES,
+    CAME_DTYPES,
     with_dtypes=("published", "last-two", "everything"),
     with_sizes=("published", "last-two", "clip-skip"),
     huge={"everything-states-int8": {**CAME_OPTIONS["everything"], "state_dtype": "int8"}},

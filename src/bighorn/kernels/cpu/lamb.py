@@ -26,6 +26,8 @@ def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     reason = unsupported(param, options)
     if reason is None and options.cautious:
         return "cautious updates are not in the C library"
+    if reason is None and options.blocks and param.dtype == torch.float64:
+        return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
     return reason
 
 
@@ -91,7 +93,7 @@ class Lamb(Stepper[LambOptions]):
                 grad_scale,
                 self.partial.data_ptr(),
                 buffer.data_ptr(),
-                buffer.numel(),
+                buffer.nbytes,
                 phase,
                 None if sums is None else sums.data_ptr(),
             )

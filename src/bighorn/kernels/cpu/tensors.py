@@ -19,8 +19,7 @@ from bighorn.kernels.rounding import AUX_STATE
 BLOCK_ELEMS = 8192  # BLOCK_ELEMS of csrc/run.h
 LONGEST_FAN = 1 << 16  # a mean is computed again for each chunk that it covers, so foreach serves longer rows
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-GRAD_TYPES = {**TYPES, torch.float64: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 STATE_TYPES = {**TYPES, torch.int8: 4}
 ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
@@ -51,7 +50,7 @@ def describe_gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | N
         layout=layout.buffer_info()[0] if layout else None,
         size=x.numel(),
         fan=x.numel() // x.shape[0] if centre and x.numel() else 0,
-        type=GRAD_TYPES[g.dtype],
+        type=TYPES[g.dtype],
     )
 
 

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 }; /* FLOAT64: gradients only */
+enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 };
 enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
 
 enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECOND_MOMENT_ADAGRAD = 2 };
@@ -105,23 +105,23 @@ typedef double *RoundSums[3];
  * exp_avg_scale: the scales of an int8 average.
  * exp_avg_sq: the second moment if it is not factored; if it is, the four averages after it are used instead.
  * metrics: the output: RMS of u, its clip factor, mean confidence. */
-#define CAME_ROW_FIELDS(FIELD, S)      \
-    FIELD(S, Weights, weights)         \
-    FIELD(S, void *, exp_avg)          \
-    FIELD(S, float *, exp_avg_scale)   \
-    FIELD(S, float *, exp_avg_sq)      \
-    FIELD(S, float *, exp_avg_sq_row)  \
-    FIELD(S, float *, exp_avg_sq_col)  \
-    FIELD(S, float *, exp_avg_res_row) \
-    FIELD(S, float *, exp_avg_res_col) \
-    FIELD(S, const float *, step)      \
-    FIELD(S, float *, metrics)         \
-    FIELD(S, int64_t, matrices)        \
-    FIELD(S, int64_t, height)          \
-    FIELD(S, int64_t, width)           \
-    FIELD(S, int64_t, inner)           \
-    FIELD(S, int32_t, state_type)      \
-    FIELD(S, int32_t, options)         \
+#define CAME_ROW_FIELDS(FIELD, S)     \
+    FIELD(S, Weights, weights)        \
+    FIELD(S, void *, exp_avg)         \
+    FIELD(S, float *, exp_avg_scale)  \
+    FIELD(S, void *, exp_avg_sq)      \
+    FIELD(S, void *, exp_avg_sq_row)  \
+    FIELD(S, void *, exp_avg_sq_col)  \
+    FIELD(S, void *, exp_avg_res_row) \
+    FIELD(S, void *, exp_avg_res_col) \
+    FIELD(S, const float *, step)     \
+    FIELD(S, float *, metrics)        \
+    FIELD(S, int64_t, matrices)       \
+    FIELD(S, int64_t, height)         \
+    FIELD(S, int64_t, width)          \
+    FIELD(S, int64_t, inner)          \
+    FIELD(S, int32_t, state_type)     \
+    FIELD(S, int32_t, options)        \
     FIELD(S, int32_t, factored)
 
 /* The whole tensor of which a row is a shard.

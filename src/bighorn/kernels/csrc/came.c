@@ -1,21 +1,18 @@
-/* The schedule of a CAME step: the distribution of tensors over threads, the order of the passes, clipping, and the
- * sums over whole tensors. This file has no arithmetic on elements.
+/* The schedule of one tensor's CAME step: the order of the passes, clipping, and the sums over the whole tensor. This
+ * file has no arithmetic on elements.
  *
  * A step reads the gradient for the averages of its squares (and again for the size of u, if sums of columns do not
  * give it), again for m and the residuals' averages, and then writes x. One thread steps a small tensor, so that every
  * pass but the first finds it in cache. All threads share a large one in static slices, with barriers between the
  * passes; these alternate between forward and backward, to begin with the data that the last pass left in cache. */
 #include "came_shards.h"
+#include "came_step.h"
 #include "codec.h"
-#include "run.h"
 
 #include <math.h>
 
-TABLE_PER_ISA(CameLoops, came_loops)
-
-/* All threads share a tensor of more elements than this, and then wait for each other's sums; one thread steps a
- * smaller one. */
-enum { SHARED_MIN_ELEMS = 1 << 20 };
+TABLE_PER_ISA(CameLoops, PER_TYPE(came_loops))
+#define loops_for CONCATENATE(PER_TYPE(came_loops), _for)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
@@ -55,62 +52,25 @@ typedef struct {
     int64_t row_sums, col_sums, ratio_sums, means, ratios, end;
 } CameWorkspace;
 
+static int64_t doubles_of(int64_t reals) { return (reals * (int64_t)sizeof(real) + 7) / 8; }
+
 static CameWorkspace places_in(const CameGrid *g, const CameShard *shard) {
-    const int64_t columns = g->blocks > 1 ? (g->blocks * g->matrices * g->width + 1) / 2 : 0;
+    const int64_t columns = g->blocks > 1 ? doubles_of(g->blocks * g->matrices * g->width) : 0;
     CameWorkspace p = {.row_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
-    p.col_sums = p.row_sums + (g->strips > 1 ? (g->strips * g->matrices * g->height + 1) / 2 : 0);
+    p.col_sums = p.row_sums + (g->strips > 1 ? doubles_of(g->strips * g->matrices * g->height) : 0);
     p.ratio_sums = p.col_sums + columns;
     p.means = p.ratio_sums + (g->read_once ? columns : 0);
     p.ratios = p.means + (is_split(shard) ? g->matrices : 0);
-    p.end = p.ratios + (is_split(shard) ? (g->matrices * larger(g->height, g->width) + 1) / 2 : 0);
+    p.end = p.ratios + (is_split(shard) ? doubles_of(g->matrices * larger(g->height, g->width)) : 0);
     return p;
 }
 
-/* The doubles of workspace for a tensor that all threads share, and for each thread's small tensors. */
-typedef struct {
-    int64_t shared, own;
-} CameWorkspaceNeeds;
-
-static const CameShard *shard_of(const CameShard *shards, int64_t index) { return shards ? &shards[index] : NULL; }
-
-static CameWorkspaceNeeds needs_of(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
-                                   int64_t count) {
-    CameWorkspaceNeeds needs = {0, 0};
-    for (int64_t i = 0; i < count; i++) {
-        const CameShard *shard = shard_of(shards, i);
-        CameGrid grid = grid_of(&rows[i], shard);
-        int64_t need = places_in(&grid, shard).end;
-        needs.shared = larger(needs.shared, need);
-        if (gradients[i].size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
-    }
-    return needs;
-}
-
-/* Returns the doubles of workspace that a step needs with this number of threads. */
-EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
-                                      int64_t count, int threads) {
-    CameWorkspaceNeeds needs = needs_of(rows, shards, gradients, count);
-    const int64_t scratch = sizeof(CameScratch) / sizeof(double);
-    return threads * scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
+static int64_t workspace_of(const CameRow *row, const CameShard *shard) {
+    const CameGrid grid = grid_of(row, shard);
+    return places_in(&grid, shard).end;
 }
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
-
-typedef struct {
-    const CameLoops *loops;
-    const CameOptions *options;
-    const CameRow *rows;
-    const CameShard *shards; /* NULL: all rows are whole */
-    const Gradient *gradients;
-    void *const *grads;
-    const double *beta2s;
-    double grad_scale;
-    int round; /* the reduction round of shards: a call does the work before this round, or after the last one */
-    double *workspace;
-    CameWorkspaceNeeds needs;
-    RowQueue queue;
-    RunBarrier barrier;
-} CameStep;
 
 /* One thread's share of a tensor's step. */
 typedef struct {
@@ -125,12 +85,12 @@ typedef struct {
 } CameWork;
 
 /* The average of lines of `count` elements, of which `here` are in this shard. */
-static CameLines lines_of(float *values, double beta, double eps, int leads, int64_t here, int64_t count) {
+static CameLines lines_of(real *values, double beta, double eps, int leads, int64_t here, int64_t count) {
     const double scale = (1 - beta) / (double)count;
     return (CameLines){values, leads ? beta : 0, scale, scale * (double)here * eps};
 }
 
-static CameAverage average_of(const CameRow *row, const CameShard *h, float *rows, float *columns, double beta,
+static CameAverage average_of(const CameRow *row, const CameShard *h, real *rows, real *columns, double beta,
                               double eps, const double *means) {
     return (CameAverage){
         lines_of(rows, beta, eps, !h || h->leads_across, row->width, h ? h->width : row->width),
@@ -142,14 +102,14 @@ static CameAverage average_of(const CameRow *row, const CameShard *h, float *row
 static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scratch, double *workspace, int thread,
                        int team) {
     const CameRow *row = &s->rows[index];
-    const CameShard *shard = shard_of(s->shards, index);
+    const CameShard *shard = s->shards ? &s->shards[index] : NULL;
     const CameOptions *o = &s->options[row->options];
     const CameGrid grid = grid_of(row, shard);
     const CameWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
     double *means = workspace + p.means;
-    float *ratios = (float *)(workspace + p.ratios);
-    w->loops = s->loops;
+    real *ratios = (real *)(workspace + p.ratios);
+    w->loops = loops_for(s->isa);
     w->options = o;
     w->job = (CameJob){
         .row = row,
@@ -157,9 +117,9 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
         .gradient = &s->gradients[index],
         .grad = s->grads[index],
         .grid = grid,
-        .grad_scale = (float)(o->maximize ? -s->grad_scale : s->grad_scale),
-        .beta1 = (float)o->betas[0],
-        .beta1_rest = (float)(1 - o->betas[0]),
+        .grad_scale = (real)(o->maximize ? -s->grad_scale : s->grad_scale),
+        .beta1 = (real)o->betas[0],
+        .beta1_rest = (real)(1 - o->betas[0]),
         .beta2 = s->beta2s[index],
         .eps1 = o->eps[0],
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
@@ -170,9 +130,9 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
         .scratch = scratch,
         .tile_sums = workspace,
         .means = means,
-        .row_sums = (float *)(workspace + p.row_sums),
-        .col_sums = (float *)(workspace + p.col_sums),
-        .ratio_sums = (float *)(workspace + p.ratio_sums),
+        .row_sums = (real *)(workspace + p.row_sums),
+        .col_sums = (real *)(workspace + p.col_sums),
+        .ratio_sums = (real *)(workspace + p.ratio_sums),
     };
     w->first = share_of(grid.tiles, thread, team);
     w->last = share_of(grid.tiles, thread + 1, team);
@@ -280,11 +240,11 @@ static void momentum(CameWork *w, CameSquareSums sums) {
     const CameLoops *loops = w->loops;
     const CameJob *job = &w->job;
     const CameRow *row = job->row;
-    const float clip = (float)clip_factor(w, sums.update);
+    const real clip = (real)clip_factor(w, sums.update);
     if (!row->factored) {
         const double lr = learning_rate(w, sums.param);
         for (int64_t tile = w->first; tile < w->last; tile++)
-            loops->momentum_and_apply(job, tile, clip, (float)lr, (float)(1 - lr * w->options->weight_decay));
+            loops->momentum_and_apply(job, tile, clip, (real)lr, (real)(1 - lr * w->options->weight_decay));
         if (w->thread == 0) row->metrics[2] = 1;
         return;
     }
@@ -311,7 +271,7 @@ static double confidence(CameWork *w) {
 /* Updates x; returns the sum of the confidence. */
 static double apply(CameWork *w, double param_sum) {
     const double lr = learning_rate(w, param_sum);
-    const float step = (float)(lr * correction(w)), decay = (float)(1 - lr * w->options->weight_decay);
+    const real step = (real)(lr * correction(w)), decay = (real)(1 - lr * w->options->weight_decay);
     for (int64_t tile = w->first; tile < w->last; tile++)
         w->job.tile_sums[tile] = w->loops->apply(&w->job, tile, step, decay, w->columns);
     return total(w, w->job.grid.tiles);
@@ -371,14 +331,9 @@ static void step_shard(CameWork *w, int round) {
     }
 }
 
-/* Steps one row, or one thread's share of it. */
-static void step_row(void *data, int64_t row, const RowShare *share) {
-    CameStep *s = data;
-    CameScratch *scratch = (CameScratch *)s->workspace;
-    double *shared = (double *)(scratch + share->team);
-    double *own = shared + (share->team > 1 ? s->needs.shared + share->thread * s->needs.own : 0);
+static void step(CameStep *s, int64_t row, const RowShare *share, double *scratch, double *workspace) {
     CameWork w;
-    begin_work(&w, s, row, &scratch[share->thread], share->parts > 1 ? shared : own, share->part, share->parts);
+    begin_work(&w, s, row, (CameScratch *)scratch, workspace, share->part, share->parts);
     if (w.size == 0) {
         float *norms = s->rows[row].metrics;
         if (share->part == 0) norms[0] = 0, norms[1] = norms[2] = 1;
@@ -389,33 +344,8 @@ static void step_row(void *data, int64_t row, const RowShare *share) {
     wait(&w); /* the workspace can be used again */
 }
 
-/* ---- all tensors ----------------------------------------------------------------------------------------- */
-
-static void step_rows(int thread, int team, void *data) {
-    CameStep *s = data;
-    for_each_row(&s->queue, thread, team, step_row, s);
-}
-
-/* Makes one CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on the
- * row's step count. If `shards` is not NULL, the call makes only the part of the step before reduction round `round` (0
- * is the first), or after the last round. The function allocates no memory, so it cannot fail. */
-EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, const CameRow *rows,
-                              const CameShard *shards, const Gradient *gradients, void *const *grads,
-                              const double *beta2s, const int64_t *order, int64_t rows_count, double grad_scale,
-                              int round, double *workspace) {
-    CameStep s = {
-        .loops = came_loops_for(run->isa),
-        .options = options,
-        .rows = rows,
-        .shards = shards,
-        .gradients = gradients,
-        .grads = grads,
-        .beta2s = beta2s,
-        .queue = {.order = order, .gradients = gradients, .count = rows_count, .shared_min_elems = SHARED_MIN_ELEMS},
-        .grad_scale = grad_scale,
-        .round = round,
-        .workspace = workspace,
-        .needs = needs_of(rows, shards, gradients, rows_count),
-    };
-    run_parallel(run, elements_in(&s.queue), step_rows, &s);
-}
+const CameArithmetic PER_TYPE(came_arithmetic) = {
+    .scratch = sizeof(CameScratch) / sizeof(double),
+    .workspace = workspace_of,
+    .step = step,
+};

@@ -4,7 +4,6 @@
 
 #include "came_shards.h"
 
-#include <float.h>
 #include <math.h>
 
 /* ---- averages -------------------------------------------------------------------------------------------- */
@@ -13,16 +12,16 @@
 static void update_averages(const CameLines *lines, int64_t first, int n, const double *restrict sums) {
     if (!lines->values) return;
     const double old = lines->old, scale = lines->scale, shift = lines->shift;
-    float *restrict values = lines->values + first;
+    real *restrict values = lines->values + first;
 #pragma omp simd
     for (int i = 0; i < n; i++) /* CAME-row, CAME-col, CAME-res */
-        values[i] = (float)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
+        values[i] = (real)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
 }
 
 /* Returns the mean of a matrix's row averages; if only rows or only columns have averages, the square of ROOT_SCALE. */
 double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
     const int64_t height = job->grid.height;
-    const float *row = average->row.values;
+    const real *row = average->row.values;
     if (!row || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
     if (average->means) return average->means[matrix];
     double sum = 0;
@@ -35,8 +34,8 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
-    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : t->columns) * sizeof(float));
-    memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(float));
+    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : t->columns) * sizeof(real));
+    memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(real));
     if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
 }
 
@@ -47,8 +46,8 @@ void came_flush_rows(const CameJob *job, const CameAverage *average, const CameT
     if (g->strips == 1) {
         update_averages(&average->row, first, s->lines, s->rows);
     } else {
-        float *out = job->row_sums + t->strip * g->matrices * g->height + first;
-        for (int i = 0; i < s->lines; i++) out[i] = (float)s->rows[i];
+        real *out = job->row_sums + t->strip * g->matrices * g->height + first;
+        for (int i = 0; i < s->lines; i++) out[i] = (real)s->rows[i];
     }
     memset(s->rows, 0, (size_t)s->lines * sizeof(double));
     s->row += s->lines;
@@ -58,7 +57,7 @@ void came_flush_rows(const CameJob *job, const CameAverage *average, const CameT
 /* Updates the averages of columns [first, first + n) of a matrix from the sums of its tiles, which are `stride` apart;
  * returns the sum of u^2 in these columns. */
 static double update_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t first, int n,
-                             int64_t blocks, int64_t stride, const float *elements, const float *ratios) {
+                             int64_t blocks, int64_t stride, const real *elements, const real *ratios) {
     const CameGrid *g = &job->grid;
     double sums[SUMMED_COLUMNS] = {0}, sums_of_ratios[SUMMED_COLUMNS] = {0}, total = 0;
     for (int64_t block = 0; block < blocks; block++)
@@ -71,14 +70,14 @@ static double update_columns(const CameJob *job, const CameAverage *average, int
         update_averages(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
         return 0;
     }
-    const float *restrict col = average->col.values + matrix * g->width + first;
+    const real *restrict col = average->col.values + matrix * g->width + first;
 #pragma omp simd reduction(+ : total)
     for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
     return total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
 }
 
 /* Computes the sums of rows and columns of `matrices` of height x width, one after the other. */
-FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width, const float *restrict values,
+FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width, const real *restrict values,
                                 double *restrict rows, double *restrict columns) {
     for (int k = 0; k < matrices; k++)
         for (int i = 0; i < height; i++) {
@@ -93,18 +92,18 @@ FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width,
 }
 
 /* Computes out = r c for `matrices` one after the other. Infinity is clamped, since 0 times infinity would be NaN. */
-FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const float *restrict r,
-                                  const float *restrict c, float *restrict out) {
+FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const real *restrict r,
+                                  const real *restrict c, real *restrict out) {
     for (int k = 0; k < matrices; k++)
         for (int i = 0; i < height; i++)
             for (int j = 0; j < width; j++) {
-                float product = r[k * height + i] * c[k * width + j];
-                out[(k * height + i) * width + j] = product > FLT_MAX ? FLT_MAX : product;
+                real product = r[k * height + i] * c[k * width + j];
+                out[(k * height + i) * width + j] = product > REAL_MAX ? REAL_MAX : product;
             }
 }
 
 /* Computes for each row the mean of its matrix. */
-FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const float *restrict row,
+FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const real *restrict row,
                                         double *restrict means) {
     (void)width;
     for (int k = 0; k < matrices; k++) {
@@ -123,16 +122,21 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
 
 /* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
 void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                   const float *row_sums, CameTileSums *s) {
+                   const real *row_sums, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     if (!is_narrow(g)) {
         for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
         return;
     }
     s->lines = span->lines;
-    if (g->whole) FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
-    else FOR_SHAPE(fold, 1, span->lines, g->width, s->elements, s->rows, s->columns);
-    memset(s->elements, 0, (size_t)span->n * sizeof(float));
+    if (g->whole) {
+        FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
+    } else { /* first added up over the span, since a sum of fewer terms is rounded less */
+        double columns[NARROW_COLUMNS] = {0};
+        FOR_SHAPE(fold, 1, span->lines, g->width, s->elements, s->rows, columns);
+        for (int64_t i = 0; i < g->width; i++) s->columns[i] += columns[i];
+    }
+    memset(s->elements, 0, (size_t)span->n * sizeof(real));
     came_flush_rows(job, average, t, s);
 }
 
@@ -150,8 +154,8 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
         if (g->blocks == 1) {
             update_averages(&average->col, first, n, s->columns);
         } else {
-            float *out = job->col_sums + t->block * g->matrices * g->width + first;
-            for (int i = 0; i < n; i++) out[i] = (float)s->columns[i];
+            real *out = job->col_sums + t->block * g->matrices * g->width + first;
+            for (int i = 0; i < n; i++) out[i] = (real)s->columns[i];
         }
     } else if (g->blocks == 1) {
         for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
@@ -160,8 +164,8 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
         }
     } else {
         const int64_t to = (t->block * g->matrices + t->matrix) * g->width + t->column;
-        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(float));
-        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(float));
+        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(real));
+        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(real));
     }
     return total;
 }
@@ -191,7 +195,7 @@ double came_finish_columns(const CameJob *job, const CameAverage *average, int64
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
 /* The factors of columns from `first` on; 1 if `columns` is NULL. */
-static void column_factors(const float *restrict columns, int64_t first, int n, float *restrict out) {
+static void column_factors(const real *restrict columns, int64_t first, int n, real *restrict out) {
     for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
 }
 
@@ -211,14 +215,14 @@ void came_set_columns(const CameJob *job, const CameAverage *average, const Came
 void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
                       const CameColumns *columns, CameFactors *f) {
     const CameGrid *g = &job->grid;
-    const float *rows = average->row.values;
+    const real *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + span->row;
     if (!is_narrow(g)) {
         f->c = columns->factor + span->column, f->sum = span->column == 0 ? columns->sum : 0;
         for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, rows, first + k * span->apart);
         return;
     }
-    float r[PIECE_ELEMS], c[PIECE_ELEMS];
+    real r[PIECE_ELEMS], c[PIECE_ELEMS];
     if (!g->whole) {
         for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->row_mean, rows, first + i);
         FOR_SHAPE(expand, 1, span->lines, g->width, r, columns->factor, f->buffer);
@@ -231,7 +235,7 @@ void came_set_factors(const CameJob *job, const CameAverage *average, const Came
         for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], rows, first + i);
         FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     }
-    float sum = 0;
+    real sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < span->n; i++) sum += f->buffer[i];
     f->c = f->buffer, f->r[0] = 1, f->sum = sum;

@@ -1,4 +1,4 @@
-/* The running averages of rows and columns in a CAME step, for the loops of the same instruction set. */
+/* The running averages of rows and columns in a CAME step, for the loops of the same instruction set and type. */
 #ifndef BIGHORN_CAME_AVERAGES_H
 #define BIGHORN_CAME_AVERAGES_H
 
@@ -6,7 +6,7 @@
 
 #include <math.h>
 
-/* Every instruction set has separate functions. */
+/* Every instruction set and type has separate functions. */
 #define came_row_mean PER_ISA(came_row_mean)
 #define came_begin_tile PER_ISA(came_begin_tile)
 #define came_flush_rows PER_ISA(came_flush_rows)
@@ -29,7 +29,7 @@ void came_flush_rows(const CameJob *job, const CameAverage *average, const CameT
 
 /* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
 void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                   const float *row_sums, CameTileSums *s);
+                   const real *row_sums, CameTileSums *s);
 
 /* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
 double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
@@ -43,19 +43,19 @@ double came_finish_columns(const CameJob *job, const CameAverage *average, int64
 
 /* The factors of a span's elements are r * c[i]; `sum` is the sum of c. */
 typedef struct {
-    const float *c;
-    float r[INTERLEAVED_ROWS];
+    const real *c;
+    real r[INTERLEAVED_ROWS];
     double sum;
-    float buffer[PIECE_ELEMS];
+    real buffer[PIECE_ELEMS];
 } CameFactors;
 
 /* The factor of a row: sqrt(mean(row) / row), in double, since for a row of zeros beside large ones the ratio is
  * 1e42. */
-static inline float row_factor(double mean, const float *rows, int64_t i) {
-    return (float)sqrt(rows ? mean / rows[i] : mean);
+static inline real row_factor(double mean, const real *rows, int64_t i) {
+    return (real)sqrt(rows ? mean / rows[i] : mean);
 }
 
-static inline float column_factor(float col) { return 1 / sqrtf(col); }
+static inline real column_factor(real col) { return 1 / square_root_of(col); }
 
 void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns);
 

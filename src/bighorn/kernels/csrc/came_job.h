@@ -27,7 +27,7 @@ typedef struct {
 
 /* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
 typedef struct {
-    float *values; /* NULL: no averages are kept; the factors are 1 */
+    real *values; /* NULL: no averages are kept; the factors are 1 */
     double old, scale, shift;
 } CameLines;
 
@@ -39,23 +39,23 @@ typedef struct {
 
 /* Values that the tiles of a strip share, kept from one tile to the next. */
 typedef struct {
-    int64_t matrix, strip;                   /* -1: no values yet */
-    double row_mean;                         /* of the whole matrix */
-    double sum;                              /* of the factors */
-    _Alignas(64) float factor[WIDE_COLUMNS]; /* 1 / sqrt(col) */
+    int64_t matrix, strip;                  /* -1: no values yet */
+    double row_mean;                        /* of the whole matrix */
+    double sum;                             /* of the factors */
+    _Alignas(64) real factor[WIDE_COLUMNS]; /* 1 / sqrt(col) */
 } CameColumns;
 
 /* A tile's sums of rows and columns while they grow: per element of a span or, in a wide matrix, per column. */
 typedef struct {
     double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
-    _Alignas(64) float elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS]; /* ratios: sums of q / row */
-    int64_t row;                                                     /* the first of the `lines` in `rows` */
+    _Alignas(64) real elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS]; /* ratios: sums of q / row */
+    int64_t row;                                                    /* the first of the `lines` in `rows` */
     int lines;
 } CameTileSums;
 
 /* The buffer of one of the spans of a gradient that a loop reads together. */
 typedef struct {
-    float values[PIECE_ELEMS];
+    real values[PIECE_ELEMS];
     GradientMean last;
 } CameGradBuffer;
 
@@ -64,7 +64,7 @@ typedef struct {
     CameColumns columns;
     CameTileSums sums;
     CameGradBuffer gradients[INTERLEAVED_ROWS];
-    float weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
+    real weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
 } CameScratch;
 
 /* One tensor's step. */
@@ -74,18 +74,18 @@ typedef struct {
     const Gradient *gradient;
     const void *grad;
     CameGrid grid;
-    float grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
-    double beta2, eps1;                  /* of an unfactored second moment */
-    uint32_t rng_key;                    /* the key of the random bits */
+    real grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
+    double beta2, eps1;                 /* of an unfactored second moment */
+    uint32_t rng_key;                   /* the key of the random bits */
     CameAverage square, residual;
     CameAverage known; /* for a shard: `square` without the lines that other shards have elements of */
     CameAverage ratio; /* for a shard: q / known */
     CameScratch *scratch;
     double *tile_sums;
-    double *means;     /* for a shard that is split: the `means` of its `CameAverage` */
-    float *row_sums;   /* per strip and row; not used if the matrix has one strip */
-    float *col_sums;   /* per row range (`block`) and column; not used if the matrix has one row range */
-    float *ratio_sums; /* the same of q / row, if the gradient is read once */
+    double *means;    /* for a shard that is split: the `means` of its `CameAverage` */
+    real *row_sums;   /* per strip and row; not used if the matrix has one strip */
+    real *col_sums;   /* per row range (`block`) and column; not used if the matrix has one row range */
+    real *ratio_sums; /* the same of q / row, if the gradient is read once */
 } CameJob;
 
 /* The factor of roots of the ratios q / row and q / col, which can be small if the other average is small, and are at
@@ -105,16 +105,16 @@ typedef struct {
     /* Returns the sum of u^2, before clipping, by another read of the gradient. */
     double (*update_square_sum)(const CameJob *job, int64_t tile, CameColumns *columns);
     /* Updates m in int8 blocks [first, last) that are not within tiles. */
-    void (*momentum_apart)(const CameJob *job, float clip, int64_t first, int64_t last);
+    void (*momentum_apart)(const CameJob *job, real clip, int64_t first, int64_t last);
     /* Updates m (unless `apart` is set: then it is updated already), and the residuals' averages or partial sums. */
-    void (*momentum)(const CameJob *job, int64_t tile, float clip, int apart, CameColumns *columns);
+    void (*momentum)(const CameJob *job, int64_t tile, real clip, int apart, CameColumns *columns);
     /* Returns the sum of the confidence. */
     double (*confidence)(const CameJob *job, int64_t tile, CameColumns *columns);
     /* Updates x; returns the sum of the confidence. */
-    double (*apply)(const CameJob *job, int64_t tile, float step, float decay, CameColumns *columns);
+    double (*apply)(const CameJob *job, int64_t tile, real step, real decay, CameColumns *columns);
     /* Update the unfactored second moment, which returns the sum of u^2; then m and x. */
     double (*second_moment)(const CameJob *job, int64_t tile);
-    void (*momentum_and_apply)(const CameJob *job, int64_t tile, float clip, float step, float decay);
+    void (*momentum_and_apply)(const CameJob *job, int64_t tile, real clip, real step, real decay);
     double (*param_square_sum)(const CameJob *job, int64_t tile);
 } CameLoops;
 

@@ -1,4 +1,5 @@
-/* The arithmetic of a CAME step. It is in float32; sums over more than a tile are in double.
+/* The arithmetic of a CAME step. It is in float32, and in came_loops_double.c in float64; sums over more than a tile
+ * are in double.
  *
  * The inner loops process spans of consecutive elements, and compute the factor 1 / sqrt(row col / mean(row)) as r *
  * c[i]. In a wide matrix a span is within one row of a tile: r is the row's factor, c the columns' factors. If rows are
@@ -7,25 +8,26 @@
 #include "codec.h"
 #include "rounding.h"
 
-enum { L2_CACHE_ELEMS = 1 << 16 }; /* elements that stay in the second-level cache */
+enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(real) }; /* elements that stay in the second-level cache */
 
-/* ---- elements in float32, in place or in a buffer -------------------------------------------------------- */
+/* ---- elements in place or in a buffer -------------------------------------------------------------------- */
 
 /* Marks the means as unknown. The values are not cleared, since that would take longer than a small tensor's step. */
 static void start_buffers(CameGradBuffer *buffers, int count) {
     for (int k = 0; k < count; k++) buffers[k].last.first = -1;
 }
 
-/* Whether loops read elements of a type in place. */
-static int is_ready(int type) { return type == FLOAT32 || type == BFLOAT16; }
+/* Whether loops read elements of a type in place: the type of the arithmetic and, in float32, bfloat16. */
+#define IS_BFLOAT16(type) (REAL_TYPE == FLOAT32 && (type) == BFLOAT16)
+static int is_ready(int type) { return type == REAL_TYPE || IS_BFLOAT16(type); }
 
 /* Returns elements [start, start + n), centred and scaled. */
-static const float *grad_at(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
+static const real *grad_at(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
 }
 
-/* As `grad_at`, but float32 and bfloat16 are returned in place: not scaled, and of the type that `grad_type`
- * returns. */
+/* As `grad_at`, but types that are ready are returned in place: not scaled, and of the type that `grad_type` returns.
+ */
 static const void *grad_in_place(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     const Gradient *g = job->gradient;
     if (is_plain(g) && is_ready(g->type)) return at(job->grad, g->type, start);
@@ -33,12 +35,12 @@ static const void *grad_in_place(const CameJob *job, int64_t start, int n, CameG
 }
 
 static int grad_type(const CameJob *job) {
-    return is_plain(job->gradient) && job->gradient->type == BFLOAT16 ? BFLOAT16 : FLOAT32;
+    return is_plain(job->gradient) && IS_BFLOAT16(job->gradient->type) ? BFLOAT16 : REAL_TYPE;
 }
 
 static CodecInt8 int8_of(const CameRow *row) { return (CodecInt8){row->exp_avg, row->exp_avg_scale, row->inner}; }
 
-static float *read_m(const CameRow *row, int64_t start, int n, float *buffer) {
+static real *read_m(const CameRow *row, int64_t start, int n, real *buffer) {
     const CodecInt8 data = int8_of(row);
     if (row->state_type != INT8) return widen(row->exp_avg, row->state_type, start, n, buffer);
     decode(&data, start, n, buffer);
@@ -46,7 +48,7 @@ static float *read_m(const CameRow *row, int64_t start, int n, float *buffer) {
 }
 
 /* Stores m, and replaces the buffer by the values as they are stored, rounded. */
-static void write_m(const CameRow *row, int64_t start, int n, float *buffer) {
+static void write_m(const CameRow *row, int64_t start, int n, real *buffer) {
     const CodecInt8 data = int8_of(row);
     if (row->state_type == INT8) encode(&data, start, n, buffer);
     else narrow(buffer, n, row->exp_avg, row->state_type, start);
@@ -55,43 +57,43 @@ static void write_m(const CameRow *row, int64_t start, int n, float *buffer) {
 
 /* ---- the passes ------------------------------------------------------------------------------------------ */
 
-static inline float update_of(float g, float r, float c) { return g * r * c; } /* CAME-u */
+static inline real update_of(real g, real r, real c) { return g * r * c; } /* CAME-u */
 
-static inline float averaged(const CameJob *job, float m, float u) {
+static inline real averaged(const CameJob *job, real m, real u) {
     return FMA(job->beta1, m, job->beta1_rest * u); /* CAME-m */
 }
 
-static inline float square_of(float a) { return a * a; }
+static inline real square_of(real a) { return a * a; }
 
-static inline float residual_of(float u, float m) { return square_of(u - m); } /* CAME-res */
+static inline real residual_of(real u, real m) { return square_of(u - m); } /* CAME-res */
 
-static inline float moved(float x, float m, float factor, float step, float decay) {
+static inline real moved(real x, real m, real factor, real step, real decay) {
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
 /* FOR_* run a loop over one span or over INTERLEAVED_ROWS spans, for element types that are compile-time constants.
  * Loops add this zero for spans that do not exist, which costs nothing. */
-static const float NOTHING = -0.0f;
+static const real NOTHING = -0.0f;
 
 #define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
 #define FOR_TYPE(loop, count, type, ...) \
-    ((type) == BFLOAT16 ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
-#define FOR_TYPES(loop, count, type, other, ...)                              \
-    ((other) == BFLOAT16 ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
-                         : FOR_TYPE(loop, count, type, FLOAT32, __VA_ARGS__))
+    (IS_BFLOAT16(type) ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, REAL_TYPE, __VA_ARGS__))
+#define FOR_TYPES(loop, count, type, other, ...)                             \
+    (IS_BFLOAT16(other) ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
+                        : FOR_TYPE(loop, count, type, REAL_TYPE, __VA_ARGS__))
 
-FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, float scale,
-                                       float *restrict elements, float *restrict sums) {
+FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, real scale,
+                                       real *restrict elements, real *restrict sums) {
     const int all = count == INTERLEAVED_ROWS;
     const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
     const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
-    float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
+    real sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float q_a = square_of(scale * load_element(type, a, i)),
-              q_b = all ? square_of(scale * load_element(type, b, i)) : NOTHING;
-        float q_c = all ? square_of(scale * load_element(type, c, i)) : NOTHING;
-        float q_d = all ? square_of(scale * load_element(type, d, i)) : NOTHING;
+        real q_a = square_of(scale * load_element(type, a, i)),
+             q_b = all ? square_of(scale * load_element(type, b, i)) : NOTHING;
+        real q_c = all ? square_of(scale * load_element(type, c, i)) : NOTHING;
+        real q_d = all ? square_of(scale * load_element(type, d, i)) : NOTHING;
         sum_a += q_a, sum_b += q_b, sum_c += q_c, sum_d += q_d;
         elements[i] += (q_a + q_b) + (q_c + q_d);
     }
@@ -99,12 +101,12 @@ FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, c
     if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
 }
 
-FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const float *r,
-                                      float *restrict ratios) {
+FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const real *r,
+                                      real *restrict ratios) {
     const int all = count == INTERLEAVED_ROWS;
     const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
     const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
-    const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++)
         ratios[i] +=
@@ -117,7 +119,7 @@ static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer
                         CameTileSums *sums) {
     for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
-        float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
+        real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         for (int k = 0; k < s.count; k++) g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
         FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
         came_add_span(job, &job->square, t, &s, row_sums, sums);
@@ -126,12 +128,12 @@ static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer
 
 /* Adds q / row of the same part, which is still in the second-level cache. */
 static void add_ratios(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, CameTileSums *sums) {
-    const float *row = job->square.row.values + part->matrix * job->grid.height + part->row;
-    float factors[PIECE_ELEMS];
-    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (float)ROOT_SCALE / sqrtf(row[i]);
+    const real *row = job->square.row.values + part->matrix * job->grid.height + part->row;
+    real factors[PIECE_ELEMS];
+    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (real)ROOT_SCALE / square_root_of(row[i]);
     for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
-        float r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
+        real r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
         for (int k = 0; k < s.count; k++) {
             g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
             r[k] = factors[s.row + k * s.apart];
@@ -172,13 +174,13 @@ static double update_square_sum(const CameJob *job, int64_t index, CameColumns *
     start_buffers(&buffer, 1);
     came_set_columns(job, &job->square, &t, columns);
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, &buffer);
+        const real *restrict g = grad_at(job, s.start, s.n, &buffer);
         came_set_factors(job, &job->square, &t, &s, columns, &f);
-        const float *restrict c = f.c, r = f.r[0];
-        float sum = 0;
+        const real *restrict c = f.c, r = f.r[0];
+        real sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
-            float u = update_of(g[i], r, c[i]);
+            real u = update_of(g[i], r, c[i]);
             sum += u * u;
         }
         total += sum;
@@ -196,12 +198,12 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
     came_set_columns(job, &job->known, &t, columns);
     came_begin_tile(job, &t, sums);
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
-        const float *g = grad_at(job, s.start, s.n, &buffer);
-        float roots[PIECE_ELEMS], row_sum;
+        const real *g = grad_at(job, s.start, s.n, &buffer);
+        real roots[PIECE_ELEMS], row_sum;
         const void *const spans[] = {roots};
         came_set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
-        square_loop(1, FLOAT32, s.n, spans, 1, sums->elements + s.column, &row_sum);
+        square_loop(1, REAL_TYPE, s.n, spans, 1, sums->elements + s.column, &row_sum);
         came_add_span(job, &job->ratio, &t, &s, &row_sum, sums);
     }
     came_end_tile(job, &job->ratio, &t, sums);
@@ -210,28 +212,28 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
 /* Updates m and the residuals' sums in one pass. All loads come before all stores here and in apply_loop: a load would
  * wait for a store to an address that differs by whole pages, as addresses do in rows of 1,024. */
 FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameJob *job, int n,
-                                         const void *const *g, const float *r, const float *restrict c, void *const *m,
-                                         float *restrict elements, float *restrict sums) {
+                                         const void *const *g, const real *r, const real *restrict c, void *const *m,
+                                         real *restrict elements, real *restrict sums) {
     const int all = count == INTERLEAVED_ROWS;
     const CameJob j = *job;
     const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
     const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
     void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
     void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
-    const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
-    float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
+    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+    real sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
 #pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
     for (int i = 0; i < n; i++) {
-        float u_a = update_of(load_element(g_type, g_a, i), r_a, c[i]);
-        float new_a = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_a, i), u_a));
-        float w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
+        real u_a = update_of(load_element(g_type, g_a, i), r_a, c[i]);
+        real new_a = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_a, i), u_a));
+        real w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
         if (all) {
-            float u_b = update_of(load_element(g_type, g_b, i), r_b, c[i]);
-            float u_c = update_of(load_element(g_type, g_c, i), r_c, c[i]);
-            float u_d = update_of(load_element(g_type, g_d, i), r_d, c[i]);
-            float new_b = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_b, i), u_b));
-            float new_c = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_c, i), u_c));
-            float new_d = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_d, i), u_d));
+            real u_b = update_of(load_element(g_type, g_b, i), r_b, c[i]);
+            real u_c = update_of(load_element(g_type, g_c, i), r_c, c[i]);
+            real u_d = update_of(load_element(g_type, g_d, i), r_d, c[i]);
+            real new_b = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_b, i), u_b));
+            real new_c = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_c, i), u_c));
+            real new_d = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_d, i), u_d));
             w_b = residual_of(u_b, new_b), w_c = residual_of(u_c, new_c), w_d = residual_of(u_d, new_d);
             store_element(m_type, m_b, i, new_b), store_element(m_type, m_c, i, new_c),
                 store_element(m_type, m_d, i, new_d);
@@ -245,9 +247,9 @@ FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, cons
 }
 
 /* The same for an m that is rounded when it is stored, between the update and the residuals. */
-static float rounded_momentum_loop(const CameJob *job, int64_t start, int n, const float *restrict g, float r,
-                                   const float *restrict c, int apart, float *restrict elements) {
-    float u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
+static real rounded_momentum_loop(const CameJob *job, int64_t start, int n, const real *restrict g, real r,
+                                  const real *restrict c, int apart, real *restrict elements) {
+    real u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
     read_m(job->row, start, n, m);
     for (int i = 0; i < n; i++) u[i] = update_of(g[i], r, c[i]);
     if (!apart) {
@@ -256,14 +258,14 @@ static float rounded_momentum_loop(const CameJob *job, int64_t start, int n, con
     }
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
-        float w = residual_of(u[i], m[i]);
+        real w = residual_of(u[i], m[i]);
         sum += w;
         elements[i] += w;
     }
     return sum;
 }
 
-static void momentum(const CameJob *job, int64_t index, float clip, int apart, CameColumns *columns) {
+static void momentum(const CameJob *job, int64_t index, real clip, int apart, CameColumns *columns) {
     const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
     CameGradBuffer *buffers = job->scratch->gradients;
@@ -275,7 +277,7 @@ static void momentum(const CameJob *job, int64_t index, float clip, int apart, C
     for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
         const void *g[INTERLEAVED_ROWS];
         void *m[INTERLEAVED_ROWS];
-        float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
+        real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         came_set_factors(job, &job->square, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -298,7 +300,7 @@ static void momentum(const CameJob *job, int64_t index, float clip, int apart, C
 }
 
 /* Updates m if rows of dim 0 hold several matrix rows, so that int8 blocks cross the rows of the matrices. */
-static void momentum_apart(const CameJob *job, float clip, int64_t first, int64_t last) {
+static void momentum_apart(const CameJob *job, real clip, int64_t first, int64_t last) {
     const CameRow *row = job->row;
     const CameAverage *average = &job->square;
     const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
@@ -309,14 +311,14 @@ static void momentum_apart(const CameJob *job, float clip, int64_t first, int64_
     for (int64_t block = first; block < last; block++) {
         const int64_t at = block % per_row * CODEC_BLOCK_ELEMS, start = block / per_row * row->inner + at;
         const int n = (int)(row->inner - at < CODEC_BLOCK_ELEMS ? row->inner - at : CODEC_BLOCK_ELEMS);
-        float m[PIECE_ELEMS];
-        const float *g = grad_at(job, start, n, &buffer);
+        real m[PIECE_ELEMS];
+        const real *g = grad_at(job, start, n, &buffer);
         read_m(row, start, n, m);
         for (int i = 0; i < n;) {
             const int64_t line = (start + i) / width, matrix = line / height;
             if (matrix != known) mean = came_row_mean(job, average, matrix), known = matrix;
-            const float *col = average->col.values + matrix * width;
-            const float r = row_factor(mean, average->row.values, line) * clip;
+            const real *col = average->col.values + matrix * width;
+            const real r = row_factor(mean, average->row.values, line) * clip;
             for (int64_t j = (start + i) % width; j < width && i < n; i++, j++)
                 m[i] = averaged(job, m[i], update_of(g[i], r, column_factor(col[j])));
         }
@@ -325,20 +327,20 @@ static void momentum_apart(const CameJob *job, float clip, int64_t first, int64_
 }
 
 FORCE_INLINE_TEMPLATE void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x,
-                                      const void *const *m, const float *r, const float *restrict c, float decay) {
+                                      const void *const *m, const real *r, const real *restrict c, real decay) {
     const int all = count == INTERLEAVED_ROWS;
     void *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0];
     void *restrict x_c = x[all ? 2 : 0], *restrict x_d = x[all ? 3 : 0];
     const void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
     const void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
-    const float r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        float new_a = moved(load_element(x_type, x_a, i), load_element(m_type, m_a, i), c[i], r_a, decay);
+        real new_a = moved(load_element(x_type, x_a, i), load_element(m_type, m_a, i), c[i], r_a, decay);
         if (all) {
-            float new_b = moved(load_element(x_type, x_b, i), load_element(m_type, m_b, i), c[i], r_b, decay);
-            float new_c = moved(load_element(x_type, x_c, i), load_element(m_type, m_c, i), c[i], r_c, decay);
-            float new_d = moved(load_element(x_type, x_d, i), load_element(m_type, m_d, i), c[i], r_d, decay);
+            real new_b = moved(load_element(x_type, x_b, i), load_element(m_type, m_b, i), c[i], r_b, decay);
+            real new_c = moved(load_element(x_type, x_c, i), load_element(m_type, m_c, i), c[i], r_c, decay);
+            real new_d = moved(load_element(x_type, x_d, i), load_element(m_type, m_d, i), c[i], r_d, decay);
             store_element(x_type, x_b, i, rounded(x_type, m_type, new_b)),
                 store_element(x_type, x_c, i, rounded(x_type, m_type, new_c));
             store_element(x_type, x_d, i, rounded(x_type, m_type, new_d));
@@ -359,19 +361,19 @@ static double confidence(const CameJob *job, int64_t index, CameColumns *columns
     return total;
 }
 
-static double apply(const CameJob *job, int64_t index, float step, float decay, CameColumns *columns) {
+static double apply(const CameJob *job, int64_t index, real step, real decay, CameColumns *columns) {
     const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
     const Weights *w = &row->weights;
     const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(row->state_type);
-    float (*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
+    real(*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
     CameFactors f;
     double total = 0;
     came_set_columns(job, &job->residual, &t, columns);
     for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
         void *x[INTERLEAVED_ROWS];
         const void *m[INTERLEAVED_ROWS];
-        float r[INTERLEAVED_ROWS];
+        real r[INTERLEAVED_ROWS];
         came_set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -380,8 +382,8 @@ static double apply(const CameJob *job, int64_t index, float step, float decay, 
             r[k] = f.r[k] * step;
             total += f.r[k] * f.sum;
         }
-        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : FLOAT32, m_ready ? row->state_type : FLOAT32, s.n, x, m, r,
-                  f.c, decay);
+        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : REAL_TYPE, m_ready ? row->state_type : REAL_TYPE, s.n, x, m,
+                  r, f.c, decay);
         for (int k = 0; k < s.count && !x_ready; k++)
             write_weights(w, job->rng_key, start_of(&job->grid, &s, k), s.n, x[k]);
     }
@@ -392,18 +394,18 @@ static double apply(const CameJob *job, int64_t index, float step, float decay, 
 
 static double second_moment(const CameJob *job, int64_t index) {
     const CameTile t = tile_at(&job->grid, index);
-    const float beta2 = (float)job->beta2, rest = (float)(1 - job->beta2);
-    const float shift = (float)((1 - job->beta2) * job->eps1);
+    const real beta2 = (real)job->beta2, rest = (real)(1 - job->beta2);
+    const real shift = (real)((1 - job->beta2) * job->eps1);
     CameGradBuffer buffer;
     double total = 0;
     start_buffers(&buffer, 1);
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, &buffer);
-        float *restrict v = job->row->exp_avg_sq + s.start, sum = 0;
+        const real *restrict g = grad_at(job, s.start, s.n, &buffer);
+        real *restrict v = (real *)job->row->exp_avg_sq + s.start, sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
             v[i] = FMA(beta2, v[i], FMA(rest, g[i] * g[i], shift)); /* CAME-v */
-            float u = update_of(g[i], 1, column_factor(v[i]));
+            real u = update_of(g[i], 1, column_factor(v[i]));
             sum += u * u;
         }
         total += sum;
@@ -411,18 +413,19 @@ static double second_moment(const CameJob *job, int64_t index) {
     return total;
 }
 
-static void momentum_and_apply(const CameJob *job, int64_t index, float clip, float step, float decay) {
+static void momentum_and_apply(const CameJob *job, int64_t index, real clip, real step, real decay) {
     const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
     CameGradBuffer buffer;
-    float m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
+    real m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
     start_buffers(&buffer, 1);
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
-        const float *restrict g = grad_at(job, s.start, s.n, &buffer), *restrict v = row->exp_avg_sq + s.start;
-        float *restrict m = read_m(row, s.start, s.n, m_buffer);
+        const real *restrict g = grad_at(job, s.start, s.n, &buffer);
+        const real *restrict v = (const real *)row->exp_avg_sq + s.start;
+        real *restrict m = read_m(row, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(job, m[i], update_of(g[i], clip, column_factor(v[i])));
         write_m(row, s.start, s.n, m);
-        float *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
+        real *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
         for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], 1, step, decay);
         write_weights(&row->weights, job->rng_key, s.start, s.n, x);
     }
@@ -430,10 +433,10 @@ static void momentum_and_apply(const CameJob *job, int64_t index, float clip, fl
 
 static double param_square_sum(const CameJob *job, int64_t index) {
     const CameTile t = tile_at(&job->grid, index);
-    float buffer[PIECE_ELEMS];
+    real buffer[PIECE_ELEMS];
     double total = 0;
     for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
-        const float *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
+        const real *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) sum += (double)x[i] * x[i];

@@ -5,6 +5,15 @@
 
 #include "came_job.h"
 
+/* Every type has separate functions. */
+#define square_shard_sums PER_TYPE(square_shard_sums)
+#define residual_shard_sums PER_TYPE(residual_shard_sums)
+#define store_shard_average PER_TYPE(store_shard_average)
+#define store_shard_square_sums PER_TYPE(store_shard_square_sums)
+#define load_reduced_average PER_TYPE(load_reduced_average)
+#define reduced_square_sums PER_TYPE(reduced_square_sums)
+#define reduced_confidence PER_TYPE(reduced_confidence)
+
 /* How a shard is split: other shards have other rows or columns of its matrices. */
 static inline int is_split(const CameShard *shard) { return shard && (shard->split_down || shard->split_across); }
 static inline int is_split_both_ways(const CameShard *shard) {

@@ -98,7 +98,7 @@ typedef struct {
     int64_t inner;
 } CodecInt8;
 
-static inline void decode(const CodecInt8 *data, int64_t start, int n, float *restrict out) {
+static inline void decode(const CodecInt8 *data, int64_t start, int n, real *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         const float unit = scale_of(CODEC_LINEAR, data->scales[part.scale]).unit;
         const int8_t *restrict codes = data->codes + part.start;
@@ -109,18 +109,18 @@ static inline void decode(const CodecInt8 *data, int64_t start, int n, float *re
 }
 
 /* Encodes elements [start, start + n), which must be whole blocks. */
-static inline void encode(const CodecInt8 *data, int64_t start, int n, const float *restrict values) {
+static inline void encode(const CodecInt8 *data, int64_t start, int n, const real *restrict values) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         int8_t *restrict codes = data->codes + part.start;
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
-            uint32_t magnitude = magnitude_of(values[i]);
+            uint32_t magnitude = magnitude_of((float)values[i]);
             largest = magnitude > largest ? magnitude : largest;
         }
         const CodecScale scale = new_scale(CODEC_LINEAR, largest);
         float ready[CODEC_BLOCK_ELEMS];
-        memcpy(ready, values, (size_t)part.size * sizeof(float));
+        for (int i = 0; i < part.size; i++) ready[i] = (float)values[i];
         make_ready(ready, part.size, &scale);
         data->scales[part.scale] = scale.scale;
 #pragma omp simd

@@ -10,18 +10,19 @@ static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
     return elements;
 }
 
-static inline float element(const void *data, int type, int64_t at) {
+static inline real element(const void *data, int type, int64_t at) {
     switch (type) {
         case FLOAT32: return ((const float *)data)[at];
-        case FLOAT64: return (float)((const double *)data)[at];
+        case FLOAT64: return (real)((const double *)data)[at];
         case FLOAT16: return from_float16(((const uint16_t *)data)[at]);
         default: return from_bits((uint32_t)((const uint16_t *)data)[at] << 16);
     }
 }
 
-/* Returns elements [start, start + n) in the parameter's order, in float32, whatever their order in memory. */
-static inline const float *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
-                                     float *restrict buffer) {
+/* Returns elements [start, start + n) in the parameter's order, in the type of the arithmetic, whatever their order in
+ * memory. */
+static inline const real *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
+                                    real *restrict buffer) {
     const int64_t *layout = gradient->layout;
     const int type = gradient->type;
     if (!layout) return widen(data, type, start, n, buffer);
@@ -34,28 +35,28 @@ static inline const float *read_grad(const Gradient *gradient, const void *data,
 }
 
 /* Returns the mean of elements [start, start + size). */
-static inline float mean(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
-    float buffer[PIECE_ELEMS];
+static inline real mean(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
+    real buffer[PIECE_ELEMS];
     double total = 0;
     for (int64_t done = 0; done < size; done += PIECE_ELEMS) {
         int n = (int)(size - done < PIECE_ELEMS ? size - done : PIECE_ELEMS);
-        const float *restrict g = read_grad(gradient, data, start + done, n, buffer);
+        const real *restrict g = read_grad(gradient, data, start + done, n, buffer);
         double piece = 0;
 #pragma omp simd reduction(+ : piece)
         for (int i = 0; i < n; i++) piece += g[i];
         total += piece;
     }
-    return (float)(total / (double)size);
+    return (real)(total / (double)size);
 }
 
 /* The mean that was computed last, since several pieces can need the same one; `first` is -1 at the start. */
 typedef struct {
     int64_t first;
-    float value;
+    real value;
 } GradientMean;
 
 /* Computes g - mean(g over dims 1..) for elements [start, start + n). */
-static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const float *g, float *out,
+static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const real *g, real *out,
                           GradientMean *last) {
     int64_t fan = gradient->fan;
     for (int i = 0; i < n;) {
@@ -69,19 +70,19 @@ static inline void centre(const Gradient *gradient, const void *data, int64_t st
 /* Whether elements can be used in place, apart from their dtype. */
 static inline int is_plain(const Gradient *gradient) { return !gradient->fan && !gradient->layout; }
 
-/* Returns elements [start, start + n), centred, in float32. */
-static inline const float *centred_grad(const Gradient *gradient, const void *data, int64_t start, int n, float *buffer,
-                                        GradientMean *last) {
-    const float *g = read_grad(gradient, data, start, n, buffer);
+/* Returns elements [start, start + n), centred, in the type of the arithmetic. */
+static inline const real *centred_grad(const Gradient *gradient, const void *data, int64_t start, int n, real *buffer,
+                                       GradientMean *last) {
+    const real *g = read_grad(gradient, data, start, n, buffer);
     if (!gradient->fan) return g;
     centre(gradient, data, start, n, g, buffer, last);
     return buffer;
 }
 
-/* Returns elements [start, start + n), centred and scaled, in float32. */
-static inline const float *load_grad(const Gradient *gradient, const void *data, float scale, int64_t start, int n,
-                                     float *buffer, GradientMean *last) {
-    const float *g = centred_grad(gradient, data, start, n, buffer, last);
+/* Returns elements [start, start + n), centred and scaled, in the type of the arithmetic. */
+static inline const real *load_grad(const Gradient *gradient, const void *data, real scale, int64_t start, int n,
+                                    real *buffer, GradientMean *last) {
+    const real *g = centred_grad(gradient, data, start, n, buffer, last);
     if (scale == 1) return g;
     for (int i = 0; i < n; i++) buffer[i] = scale * g[i];
     return buffer;

@@ -6,6 +6,7 @@
 #include <math.h>
 
 TABLE_PER_ISA(LambLoops, lamb_loops)
+TABLE_PER_ISA(LambLoops, lamb_loops_double)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
 
 /* All threads share a larger tensor, because their caches together hold more of it; one thread gets a smaller one. */
@@ -64,16 +65,16 @@ static double factors_of(const LambOptions *o, const LambRow *row, double grad_s
     double correction = sqrt(correction2) / correction1, root = sqrt(correction2), lr = o->lr;
     if (o->bias_correction == BIAS_CORRECTION_LEARNING_RATE) lr *= correction, correction = root = 1;
     *f = (LambFactors){
-        .grad_scale = (float)(o->maximize ? -grad_scale : grad_scale),
-        .l2 = o->decay_mode == DECAY_L2 ? (float)o->weight_decay : 0,
-        .beta1 = (float)o->betas[0],
-        .beta3 = o->grad_averaging ? (float)(1 - o->betas[0]) : 1,
-        .beta2 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : (float)o->betas[1],
-        .beta4 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : (float)(1 - o->betas[1]),
-        .correction = (float)correction,
-        .eps = (float)(o->eps * root),
-        .weight_decay = o->decay_mode == DECAY_RATIO ? (float)o->weight_decay : 0,
-        .decay = o->decay_mode == DECAY_DECOUPLED ? (float)(1 - o->lr * o->weight_decay) : 1,
+        .grad_scale = o->maximize ? -grad_scale : grad_scale,
+        .l2 = o->decay_mode == DECAY_L2 ? o->weight_decay : 0,
+        .beta1 = o->betas[0],
+        .beta3 = o->grad_averaging ? 1 - o->betas[0] : 1,
+        .beta2 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : o->betas[1],
+        .beta4 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : 1 - o->betas[1],
+        .correction = correction,
+        .eps = o->eps * root,
+        .weight_decay = o->decay_mode == DECAY_RATIO ? o->weight_decay : 0,
+        .decay = o->decay_mode == DECAY_DECOUPLED ? 1 - o->lr * o->weight_decay : 1,
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, t),
         .dither = dither_at(&row->weights, o->rounding_seed, t),
     };
@@ -83,7 +84,7 @@ static double factors_of(const LambOptions *o, const LambRow *row, double grad_s
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
 
 typedef struct {
-    const LambLoops *loops[2]; /* for moments in floats, and in quantization blocks */
+    const LambLoops *loops, *loops_double, *blocks; /* for moments in floats, float64 weights, quantization blocks */
     const LambOptions *options;
     const LambRow *rows;
     const Gradient *gradients;
@@ -117,17 +118,23 @@ static LayerInfo prepare(const void *step, int64_t row, void *locals) {
     const LambStep *s = step;
     const LambOptions *o = options_of(s, row);
     LambLocals *l = locals;
-    l->loops = s->loops[s->rows[row].inner > 0];
-    l->lr = factors_of(o, &s->rows[row], s->grad_scale, &l->factors);
-    return (LayerInfo){.blocks = blocks_of(&s->rows[row], s->gradients[row].size), .needs_ratio = o->adapt};
+    const LambRow *r = &s->rows[row];
+    const bool in_double = r->weights.type == FLOAT64;
+    l->loops = in_double ? s->loops_double : r->inner > 0 ? s->blocks : s->loops;
+    l->lr = factors_of(o, r, s->grad_scale, &l->factors);
+    return (LayerInfo){
+        .blocks = blocks_of(r, s->gradients[row].size),
+        .update_bytes = in_double ? sizeof(double) : sizeof(float),
+        .needs_ratio = o->adapt,
+    };
 }
 
-static LayerSums first(const void *step, int64_t row, int64_t block, const void *locals, float *update) {
+static LayerSums first(const void *step, int64_t row, int64_t block, const void *locals, void *update) {
     const LambOptions *o = options_of(step, row);
     const LambLocals *l = locals;
     const LambBlock b = block_at(step, row, block);
     return o->adapt ? l->loops->moments(&b, &l->factors, o->second_moment, update)
-                    : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, (float)l->lr);
+                    : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
 }
 
 static double ratio(const void *step, int64_t row, const void *locals, LayerSums total, bool writes_norms) {
@@ -140,11 +147,10 @@ static double ratio(const void *step, int64_t row, const void *locals, LayerSums
     return ratio;
 }
 
-static void second(const void *step, int64_t row, int64_t block, const void *locals, double ratio,
-                   const float *update) {
+static void second(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
     const LambBlock b = block_at(step, row, block);
-    l->loops->apply(&b, &l->factors, (float)(l->lr * ratio), update);
+    l->loops->apply(&b, &l->factors, l->lr * ratio, update);
 }
 
 static const LayerwiseRule RULE = {
@@ -166,10 +172,12 @@ static void step_rows(int thread, int team, void *data) {
  * row; the scratch may have any size. The function allocates no memory, so it cannot fail. */
 EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, const LambRow *rows,
                               const Gradient *gradients, void *const *grads, const int64_t *order, int64_t rows_count,
-                              double grad_scale, LayerSums *partial, float *scratch, int64_t scratch_size, int phase,
+                              double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,
                               LayerSums *sums) {
     const LambStep lamb = {
-        .loops = {lamb_loops_for(run->isa), lamb_blocks_for(run->isa)},
+        .loops = lamb_loops_for(run->isa),
+        .loops_double = lamb_loops_double_for(run->isa),
+        .blocks = lamb_blocks_for(run->isa),
         .options = options,
         .rows = rows,
         .gradients = gradients,
@@ -182,7 +190,7 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
         .phase = phase,
         .sums = sums,
         .scratch = scratch,
-        .scratch_size = scratch_size,
+        .scratch_bytes = scratch_bytes,
         .partial = {partial, partial + bighorn_lamb_blocks(rows, gradients, rows_count)},
     };
     run_parallel(run, elements_in(&step.queue), step_rows, &step);

@@ -7,13 +7,13 @@
 #include "layerwise.h"
 #include "rounding.h"
 
-/* One tensor's step as plain float32 factors. */
+/* One tensor's step as plain factors. */
 typedef struct {
-    float grad_scale, l2;                /* g <- grad_scale * g + l2 * x */
-    float beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
-    float correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
-    float decay;                         /* x <- decay * x - step * u */
-    uint32_t rng_key, dither;            /* the key of the random bits, and the dither phase */
+    double grad_scale, l2;                /* g <- grad_scale * g + l2 * x */
+    double beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
+    double correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
+    double decay;                         /* x <- decay * x - step * u */
+    uint32_t rng_key, dither;             /* the key of the random bits, and the dither phase */
 } LambFactors;
 
 /* A chunk: elements [start, start + size) of a row. */
@@ -31,28 +31,52 @@ static inline int all_in_bfloat16(const LambBlock *b) {
     return lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
 }
 
-/* lamb_loops.c has these functions for moments in floats, lamb_blocks.c for moments in quantization blocks. */
+/* lamb_loops.c has these functions for moments in floats, lamb_loops_double.c for float64 weights, and lamb_blocks.c
+ * for moments in quantization blocks. */
 typedef struct {
     /* Updates the moments and computes u, which is stored unless `update` is NULL. */
-    LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, float *update);
+    LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, void *update);
     /* Updates x from a stored u; if `update` is NULL, u is computed again. */
-    void (*apply)(const LambBlock *block, const LambFactors *factors, float step, const float *update);
+    void (*apply)(const LambBlock *block, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */
-    LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, float step);
+    LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, double step);
 } LambLoops;
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */
 
+/* The factors in the type of the arithmetic, as LambFactors. */
+typedef struct {
+    real grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay;
+    uint32_t rng_key, dither;
+} LambReals;
+
+static inline LambReals reals_of(const LambFactors *f) {
+    return (LambReals){
+        .grad_scale = (real)f->grad_scale,
+        .l2 = (real)f->l2,
+        .beta1 = (real)f->beta1,
+        .beta3 = (real)f->beta3,
+        .beta2 = (real)f->beta2,
+        .beta4 = (real)f->beta4,
+        .correction = (real)f->correction,
+        .eps = (real)f->eps,
+        .weight_decay = (real)f->weight_decay,
+        .decay = (real)f->decay,
+        .rng_key = f->rng_key,
+        .dither = f->dither,
+    };
+}
+
 /* Computes u, with the same bits in every function that calls this one; `root` is the root of v. */
-static inline float update_of(const LambFactors f, float x, float m, float root) {
+static inline real update_of(const LambReals f, real x, real m, real root) {
     return FMA(f.weight_decay, x, f.correction * m / (root + f.eps)); /* LAMB-u */
 }
 
-static inline float moved(const LambFactors f, float step, float x, float u) {
+static inline real moved(const LambReals f, real step, real x, real u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */
 }
 
-/* Whether a sum of squares in float32 is accurate. */
-static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
+/* Whether a sum of squares in the type of the arithmetic is accurate. */
+static inline int in_range(double sum) { return REAL_TYPE == FLOAT64 || (sum > 1e-24 && sum < 1e30); }
 
 #endif

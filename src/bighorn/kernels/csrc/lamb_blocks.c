@@ -87,7 +87,7 @@ FORCE_INLINE_TEMPLATE float root_unit(const enum CodecForm second, float unit) {
 }
 
 /* Computes u from the numbers that codes stand for. */
-FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm second, const LambFactors f, float m_unit, float v_root_unit,
+FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm second, const LambReals f, float m_unit, float v_root_unit,
                                     Lanes x, Lanes m, Lanes v) {
     Lanes root = fused(second == CODEC_UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
     return fused(lanes(f.weight_decay), x, m * (f.correction * m_unit) / root); /* LAMB-u */
@@ -124,7 +124,7 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
     if (block->n % LANES) block->x = padded(block->x_buffer, block->x, block->n * 4, sizeof block->x_buffer);
 }
 
-static void load_block_grad(LambQuantBlock *block, const LambBlock *b, const LambFactors *f, GradientMean *last) {
+static void load_block_grad(LambQuantBlock *block, const LambBlock *b, const LambReals *f, GradientMean *last) {
     block->grad_scale = f->grad_scale;
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
@@ -142,7 +142,7 @@ static void load_block_grad(LambQuantBlock *block, const LambBlock *b, const Lam
 
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
 FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                      LambQuantBlock *block, const LambFactors f) {
+                                      LambQuantBlock *block, const LambReals f) {
     const LambRow *row = block->row;
     const float scale = block->grad_scale;
     const float m_unit = scale_of(first, row->exp_avg_scale[block->scale]).unit;
@@ -168,7 +168,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
 
 /* Stores the moments' codes, and computes u from the numbers that these stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambFactors f, LambLaneSums *sums) {
+                                     LambQuantBlock *block, const LambReals f, LambLaneSums *sums) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
     const float v_root_unit = root_unit(second, v_scale.unit);
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
@@ -191,7 +191,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
 }
 
 /* Stores the moments and computes u. */
-static void store_moments(LambQuantBlock *block, const LambFactors *f, LambLaneSums *sums) {
+static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
     const LambRow *row = block->row;
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     make_ready(block->m, block->n, &block->m_scale);
@@ -207,7 +207,7 @@ static void store_moments(LambQuantBlock *block, const LambFactors *f, LambLaneS
 
 /* Computes u from the stored moments. */
 FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambFactors f) {
+                                     LambQuantBlock *block, const LambReals f) {
     const float m_unit = scale_of(first, block->row->exp_avg_scale[block->scale]).unit;
     const float v_root_unit = root_unit(second, scale_of(second, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
@@ -216,7 +216,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum Code
     }
 }
 
-static void apply_update(const LambFactors *f, float step, LambQuantBlock *block, const float *restrict u) {
+static void apply_update(const LambReals *f, float step, LambQuantBlock *block, const float *restrict u) {
     const Weights *w = &block->row->weights;
     if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
@@ -234,7 +234,7 @@ static void apply_update(const LambFactors *f, float step, LambQuantBlock *block
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
 /* Computes the sums again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambBlock *b, const LambFactors *f) {
+static LayerSums careful_sums(const LambBlock *b, const LambReals *f) {
     LayerSums sums = {0, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
@@ -252,7 +252,7 @@ static LayerSums careful_sums(const LambBlock *b, const LambFactors *f) {
 
 /* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
  * codes of a block depend on its scales: this saves 4% of the time. */
-static LayerSums step_block(const LambBlock *b, const LambFactors *f, const float *step, float *update) {
+static LayerSums step_block(const LambBlock *b, const LambReals *f, const float *step, float *update) {
     const int type = all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}};
@@ -277,26 +277,31 @@ static LayerSums step_block(const LambBlock *b, const LambFactors *f, const floa
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
-static LayerSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
+static LayerSums moments(const LambBlock *b, const LambFactors *factors, int second_moment, void *update) {
+    const LambReals f = reals_of(factors);
     (void)second_moment; /* blocks do not support AMSGrad; other second moments differ only in factors */
-    return step_block(b, f, NULL, update);
+    return step_block(b, &f, NULL, update);
 }
 
-static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
+static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factors, int second_moment, double step) {
+    const LambReals f = reals_of(factors);
+    const float size = (float)step;
     (void)second_moment;
-    return step_block(b, f, &step, NULL);
+    return step_block(b, &f, &size, NULL);
 }
 
-static void apply(const LambBlock *b, const LambFactors *f, float step, const float *update) {
+static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
+    const LambReals f = reals_of(factors);
+    const float *stored = update;
     const int type = lies_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        if (!update) {
+        if (!stored) {
             load_block_weights(&block, type);
-            FOR_FORMS(&block, update_as, *f);
+            FOR_FORMS(&block, update_as, f);
         }
-        apply_update(f, step, &block, update ? update + (part.start - b->start) : block.u);
+        apply_update(&f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
     }
 }
 

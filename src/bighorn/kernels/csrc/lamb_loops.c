@@ -1,32 +1,31 @@
-/* The arithmetic of a LAMB step whose moments are floats. float32 and bfloat16 are read and written in place. */
+/* The arithmetic of a LAMB step whose moments are floats, in float32 (and, in lamb_loops_double.c, in float64). Data of
+ * the type of the arithmetic are read and written in place, and so are bfloat16 and the moments of float64 weights. */
 #include "lamb.h"
-
-#include <math.h>
 
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY }; /* the use of u */
 
-enum { FLOAT_SUM_ELEMS = 1024 }; /* elements whose squares are added up in float32 */
+enum { REAL_SUM_ELEMS = 1024 }; /* elements whose squares are added up in the type of the arithmetic */
 
 /* A piece of a row, in place except for weights that are float16 or that are not rounded to the nearest. */
 typedef struct {
     void *x, *m, *v, *v_max;
     int x_type, state_type;
-    float buffer[PIECE_ELEMS];
+    real buffer[PIECE_ELEMS];
 } LambPiece;
 
-static int lies_ready(const Weights *w) { return w->type == FLOAT32 || lies_in_bfloat16(w); }
+static int lies_ready(const Weights *w) { return w->type == REAL_TYPE || lies_in_bfloat16(w); }
 
 /* Returns the number of elements in a piece. If all data are used in place, a piece is a whole chunk: a longer loop has
  * more loads in flight, which saves 4% of a step beyond the caches. */
 static int piece_of(const LambBlock *b) {
-    const int reads_floats = is_plain(b->gradient) && b->gradient->type == FLOAT32;
-    return lies_ready(&b->row->weights) && (reads_floats || all_in_bfloat16(b)) ? BLOCK_ELEMS : PIECE_ELEMS;
+    const int reads_reals = is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
+    return lies_ready(&b->row->weights) && (reads_reals || all_in_bfloat16(b)) ? BLOCK_ELEMS : PIECE_ELEMS;
 }
 
 static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
     const Weights *w = &row->weights;
     const int type = row->state_type;
-    p->x_type = lies_ready(w) ? w->type : FLOAT32;
+    p->x_type = lies_ready(w) ? w->type : REAL_TYPE;
     p->x = lies_ready(w) ? at(w->data, w->type, start) : read_weights(w, start, n, p->buffer);
     p->state_type = type;
     p->m = at(row->exp_avg, type, start);
@@ -39,32 +38,32 @@ static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key
 }
 
 /* Updates the moments of one element, and returns u. */
-FORCE_INLINE_TEMPLATE float step_one(const LambFactors f, const int second_moment, const int g_type,
-                                     const int state_type, float g, float x, float *m, float *v, float *v_max) {
-    float grad = FMA(f.l2, x, f.grad_scale * g);
+FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int second_moment, const int g_type, const int state_type,
+                                    real g, real x, real *m, real *v, real *v_max) {
+    real grad = FMA(f.l2, x, f.grad_scale * g);
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
-    if (second_moment != SECOND_MOMENT_AMSGRAD) return update_of(f, x, *m, sqrtf(*v));
+    if (second_moment != SECOND_MOMENT_AMSGRAD) return update_of(f, x, *m, square_root_of(*v));
     *v_max = *v > *v_max || *v != *v ? *v : *v_max;
-    return update_of(f, x, *m, sqrtf(*v_max));
+    return update_of(f, x, *m, square_root_of(*v_max));
 }
 
 /* One loop per combination of the compile-time constants: types, second moment, and the use of u. */
-FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
-                                          const int x_type, const int g_type, const int state_type, float step, int n,
+FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const int second_moment, const enum LambUpdateUse after,
+                                          const int x_type, const int g_type, const int state_type, real step, int n,
                                           const void *restrict g, void *restrict m, void *restrict v,
-                                          void *restrict v_max, void *restrict x, float *restrict u) {
+                                          void *restrict v_max, void *restrict x, real *restrict u) {
     LayerSums sums = {0, 0};
     for (int start = 0, end; start < n; start = end) {
-        float weight = 0, update = 0;
-        end = n - start < FLOAT_SUM_ELEMS ? n : start + FLOAT_SUM_ELEMS;
+        real weight = 0, update = 0;
+        end = n - start < REAL_SUM_ELEMS ? n : start + REAL_SUM_ELEMS;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            float old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
-                  new_v = load_element(state_type, v, i);
-            float new_max = second_moment == SECOND_MOMENT_AMSGRAD ? load_element(state_type, v_max, i) : 0;
-            float new_u = step_one(f, second_moment, g_type, state_type, load_element(g_type, g, i), old_x, &new_m,
-                                   &new_v, &new_max);
+            real old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
+                 new_v = load_element(state_type, v, i);
+            real new_max = second_moment == SECOND_MOMENT_AMSGRAD ? load_element(state_type, v_max, i) : 0;
+            real new_u = step_one(f, second_moment, g_type, state_type, load_element(g_type, g, i), old_x, &new_m,
+                                  &new_v, &new_max);
             store_element(state_type, m, i, new_m);
             store_element(state_type, v, i, new_v);
             if (second_moment == SECOND_MOMENT_AMSGRAD) store_element(state_type, v_max, i, new_max);
@@ -81,25 +80,25 @@ FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFactors f, const int second_
 
 /* The same for pairs of bfloat16, n / 2 of them. In `u`, the first elements of all pairs come before the second
  * ones. */
-FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFactors f, const int second_moment, const enum LambUpdateUse after,
-                                           const int g_type, float step, int n, const void *restrict g,
+FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const int second_moment, const enum LambUpdateUse after,
+                                           const int g_type, real step, int n, const void *restrict g,
                                            Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
-                                           Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x, float *restrict u) {
+                                           Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x, real *restrict u) {
     const int half = n / 2;
     LayerSums sums = {0, 0};
     for (int start = 0, end; start < half; start = end) {
-        float weight = 0, update = 0;
-        end = half - start < FLOAT_SUM_ELEMS / 2 ? half : start + FLOAT_SUM_ELEMS / 2;
+        real weight = 0, update = 0;
+        end = half - start < REAL_SUM_ELEMS / 2 ? half : start + REAL_SUM_ELEMS / 2;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
-            float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
-            float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
-            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
-            float max1 = second_moment == SECOND_MOMENT_AMSGRAD ? low(v_max[i]) : 0;
-            float max2 = second_moment == SECOND_MOMENT_AMSGRAD ? high(v_max[i]) : 0;
-            float u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
-            float u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
+            real g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
+            real g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
+            real x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
+            real x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
+            real max1 = second_moment == SECOND_MOMENT_AMSGRAD ? low(v_max[i]) : 0;
+            real max2 = second_moment == SECOND_MOMENT_AMSGRAD ? high(v_max[i]) : 0;
+            real u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
+            real u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
             m[i] = pair_of(m1, m2);
             v[i] = pair_of(v1, v2);
             if (second_moment == SECOND_MOMENT_AMSGRAD) v_max[i] = pair_of(max1, max2);
@@ -120,12 +119,12 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFactors f, const int second
 }
 
 /* Computes the sums of a piece again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
+static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n) {
     double weight = 0, update = 0;
     for (int i = 0; i < n; i++) {
-        float x = load_element(p->x_type, p->x, i);
-        float v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
-        double u = update_of(f, x, load_element(p->state_type, p->m, i), sqrtf(v));
+        real x = load_element(p->x_type, p->x, i);
+        real v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
+        double u = update_of(f, x, load_element(p->state_type, p->m, i), square_root_of(v));
         weight += (double)x * x;
         update += u * u;
     }
@@ -142,37 +141,42 @@ static LayerSums careful_sums(const LambFactors f, const LambPiece *p, int n) {
          ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
          : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
 
-FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambFactors *f, int second_moment,
-                                           const enum LambUpdateUse after, float step, int64_t start, int n, float *u,
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambReals *f, int second_moment,
+                                           const enum LambUpdateUse after, real step, int64_t start, int n, real *u,
                                            GradientMean *last) {
     LambPiece p;
-    float buffer[PIECE_ELEMS];
+    real buffer[PIECE_ELEMS];
     LayerSums sums;
     load_piece(&p, b->row, start, n);
     int half = all_in_bfloat16(b);
     const void *g = half ? at((void *)b->grad, BFLOAT16, start)
                          : (const void *)centred_grad(b->gradient, b->grad, start, n, buffer, last);
-    switch (p.x_type << 2 | half << 1 | p.state_type) {
-        case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
-        case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
-        case BFLOAT16 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, FLOAT32, FLOAT32); break;
-        case BFLOAT16 << 2 | 0 << 1 | BFLOAT16: sums = STEP_PAIRS(FLOAT32); break;
-        case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
-        default: sums = STEP_PAIRS(BFLOAT16); break;
-    }
+    if (REAL_TYPE == FLOAT64) switch (p.state_type) {
+            case FLOAT64: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT64); break;
+            case FLOAT32: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT32); break;
+            default: sums = STEP_LOOP(FLOAT64, FLOAT64, BFLOAT16); break;
+        }
+    else switch (p.x_type << 2 | half << 1 | p.state_type) {
+            case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
+            case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
+            case BFLOAT16 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, FLOAT32, FLOAT32); break;
+            case BFLOAT16 << 2 | 0 << 1 | BFLOAT16: sums = STEP_PAIRS(FLOAT32); break;
+            case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
+            default: sums = STEP_PAIRS(BFLOAT16); break;
+        }
     if (after == UPDATE_APPLY) store_piece(&p, b->row, f->rng_key, start, n);
     else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, &p, n);
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambFactors *f, int second_moment,
-                                           const enum LambUpdateUse after, float step, float *u) {
+FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambReals *f, int second_moment,
+                                           const enum LambUpdateUse after, real step, real *u) {
     LayerSums sums = {0, 0};
     GradientMean last = {-1, 0};
     const int piece = piece_of(b);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
-        float *kept = after == UPDATE_KEEP ? u + done : NULL;
+        real *kept = after == UPDATE_KEEP ? u + done : NULL;
         LayerSums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
         sums.weight += s.weight;
         sums.update += s.update;
@@ -180,62 +184,71 @@ FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambFactors
     return sums;
 }
 
-static LayerSums moments(const LambBlock *b, const LambFactors *f, int second_moment, float *update) {
-    return update ? step_block(b, f, second_moment, UPDATE_KEEP, 0, update)
-                  : step_block(b, f, second_moment, UPDATE_FORGET, 0, NULL);
+static LayerSums moments(const LambBlock *b, const LambFactors *factors, int second_moment, void *update) {
+    const LambReals f = reals_of(factors);
+    return update ? step_block(b, &f, second_moment, UPDATE_KEEP, 0, update)
+                  : step_block(b, &f, second_moment, UPDATE_FORGET, 0, NULL);
 }
 
-static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *f, int second_moment, float step) {
-    return step_block(b, f, second_moment, UPDATE_APPLY, step, NULL);
+static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factors, int second_moment, double step) {
+    const LambReals f = reals_of(factors);
+    return step_block(b, &f, second_moment, UPDATE_APPLY, (real)step, NULL);
 }
 
-FORCE_INLINE_TEMPLATE void apply_loop(const LambFactors f, const int x_type, const int state_type, float step, int n,
-                                      const float *restrict u, const void *restrict m, const void *restrict v,
+FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,
+                                      const real *restrict u, const void *restrict m, const void *restrict v,
                                       void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        float old_x = load_element(x_type, x, i);
-        float new_u =
-            u ? u[i] : update_of(f, old_x, load_element(state_type, m, i), sqrtf(load_element(state_type, v, i)));
+        real old_x = load_element(x_type, x, i);
+        real new_u =
+            u ? u[i]
+              : update_of(f, old_x, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i)));
         store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
     }
 }
 
 /* The same for pairs of bfloat16, with `u` in the order of `step_pairs`. */
-FORCE_INLINE_TEMPLATE void apply_pairs(const LambFactors f, float step, int n, const float *restrict u,
+FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, const real *restrict u,
                                        const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
                                        Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
-        float x1 = low(x[i]), u1 = u ? u[i] : update_of(f, x1, low(m[i]), sqrtf(low(v[i])));
-        float x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), sqrtf(high(v[i])));
+        real x1 = low(x[i]), u1 = u ? u[i] : update_of(f, x1, low(m[i]), square_root_of(low(v[i])));
+        real x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), square_root_of(high(v[i])));
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
     if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, u ? u + n - 1 : NULL, m + half, v + half, x + half);
 }
 
-#define APPLY_LOOP(x_type, state_type)                                   \
-    (u ? apply_loop(*f, x_type, state_type, step, n, u, NULL, NULL, p.x) \
-       : apply_loop(*f, x_type, state_type, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
-#define APPLY_PAIRS()                                 \
-    (u ? apply_pairs(*f, step, n, u, NULL, NULL, p.x) \
-       : apply_pairs(*f, step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
+#define APPLY_LOOP(x_type, state_type)                                        \
+    (u ? apply_loop(f, x_type, state_type, (real)step, n, u, NULL, NULL, p.x) \
+       : apply_loop(f, x_type, state_type, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
+#define APPLY_PAIRS()                                      \
+    (u ? apply_pairs(f, (real)step, n, u, NULL, NULL, p.x) \
+       : apply_pairs(f, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
 
-static void apply(const LambBlock *b, const LambFactors *f, float step, const float *update) {
+static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
+    const LambReals f = reals_of(factors);
     const int piece = piece_of(b);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
-        const float *u = update ? update + done : NULL;
+        const real *u = update ? (const real *)update + done : NULL;
         LambPiece p;
         load_piece(&p, b->row, b->start + done, n);
-        switch (p.x_type << 1 | p.state_type) {
-            case FLOAT32 << 1 | FLOAT32: APPLY_LOOP(FLOAT32, FLOAT32); break;
-            case FLOAT32 << 1 | BFLOAT16: APPLY_LOOP(FLOAT32, BFLOAT16); break;
-            case BFLOAT16 << 1 | FLOAT32: APPLY_LOOP(BFLOAT16, FLOAT32); break;
-            default: APPLY_PAIRS(); break;
-        }
-        store_piece(&p, b->row, f->rng_key, b->start + done, n);
+        if (REAL_TYPE == FLOAT64) switch (p.state_type) {
+                case FLOAT64: APPLY_LOOP(FLOAT64, FLOAT64); break;
+                case FLOAT32: APPLY_LOOP(FLOAT64, FLOAT32); break;
+                default: APPLY_LOOP(FLOAT64, BFLOAT16); break;
+            }
+        else switch (p.x_type << 1 | p.state_type) {
+                case FLOAT32 << 1 | FLOAT32: APPLY_LOOP(FLOAT32, FLOAT32); break;
+                case FLOAT32 << 1 | BFLOAT16: APPLY_LOOP(FLOAT32, BFLOAT16); break;
+                case BFLOAT16 << 1 | FLOAT32: APPLY_LOOP(BFLOAT16, FLOAT32); break;
+                default: APPLY_PAIRS(); break;
+            }
+        store_piece(&p, b->row, f.rng_key, b->start + done, n);
     }
 }
 

@@ -20,9 +20,13 @@ typedef struct {
 /* The bytes of a thread for values that are computed once per row, before the loops. */
 enum { LAYER_LOCALS_BYTES = 128 };
 
+/* A thread's part of the scratch begins at a multiple of this. */
+enum { CACHE_LINE_BYTES = 64 };
+
 /* The properties of a row that the schedule needs. */
 typedef struct {
     int64_t blocks;
+    int update_bytes; /* of one element of a stored update */
     bool needs_ratio; /* false: the first loop finishes the row */
 } LayerInfo;
 
@@ -33,22 +37,22 @@ typedef struct {
     LayerInfo (*prepare)(const void *step, int64_t row, void *locals);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. u is stored in
      * `update`; if `update` is NULL, the second loop computes u again. */
-    LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, float *update);
+    LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, void *update);
     /* Returns the ratio, from the sums over the whole tensor. `writes_norms` is true in one thread, which writes the
      * row's metrics. */
     double (*ratio)(const void *step, int64_t row, const void *locals, LayerSums total, bool writes_norms);
     /* The second loop, over one chunk, updates the weights. */
-    void (*second)(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const float *update);
+    void (*second)(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
 
 /* One call. All fields but `barrier` are inputs. */
 typedef struct {
     const void *step; /* the first argument of the rule's functions */
     RowQueue queue;
-    int phase;             /* LayerwisePhase */
-    LayerSums *sums;       /* one per row, kept between two calls that run one phase each; else NULL */
-    float *scratch;        /* stored updates; the team divides it evenly */
-    int64_t scratch_size;  /* in floats */
+    int phase;       /* LayerwisePhase */
+    LayerSums *sums; /* one per row, kept between two calls that run one phase each; else NULL */
+    char *scratch;   /* stored updates; the team divides it evenly */
+    int64_t scratch_bytes;
     LayerSums *partial[2]; /* one per chunk of a shared row; two arrays, so that a fast thread can begin the next row */
     RunBarrier barrier;
 } LayerwiseStep;
@@ -60,15 +64,16 @@ enum { CACHED_BLOCKS = 128, REVERSED_BLOCKS = 8 };
 /* One thread's share of a row: chunks [first, last). */
 typedef struct {
     int64_t row, first, last;
-    int64_t stored;     /* updates are stored from this chunk on; before it, they are computed again */
-    float *scratch;     /* the stored updates */
-    LayerSums *partial; /* for a row that all threads share; else NULL */
+    int64_t stored;      /* updates are stored from this chunk on; before it, they are computed again */
+    char *scratch;       /* the stored updates */
+    int64_t chunk_bytes; /* of a stored update */
+    LayerSums *partial;  /* for a row that all threads share; else NULL */
     int team;
 } LayerSlice;
 
 /* Returns the address at which the update of a chunk is stored; NULL if it is not stored. */
-FORCE_INLINE float *layerwise_update(const LayerSlice *slice, int64_t block) {
-    return block < slice->stored ? NULL : slice->scratch + (block - slice->stored) * BLOCK_ELEMS;
+FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t block) {
+    return block < slice->stored ? NULL : slice->scratch + (block - slice->stored) * slice->chunk_bytes;
 }
 
 /* Returns the sums of the whole row. They are added up chunk by chunk, so that they do not depend on the number of
@@ -102,13 +107,16 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
                                               const RowShare *share) {
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];
     const LayerInfo info = rule.prepare(s->step, row, locals);
-    const int64_t room = s->phase == PHASE_BOTH ? s->scratch_size / share->team / BLOCK_ELEMS : 0;
+    const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+    const int64_t chunk_bytes = BLOCK_ELEMS * info.update_bytes;
+    const int64_t room = s->phase == PHASE_BOTH ? own_bytes / chunk_bytes : 0;
     const bool leads = share->part == 0;
     LayerSlice slice = {
         .row = row,
         .first = share_of(info.blocks, share->part, share->parts),
         .last = share_of(info.blocks, share->part + 1, share->parts),
-        .scratch = s->scratch + share->thread * room * BLOCK_ELEMS,
+        .scratch = s->scratch + share->thread * own_bytes,
+        .chunk_bytes = chunk_bytes,
         .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,
         .team = share->team,
     };

@@ -1,6 +1,6 @@
 /* Dtypes and arithmetic that all loops share, compiled once per instruction set.
  *
- * All arithmetic is in float32. bfloat16 can be widened and rounded in registers, other dtypes in a buffer for a piece
+ * All arithmetic is in `real`. bfloat16 can be widened and rounded in registers, other dtypes in a buffer for a piece
  * that stays in the first-level cache. So each line of mathematics is written once for all dtypes. */
 #ifndef BIGHORN_NUMBERS_H
 #define BIGHORN_NUMBERS_H
@@ -8,6 +8,8 @@
 #include "abi.h"
 #include "compiler.h"
 
+#include <float.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__F16C__)
@@ -16,6 +18,17 @@
 
 /* The elements of a piece, which a loop converts at once, in a buffer that stays in the first-level cache. */
 enum { PIECE_ELEMS = 1024 };
+
+/* The dtype of `real`, and its largest finite value. */
+#if defined(DOUBLE)
+#define REAL_TYPE FLOAT64
+#define REAL_MAX DBL_MAX
+#else
+#define REAL_TYPE FLOAT32
+#define REAL_MAX FLT_MAX
+#endif
+
+static inline real square_root_of(real value) { return REAL_FUNCTION(sqrt)(value); }
 
 /* ---- dtypes ---------------------------------------------------------------------------------------------- */
 
@@ -68,31 +81,33 @@ static inline uint16_t to_float16(float value) {
     return (uint16_t)(sign | (rest > 0x7f800000u ? 0x7e00u : half));
 }
 
-static inline void widen_float16(const uint16_t *restrict in, int n, float *restrict out) {
+static inline void widen_float16(const uint16_t *restrict in, int n, real *restrict out) {
     int i = 0;
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(DOUBLE)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
 #endif
     for (; i < n; i++) out[i] = from_float16(in[i]);
 }
 
-static inline void narrow_float16(const float *restrict in, int n, uint16_t *restrict out) {
+static inline void narrow_float16(const real *restrict in, int n, uint16_t *restrict out) {
     int i = 0;
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(DOUBLE)
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
-    for (; i < n; i++) out[i] = to_float16(in[i]);
+    for (; i < n; i++) out[i] = to_float16((float)in[i]);
 }
 
-/* Returns elements in float32: float32 data in place, other dtypes copied into the buffer. */
-static inline float *widen(const void *data, int type, int64_t start, int n, float *restrict buffer) {
+/* Returns elements in the type of the arithmetic: in place if they have it, other dtypes copied into the buffer. */
+static inline real *widen(const void *data, int type, int64_t start, int n, real *restrict buffer) {
     const uint16_t *half = (const uint16_t *)data + start;
-    if (type == FLOAT32) return (float *)data + start;
+    if (type == REAL_TYPE) return (real *)data + start;
     if (type == FLOAT16) {
         widen_float16(half, n, buffer);
     } else if (type == FLOAT64) {
-        for (int i = 0; i < n; i++) buffer[i] = (float)((const double *)data + start)[i];
+        for (int i = 0; i < n; i++) buffer[i] = (real)((const double *)data + start)[i];
+    } else if (type == FLOAT32) {
+        for (int i = 0; i < n; i++) buffer[i] = ((const float *)data + start)[i];
     } else {
 #pragma omp simd
         for (int i = 0; i < n; i++) buffer[i] = from_bits((uint32_t)half[i] << 16);
@@ -100,36 +115,42 @@ static inline float *widen(const void *data, int type, int64_t start, int n, flo
     return buffer;
 }
 
-/* Stores float32 values, rounded to the nearest. float32 values are in place already, so nothing is copied. */
-static inline void narrow(const float *restrict values, int n, void *data, int type, int64_t start) {
+/* Stores values, rounded to the nearest. Those that keep their type are in place already, so nothing is copied. */
+static inline void narrow(const real *restrict values, int n, void *data, int type, int64_t start) {
     uint16_t *restrict half = (uint16_t *)data + start;
-    if (type == FLOAT16) {
+    if (type == REAL_TYPE) return;
+    if (type == FLOAT32) {
+        for (int i = 0; i < n; i++) ((float *)data + start)[i] = (float)values[i];
+    } else if (type == FLOAT16) {
         narrow_float16(values, n, half);
     } else if (type == BFLOAT16) {
 #pragma omp simd
-        for (int i = 0; i < n; i++) half[i] = to_bfloat16(values[i], 1);
+        for (int i = 0; i < n; i++) half[i] = to_bfloat16((float)values[i], 1);
     }
 }
 
-/* ---- one element of float32 or bfloat16; types are compile-time constants -------------------------------- */
+/* ---- one element of bfloat16, float32 or float64; types are compile-time constants ----------------------- */
 
 FORCE_INLINE_TEMPLATE void *at(const void *data, const int type, int64_t start) {
-    return (char *)data + start * (type == FLOAT32 ? 4 : 2);
+    return (char *)data + start * (type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : 2);
 }
 
-FORCE_INLINE_TEMPLATE float load_element(const int type, const void *data, int i) {
+FORCE_INLINE_TEMPLATE real load_element(const int type, const void *data, int i) {
+    if (type == REAL_TYPE) return ((const real *)data)[i];
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
 /* Rounds a value to the dtype `type`; `from` is the dtype of the data that the value was computed from. */
-FORCE_INLINE_TEMPLATE float rounded(const int type, const int from, float value) {
-    return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
+FORCE_INLINE_TEMPLATE real rounded(const int type, const int from, real value) {
+    if (type == REAL_TYPE) return value;
+    return type == FLOAT32 ? (float)value : round_bfloat16((float)value, from != BFLOAT16);
 }
 
 /* Stores a rounded value. */
-FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, float value) {
-    if (type == FLOAT32) ((float *)data)[i] = value;
-    else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
+FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, real value) {
+    if (type == REAL_TYPE) ((real *)data)[i] = value;
+    else if (type == FLOAT32) ((float *)data)[i] = (float)value;
+    else ((uint16_t *)data)[i] = (uint16_t)(to_bits((float)value) >> 16);
 }
 
 /* ---- layouts --------------------------------------------------------------------------------------------- */

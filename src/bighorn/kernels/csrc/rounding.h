@@ -93,7 +93,7 @@ FORCE_INLINE_TEMPLATE float with_master(const int type, float near, float master
 
 /* ---- pieces ---------------------------------------------------------------------------------------------- */
 
-FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, int64_t start, int n, float *restrict out) {
+FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, int64_t start, int n, real *restrict out) {
     const uint16_t *restrict x = (const uint16_t *)w->data + start;
     const int16_t *restrict lost = (const int16_t *)w->aux + start;
     const float *restrict master = (const float *)w->aux + start;
@@ -107,27 +107,27 @@ FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, int64_t
 }
 
 FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32_t rng_key, int64_t start, int n,
-                                        const float *restrict values) {
+                                        const real *restrict values) {
     uint16_t *restrict x = (uint16_t *)w->data + start;
     int16_t *restrict lost = (int16_t *)w->aux + start;
     if (w->rounding == ROUND_KAHAN) {
 #pragma omp simd
         for (int i = 0; i < n; i++) {
-            x[i] = to_half(type, values[i]);
-            lost[i] = lost_bits(type, values[i], from_half(type, x[i]));
+            x[i] = to_half(type, (float)values[i]);
+            lost[i] = lost_bits(type, (float)values[i], from_half(type, x[i]));
         }
     } else {
         uint32_t bits[PIECE_ELEMS];
         random_bits(w, rng_key, start, n, bits);
 #pragma omp simd
-        for (int i = 0; i < n; i++) x[i] = to_half(type, round_by_chance(type, values[i], bits[i]));
+        for (int i = 0; i < n; i++) x[i] = to_half(type, round_by_chance(type, (float)values[i], bits[i]));
     }
 }
 
-/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they are float32, else in
- * the buffer. */
-static inline float *read_weights(const Weights *w, int64_t start, int n, float *buffer) {
-    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC)
+/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they have the type of the
+ * arithmetic, else in the buffer. Arithmetic in float64 is for float64 weights, which are always in place. */
+static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
+    if (REAL_TYPE == FLOAT64 || w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC)
         return widen(w->data, w->type, start, n, buffer);
     if (w->type == BFLOAT16) read_halves(BFLOAT16, w, start, n, buffer);
     else read_halves(FLOAT16, w, start, n, buffer);
@@ -135,11 +135,12 @@ static inline float *read_weights(const Weights *w, int64_t start, int n, float 
 }
 
 /* Stores values that `read_weights` returned and that were changed since; `rng_key` is from `rng_key_at`. */
-static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, const float *values) {
+static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, const real *values) {
+    if (REAL_TYPE == FLOAT64) return;
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, w->data, w->type, start);
     else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, start, n, values);
     else write_halves(FLOAT16, w, rng_key, start, n, values);
-    if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(float));
+    if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(real));
 }
 
 #endif

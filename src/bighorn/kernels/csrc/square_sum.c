@@ -3,9 +3,10 @@
 #include "run.h"
 
 TABLE_PER_ISA(SquareSumLoops, square_sum_loops)
+TABLE_PER_ISA(SquareSumLoops, square_sum_loops_double)
 
 typedef struct {
-    const SquareSumLoops *loops;
+    const SquareSumLoops *loops, *loops_double; /* for float64 gradients */
     const Gradient *gradients;
     void *const *data;
     int64_t rows;
@@ -18,11 +19,12 @@ static void square_sum_body(int thread, int team, void *data) {
     int64_t first = share_of(s->blocks, thread, team), last = share_of(s->blocks, thread + 1, team), before = 0;
     for (int64_t row = 0; row < s->rows && before < last; row++) {
         const Gradient *gradient = &s->gradients[row];
+        const SquareSumLoops *loops = gradient->type == FLOAT64 ? s->loops_double : s->loops;
         int64_t count = blocks_in(gradient->size);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
             int64_t start = b * BLOCK_ELEMS, rest = gradient->size - start;
             s->partial[before + b] =
-                s->loops->square_sum(gradient, s->data[row], start, rest < BLOCK_ELEMS ? rest : BLOCK_ELEMS);
+                loops->square_sum(gradient, s->data[row], start, rest < BLOCK_ELEMS ? rest : BLOCK_ELEMS);
         }
         before += count;
     }
@@ -33,6 +35,7 @@ EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients
                                  double *partial) {
     SquareSum s = {
         .loops = square_sum_loops_for(run->isa),
+        .loops_double = square_sum_loops_double_for(run->isa),
         .gradients = gradients,
         .data = data,
         .rows = rows,

@@ -1,0 +1,3 @@
+/* The averages of a CAME step in float64. */
+#define DOUBLE
+#include "came_averages.c"

@@ -69,7 +69,7 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
         print(len(set(one)), len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 5)
     """
     different, tasks = map(int, run_afresh(code, **ENVIRONMENTS[environment]).split())
-    assert different == 7, "the options made no difference, so neither would a mistake"
+    assert different == 9, "the options made no difference, so neither would a mistake"
     if environment == "free":
         assert tasks >= 5, "5 threads were asked for, but there are no 5"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -54,11 +55,15 @@ def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, apply_mask: Tensor 
         pass
 
 
-ROUNDS = ["both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything"]
+ROUNDS = [
+    *itertools.product(
+        ("cpu", "triton"), ("both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything")
+    ),
+    *(("cpu", case) for case in ("cautious-l2", "bfloat16-states-int8-cautious", "float64-everything")),
+]
 
 
-@pytest.mark.parametrize("case", ROUNDS)
-@pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
+@pytest.mark.parametrize(("backend", "case"), ROUNDS, indirect=["backend"])
 def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is equal to the bit on compiled backends, where both run the same arithmetic."""
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()

@@ -36,7 +36,6 @@ KINDS: tuple[Kind, ...] = (Lamb, Came)
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("cautious",),
     "triton": ("cautious", "grad_centralization"),
 }
 """The options that a compiled backend leaves to others."""
@@ -96,11 +95,10 @@ class Case:
         """Whether this backend must serve this case: Triton does not serve float64."""
         if backend == "reference":  # it is the specification, to which sizes are nothing
             return self.leaves is not HUGE
-        if backend not in LEFT_OUT:
-            return True
+        if backend == "triton" and self.dtypes() & {torch.float64, torch.complex128}:
+            return False
         groups = (self.options, *self.groups)
-        left_out = any(group.get(option) for group in groups for option in LEFT_OUT[backend])
-        return not left_out and (backend == "cpu" or not self.dtypes() & {torch.float64, torch.complex128})
+        return not any(group.get(option) for group in groups for option in LEFT_OUT.get(backend, ()))
 
     def in_double(self) -> Case:
         """The same case with parameters and gradients in float64."""
@@ -235,10 +233,13 @@ LAMB = Rows(
     LAMB_GROUPS,
     DTYPES,
     with_dtypes=("paper-v5", "adamw", "everything", "cautious", "adagrad"),
-    with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled"),
+    with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled", "cautious"),
     huge={
         "clip-skip": LAMB_OPTIONS["clip-skip"],
         "amsgrad-states-bfloat16": {"second_moment": "amsgrad", "state_dtype": torch.bfloat16},
+        "cautious-l2": LAMB_OPTIONS["cautious-l2"],
+        "cautious-states-bfloat16": {"cautious": True, "state_dtype": torch.bfloat16},
+        "cautious-states-int8": {"cautious": True, "state_dtype": "int8"},
     },
 )
 

@@ -84,7 +84,7 @@ class LambOptions:
     weight_norm_bounds: Annotated[Bounds | None, Option(bounds, BOUNDS)]
     trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, BOUNDS)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
-    cautious: Annotated[bool, Option(flag)]
+    cautious: Annotated[bool, Option(flag, INT32)]
     maximize: Annotated[bool, Option(flag, INT32)]
     centre: bool
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"

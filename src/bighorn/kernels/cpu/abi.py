@@ -70,6 +70,7 @@ class LambRow(ctypes.Structure):
         ("exp_avg_scale", POINTER),
         ("exp_avg_sq_scale", POINTER),
         ("inner", INT64),
+        ("numel", INT64),
         ("step", POINTER),
         ("metrics", POINTER),
         ("state_type", INT32),

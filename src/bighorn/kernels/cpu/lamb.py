@@ -20,12 +20,16 @@ from bighorn.kernels.rounding import AUX_STATE
 BOTH, FIRST, SECOND = 0, 1, 2
 """The phases of a step, as in csrc/abi.h."""
 
+SUMS = 4
+"""The sums over each row that the library needs: those of LayerSums in csrc/layerwise.h."""
+
+UNMASKED_SUMS = 2
+"""Those that it needs if no update is cautious: the first ones, the sums of squares of x and u."""
+
 
 def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     """The reason why the library cannot serve a tensor, or None."""
     reason = unsupported(param, options)
-    if reason is None and options.cautious:
-        return "cautious updates are not in the C library"
     if reason is None and options.blocks and param.dtype == torch.float64:
         return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
     return reason
@@ -49,6 +53,7 @@ class Lamb(Stepper[LambOptions]):
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics[i].data_ptr(),
             inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
+            numel=bucket.shards[i].numel if bucket.shards else x.numel(),
             state_type=STATE_TYPES[state["exp_avg"].dtype],
             options=index,
         )
@@ -58,25 +63,27 @@ class Lamb(Stepper[LambOptions]):
         del threads
         scratch()
         rows, gradients = self.all_rows.rows, self.all_rows.gradients
-        # Two sets of sums of squares of x and u, with one entry per chunk of a row that all threads share.
+        # Two sets of sums, with one entry per chunk of a row that all threads share.
         most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
-        self.partial = torch.empty(4 * most, dtype=torch.float64, device="cpu")
+        self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
         """Make one LAMB step of all buckets, without counting it."""
         self._run(grads, grad_scale, BOTH, None)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """Make one step of shards, as `reference.Lamb.sharded_step`: one round, with the sums of squares of x and u."""
+        """Make one step of shards, as `reference.Lamb.sharded_step`, in one round, with the sums of each row."""
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, tables = self._grads(), float(grad_scale), self.tables
-        sums = torch.zeros(len(self.all_rows.indices), 2, dtype=torch.float64, device="cpu")
-        present = torch.empty(len(grads), 2, dtype=torch.float64, device="cpu")
+        needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
+        sums = torch.zeros(len(self.all_rows.indices), needed, dtype=torch.float64, device="cpu")
+        present = torch.empty(len(grads), SUMS, dtype=torch.float64, device="cpu")
         self._run(grads, scale, FIRST, present)
-        sums[tables.indices] = present
+        sums[tables.indices] = present[:, :needed]
         yield sums.view(-1)
-        self._run(grads, scale, SECOND, sums[tables.indices])
+        present[:, :needed] = sums[tables.indices]
+        self._run(grads, scale, SECOND, present)
         self.advance()
 
     def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:

@@ -68,11 +68,13 @@ typedef double *RoundSums[3];
     FIELD(S, Pair, weight_norm_bounds) \
     FIELD(S, Pair, trust_ratio_bounds) \
     FIELD(S, int32_t, second_moment)   \
+    FIELD(S, int32_t, cautious)        \
     FIELD(S, int32_t, maximize)        \
     FIELD(S, uint64_t, rounding_seed)
 
 /* One tensor (or one slice of a stacked one), dense in memory, with its state in the same order.
  * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
+ * numel: the elements of the whole tensor, of which the row can be a shard.
  * step: the number of steps taken so far.
  * metrics: the output: weight norm, update norm, trust ratio.
  * options: the index of its options. */
@@ -84,6 +86,7 @@ typedef double *RoundSums[3];
     FIELD(S, float *, exp_avg_scale)    \
     FIELD(S, float *, exp_avg_sq_scale) \
     FIELD(S, int64_t, inner)            \
+    FIELD(S, int64_t, numel)            \
     FIELD(S, const float *, step)       \
     FIELD(S, float *, metrics)          \
     FIELD(S, int32_t, state_type)       \

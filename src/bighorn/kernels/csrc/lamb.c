@@ -75,8 +75,10 @@ static double factors_of(const LambOptions *o, const LambRow *row, double grad_s
         .eps = o->eps * root,
         .weight_decay = o->decay_mode == DECAY_RATIO ? o->weight_decay : 0,
         .decay = o->decay_mode == DECAY_DECOUPLED ? 1 - o->lr * o->weight_decay : 1,
+        .caution = 1,
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, t),
         .dither = dither_at(&row->weights, o->rounding_seed, t),
+        .cautious = o->cautious,
     };
     return lr;
 }
@@ -125,7 +127,7 @@ static LayerInfo prepare(const void *step, int64_t row, void *locals) {
     return (LayerInfo){
         .blocks = blocks_of(r, s->gradients[row].size),
         .update_bytes = in_double ? sizeof(double) : sizeof(float),
-        .needs_ratio = o->adapt,
+        .needs_ratio = o->adapt || o->cautious,
     };
 }
 
@@ -133,13 +135,30 @@ static LayerSums first(const void *step, int64_t row, int64_t block, const void 
     const LambOptions *o = options_of(step, row);
     const LambLocals *l = locals;
     const LambBlock b = block_at(step, row, block);
-    return o->adapt ? l->loops->moments(&b, &l->factors, o->second_moment, update)
-                    : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
+    return o->adapt || o->cautious ? l->loops->moments(&b, &l->factors, o->second_moment, update)
+                                   : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
 }
 
-static double ratio(const void *step, int64_t row, const void *locals, LayerSums total, bool writes_norms) {
+/* Returns the factor that makes up for masked elements. */
+static double caution_of(const LambRow *row, double kept) {
+    const double share = row->numel ? kept / (double)row->numel : 1;
+    return 1 / (share < 1e-3 ? 1e-3 : share);
+}
+
+/* Returns the sum of squares of u = caution * r + weight_decay * x, which rounding could make negative. */
+static double cautious_square_sum(const LambFactors *f, LayerSums total) {
+    const double sum = f->caution * f->caution * total.update + 2 * f->caution * f->weight_decay * total.product +
+                       f->weight_decay * f->weight_decay * total.weight;
+    return sum < 0 ? 0 : sum;
+}
+
+static double ratio(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms) {
     const LambStep *s = step;
-    const LambLocals *l = locals;
+    LambLocals *l = locals;
+    if (l->factors.cautious) {
+        l->factors.caution = caution_of(&s->rows[row], total.kept);
+        total.update = cautious_square_sum(&l->factors, total);
+    }
     const double weight_norm = sqrt(total.weight) * fabs(l->factors.decay), update_norm = sqrt(total.update);
     const double ratio = trust_ratio(options_of(s, row), weight_norm, update_norm);
     float *norms = s->rows[row].metrics;

@@ -11,9 +11,11 @@
 typedef struct {
     double grad_scale, l2;                /* g <- grad_scale * g + l2 * x */
     double beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
-    double correction, eps, weight_decay; /* u = correction * m / (sqrt(v) + eps) + weight_decay * x */
+    double correction, eps, weight_decay; /* r = correction * m / (sqrt(v) + eps);  u = r + weight_decay * x */
     double decay;                         /* x <- decay * x - step * u */
+    double caution;                       /* the factor of r in u: 1, or what makes up for masked elements */
     uint32_t rng_key, dither;             /* the key of the random bits, and the dither phase */
+    int cautious;                         /* whether elements of r that point along their gradient are masked */
 } LambFactors;
 
 /* A chunk: elements [start, start + size) of a row. */
@@ -34,9 +36,9 @@ static inline int all_in_bfloat16(const LambBlock *b) {
 /* lamb_loops.c has these functions for moments in floats, lamb_loops_double.c for float64 weights, and lamb_blocks.c
  * for moments in quantization blocks. */
 typedef struct {
-    /* Updates the moments and computes u, which is stored unless `update` is NULL. */
+    /* Updates the moments and computes u; r, masked if updates are cautious, is stored unless `update` is NULL. */
     LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, void *update);
-    /* Updates x from a stored u; if `update` is NULL, u is computed again. */
+    /* Updates x from a stored r; if `update` is NULL, r is computed again. */
     void (*apply)(const LambBlock *block, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */
     LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, double step);
@@ -46,8 +48,9 @@ typedef struct {
 
 /* The factors in the type of the arithmetic, as LambFactors. */
 typedef struct {
-    real grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay;
+    real grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay, caution;
     uint32_t rng_key, dither;
+    int cautious;
 } LambReals;
 
 static inline LambReals reals_of(const LambFactors *f) {
@@ -62,15 +65,20 @@ static inline LambReals reals_of(const LambFactors *f) {
         .eps = (real)f->eps,
         .weight_decay = (real)f->weight_decay,
         .decay = (real)f->decay,
+        .caution = (real)f->caution,
         .rng_key = f->rng_key,
         .dither = f->dither,
+        .cautious = f->cautious,
     };
 }
 
-/* Computes u, with the same bits in every function that calls this one; `root` is the root of v. */
-static inline real update_of(const LambReals f, real x, real m, real root) {
-    return FMA(f.weight_decay, x, f.correction * m / (root + f.eps)); /* LAMB-u */
-}
+/* Computes r, with the same bits in every function that calls this one, as those below; `root` is the root of v. */
+static inline real ratio_of(const LambReals f, real m, real root) { return f.correction * m / (root + f.eps); }
+
+/* Masks r unless it points against its gradient. A NaN stays one. */
+static inline real masked(real r, real grad) { return r * (r * grad > 0 ? 1 : 0); }
+
+static inline real update_of(const LambReals f, real x, real r) { return FMA(f.weight_decay, x, r); /* LAMB-u */ }
 
 static inline real moved(const LambReals f, real step, real x, real u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */

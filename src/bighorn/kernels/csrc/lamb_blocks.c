@@ -13,16 +13,16 @@ typedef struct {
     const void *x, *g;
     float grad_scale;
     void *m_codes, *v_codes;
-    float *u, *wanted; /* u: where the update is written; wanted: its final address, or NULL */
+    float *r, *wanted; /* r: where the ratio is written; wanted: its final address, or NULL */
     CodecScale m_scale, v_scale;
     _Alignas(64) float m[CODEC_BLOCK_ELEMS], v[CODEC_BLOCK_ELEMS]; /* values between `advance_as` and `encode_as` */
-    float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], u_buffer[CODEC_BLOCK_ELEMS];
+    float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], r_buffer[CODEC_BLOCK_ELEMS];
     float m_buffer[CODEC_BLOCK_ELEMS / 2], v_buffer[CODEC_BLOCK_ELEMS / 2];
 } LambQuantBlock;
 
-/* Sums of squares of x and u, one per lane. */
+/* As LayerSums, one per lane. */
 typedef struct {
-    double weight[LANES], update[LANES];
+    double weight[LANES], update[LANES], product[LANES], kept[LANES];
 } LambLaneSums;
 
 /* Forms and types are compile-time constants of each function. */
@@ -86,11 +86,18 @@ FORCE_INLINE_TEMPLATE float root_unit(const enum CodecForm second, float unit) {
     return second == CODEC_UNSIGNED ? sqrtf(unit) : unit;
 }
 
-/* Computes u from the numbers that codes stand for. */
-FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm second, const LambReals f, float m_unit, float v_root_unit,
-                                    Lanes x, Lanes m, Lanes v) {
+/* Computes r from the numbers that codes stand for. */
+FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm second, const LambReals f, float m_unit, float v_root_unit,
+                                   Lanes m, Lanes v) {
     Lanes root = fused(second == CODEC_UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
-    return fused(lanes(f.weight_decay), x, m * (f.correction * m_unit) / root); /* LAMB-u */
+    return m * (f.correction * m_unit) / root;
+}
+
+/* As `masked` of lamb.h. */
+FORCE_INLINE Lanes masked_lanes(Lanes r, Lanes grad) { return r * (Lanes)((LaneWords)(r * grad > 0) & to_bits(1)); }
+
+FORCE_INLINE Lanes updates(const LambReals f, Lanes x, Lanes r) {
+    return fused(lanes(f.weight_decay), x, r); /* LAMB-u */
 }
 
 /* ---- one block ------------------------------------------------------------------------------------------- */
@@ -101,15 +108,15 @@ static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) 
     return buffer;
 }
 
-static void load_block(LambQuantBlock *block, const LambRow *row, CodecPart part, float *u) {
+static void load_block(LambQuantBlock *block, const LambRow *row, CodecPart part, float *r) {
     const int64_t start = part.start, bytes = code_bytes(row);
     block->row = row, block->start = start, block->scale = part.scale, block->n = part.size;
     block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
-    block->u = u ? u : block->u_buffer, block->wanted = u;
+    block->r = r ? r : block->r_buffer, block->wanted = r;
     if (block->n % LANES) {
         block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
         block->v_codes = padded(block->v_buffer, block->v_codes, block->n * bytes, sizeof block->v_buffer);
-        block->u = block->u_buffer;
+        block->r = block->r_buffer;
     }
 }
 
@@ -166,96 +173,123 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     block->v_scale = new_scale(second, largest(v_top));
 }
 
-/* Stores the moments' codes, and computes u from the numbers that these stand for. */
+/* Stores the moments' codes, and computes r from the numbers that these stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambReals f, LambLaneSums *sums) {
+                                     LambQuantBlock *block, const LambReals f, LambLaneSums *sums, const int cautious) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
-    const float v_root_unit = root_unit(second, v_scale.unit);
+    const float v_root_unit = root_unit(second, v_scale.unit), grad_scale = block->grad_scale;
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
-    const void *all_x = block->x;
-    float *all_u = block->u;
+    const void *all_x = block->x, *all_g = block->g;
+    float *all_r = block->r;
     const int n = block->n;
     LaneWords dither = counted(f.dither + (uint32_t)block->start * DITHER_STRIDE,
                                DITHER_STRIDE); /* a block's elements are consecutive in the whole tensor, too */
-    Lanes weight = {0}, update = {0};
+    Lanes weight = {0}, update = {0}, product = {0};
+    LaneWords kept = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes m = store_powers(first, load(block->m + i), m_scale.factor, dither, m_codes, i);
         Lanes v = store_powers(second, load(block->v + i), v_scale.factor, dither, v_codes, i);
         dither += (uint32_t)LANES * DITHER_STRIDE;
-        Lanes x = load_as(type, all_x, i), u = updates(second, f, m_scale.unit, v_root_unit, x, m, v);
-        store(all_u + i, u);
+        Lanes x = load_as(type, all_x, i), r = ratios(second, f, m_scale.unit, v_root_unit, m, v);
+        if (cautious) {
+            r = masked_lanes(r, grad_scale * load_as(type, all_g, i));
+            product = fused(x, r, product);
+            kept -= (LaneWords)(r != 0);
+        }
+        Lanes u = cautious ? r : updates(f, x, r);
+        store(all_r + i, r);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
     }
-    EACH_LANE(lane) sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
+    EACH_LANE(lane) {
+        sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
+        if (cautious) sums->product[lane] += product[lane], sums->kept[lane] += kept[lane];
+    }
 }
 
-/* Stores the moments and computes u. */
+/* Stores the moments and computes r. */
 static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
     const LambRow *row = block->row;
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     make_ready(block->m, block->n, &block->m_scale);
     make_ready(block->v, block->n, &block->v_scale);
-    FOR_FORMS(block, encode_as, *f, sums);
+    if (f->cautious) FOR_FORMS(block, encode_as, *f, sums, 1);
+    else FOR_FORMS(block, encode_as, *f, sums, 0);
     if (block->n % LANES) {
         const int64_t bytes = code_bytes(row);
         memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
         memcpy((char *)row->exp_avg_sq + block->start * bytes, block->v_codes, (size_t)(block->n * bytes));
-        if (block->wanted) memcpy(block->wanted, block->u, (size_t)block->n * sizeof(float));
+        if (block->wanted) memcpy(block->wanted, block->r, (size_t)block->n * sizeof(float));
     }
 }
 
-/* Computes u from the stored moments. */
-FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambReals f) {
+/* Computes r from the stored moments. */
+FORCE_INLINE_TEMPLATE void ratio_as(const enum CodecForm first, const enum CodecForm second, const int type,
+                                    LambQuantBlock *block, const LambReals f) {
     const float m_unit = scale_of(first, block->row->exp_avg_scale[block->scale]).unit;
     const float v_root_unit = root_unit(second, scale_of(second, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(first, block->m_codes, i), v = load_powers(second, block->v_codes, i);
-        store(block->u + i, updates(second, f, m_unit, v_root_unit, load_as(type, block->x, i), m, v));
+        Lanes r = ratios(second, f, m_unit, v_root_unit, m, v);
+        store(block->r + i, f.cautious ? masked_lanes(r, block->grad_scale * load_as(type, block->g, i)) : r);
     }
 }
 
-static void apply_update(const LambReals *f, float step, LambQuantBlock *block, const float *restrict u) {
+static void apply_update(const LambReals *f, float step, LambQuantBlock *block, const float *restrict r) {
     const Weights *w = &block->row->weights;
-    if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
+    if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since r is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
 #pragma omp simd
-        for (int i = 0; i < block->n; i++)
-            store_element(BFLOAT16, x, i, round_bfloat16(moved(*f, step, load_element(BFLOAT16, x, i), u[i]), 0));
+        for (int i = 0; i < block->n; i++) {
+            const float old_x = load_element(BFLOAT16, x, i), u = update_of(*f, old_x, f->caution * r[i]);
+            store_element(BFLOAT16, x, i, round_bfloat16(moved(*f, step, old_x, u), 0));
+        }
         return;
     }
     float *restrict x = read_weights(w, block->start, block->n, block->x_buffer);
 #pragma omp simd
-    for (int i = 0; i < block->n; i++) x[i] = moved(*f, step, x[i], u[i]);
+    for (int i = 0; i < block->n; i++) x[i] = moved(*f, step, x[i], update_of(*f, x[i], f->caution * r[i]));
     write_weights(w, f->rng_key, block->start, block->n, x);
 }
 
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
+/* The type of x and g in a block, as `LambQuantBlock.type`. */
+static int type_of(const LambBlock *b, const LambReals *f) {
+    return all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
+}
+
+/* Computes the r of a block again, from weights that have not changed. */
+static void load_block_ratio(LambQuantBlock *block, const LambBlock *b, const LambReals *f, const int type,
+                             GradientMean *last) {
+    load_block_weights(block, type);
+    if (f->cautious) load_block_grad(block, b, f, last);
+    FOR_FORMS(block, ratio_as, *f);
+}
+
 /* Computes the sums again in double, if squares leave the range of float32. */
 static LayerSums careful_sums(const LambBlock *b, const LambReals *f) {
-    LayerSums sums = {0, 0};
+    LayerSums sums = {0};
+    GradientMean last = {-1, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        load_block_weights(&block, FLOAT32);
-        FOR_FORMS(&block, update_as, *f);
+        load_block_ratio(&block, b, f, FLOAT32, &last);
         for (int i = 0; i < block.n; i++) {
-            double x = ((const float *)block.x)[i];
-            sums.weight += x * x;
-            sums.update += (double)block.u[i] * block.u[i];
+            const float x = ((const float *)block.x)[i], r = block.r[i];
+            const double u = f->cautious ? r : update_of(*f, x, r);
+            add_sums(&sums, (LayerSums){(double)x * x, u * u, u * x, f->cautious && u != 0});
         }
     }
     return sums;
 }
 
-/* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
+/* Updates the moments and computes r, and updates x if `step` is not NULL. Two blocks are processed together, since the
  * codes of a block depend on its scales: this saves 4% of the time. */
 static LayerSums step_block(const LambBlock *b, const LambReals *f, const float *step, float *update) {
-    const int type = all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
+    const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
-    LambLaneSums lane_sums = {{0}, {0}};
+    LambLaneSums lane_sums = {{0}, {0}, {0}, {0}};
     GradientMean last = {-1, 0};
     LambQuantBlock blocks[2];
     for (CodecPart part = first_codec_part(inner, b->start, end); part.size > 0;) {
@@ -269,11 +303,14 @@ static LayerSums step_block(const LambBlock *b, const LambReals *f, const float 
         }
         for (int i = 0; i < count; i++) {
             store_moments(&blocks[i], f, &lane_sums);
-            if (step) apply_update(f, *step, &blocks[i], blocks[i].u);
+            if (step) apply_update(f, *step, &blocks[i], blocks[i].r);
         }
     }
-    LayerSums sums = {0, 0};
-    EACH_LANE(lane) sums.weight += lane_sums.weight[lane], sums.update += lane_sums.update[lane];
+    LayerSums sums = {0};
+    EACH_LANE(lane) {
+        add_sums(&sums, (LayerSums){lane_sums.weight[lane], lane_sums.update[lane], lane_sums.product[lane],
+                                    lane_sums.kept[lane]});
+    }
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
@@ -293,15 +330,14 @@ static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factor
 static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const float *stored = update;
-    const int type = lies_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
+    /* Without gradients, weights alone have to be bfloat16. */
+    const int type = f.cautious ? type_of(b, &f) : lies_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
+    GradientMean last = {-1, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        if (!stored) {
-            load_block_weights(&block, type);
-            FOR_FORMS(&block, update_as, f);
-        }
-        apply_update(&f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
+        if (!stored) load_block_ratio(&block, b, &f, type, &last);
+        apply_update(&f, (float)step, &block, stored ? stored + (part.start - b->start) : block.r);
     }
 }
 

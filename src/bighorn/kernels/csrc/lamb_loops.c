@@ -2,7 +2,8 @@
  * the type of the arithmetic are read and written in place, and so are bfloat16 and the moments of float64 weights. */
 #include "lamb.h"
 
-enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY }; /* the use of u */
+/* The use of u: none but its square, or r is stored, x is updated, or r is masked and stored. */
+enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY, UPDATE_MASK };
 
 enum { REAL_SUM_ELEMS = 1024 }; /* elements whose squares are added up in the type of the arithmetic */
 
@@ -37,59 +38,63 @@ static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key
     if (!lies_ready(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->buffer);
 }
 
-/* Updates the moments of one element, and returns u. */
-FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int second_moment, const int g_type, const int state_type,
-                                    real g, real x, real *m, real *v, real *v_max) {
+/* Updates the moments of one element, and returns r. */
+FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int second_moment, const enum LambUpdateUse after,
+                                    const int g_type, const int state_type, real g, real x, real *m, real *v,
+                                    real *v_max) {
     real grad = FMA(f.l2, x, f.grad_scale * g);
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
-    if (second_moment != SECOND_MOMENT_AMSGRAD) return update_of(f, x, *m, square_root_of(*v));
-    *v_max = *v > *v_max || *v != *v ? *v : *v_max;
-    return update_of(f, x, *m, square_root_of(*v_max));
+    if (second_moment == SECOND_MOMENT_AMSGRAD) *v_max = *v > *v_max || *v != *v ? *v : *v_max;
+    const real r = ratio_of(f, *m, square_root_of(second_moment == SECOND_MOMENT_AMSGRAD ? *v_max : *v));
+    return after == UPDATE_MASK ? masked(r, grad) : r;
 }
 
 /* One loop per combination of the compile-time constants: types, second moment, and the use of u. */
 FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const int second_moment, const enum LambUpdateUse after,
                                           const int x_type, const int g_type, const int state_type, real step, int n,
                                           const void *restrict g, void *restrict m, void *restrict v,
-                                          void *restrict v_max, void *restrict x, real *restrict u) {
-    LayerSums sums = {0, 0};
+                                          void *restrict v_max, void *restrict x, real *restrict stored) {
+    LayerSums sums = {0};
     for (int start = 0, end; start < n; start = end) {
-        real weight = 0, update = 0;
+        real weight = 0, update = 0, product = 0, kept = 0;
         end = n - start < REAL_SUM_ELEMS ? n : start + REAL_SUM_ELEMS;
-#pragma omp simd reduction(+ : weight, update)
+#pragma omp simd reduction(+ : weight, update, product, kept)
         for (int i = start; i < end; i++) {
             real old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
                  new_v = load_element(state_type, v, i);
             real new_max = second_moment == SECOND_MOMENT_AMSGRAD ? load_element(state_type, v_max, i) : 0;
-            real new_u = step_one(f, second_moment, g_type, state_type, load_element(g_type, g, i), old_x, &new_m,
-                                  &new_v, &new_max);
+            real r = step_one(f, second_moment, after, g_type, state_type, load_element(g_type, g, i), old_x, &new_m,
+                              &new_v, &new_max);
+            real new_u = after == UPDATE_MASK ? r : update_of(f, old_x, r);
             store_element(state_type, m, i, new_m);
             store_element(state_type, v, i, new_v);
             if (second_moment == SECOND_MOMENT_AMSGRAD) store_element(state_type, v_max, i, new_max);
             weight = FMA(old_x, old_x, weight);
             update = FMA(new_u, new_u, update);
-            if (after == UPDATE_KEEP) u[i] = new_u;
+            if (after == UPDATE_MASK) product = FMA(old_x, r, product), kept += r != 0;
+            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = r;
             if (after == UPDATE_APPLY)
                 store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
         }
-        sums.weight += weight, sums.update += update;
+        add_sums(&sums, (LayerSums){weight, update, product, kept});
     }
     return sums;
 }
 
-/* The same for pairs of bfloat16, n / 2 of them. In `u`, the first elements of all pairs come before the second
- * ones. */
+/* The same for pairs of bfloat16, n / 2 of them. In `stored`, the first elements of all pairs come before the
+ * second ones. */
 FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const int second_moment, const enum LambUpdateUse after,
                                            const int g_type, real step, int n, const void *restrict g,
                                            Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
-                                           Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x, real *restrict u) {
+                                           Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x,
+                                           real *restrict stored) {
     const int half = n / 2;
-    LayerSums sums = {0, 0};
+    LayerSums sums = {0};
     for (int start = 0, end; start < half; start = end) {
-        real weight = 0, update = 0;
+        real weight = 0, update = 0, product = 0, kept = 0;
         end = half - start < REAL_SUM_ELEMS / 2 ? half : start + REAL_SUM_ELEMS / 2;
-#pragma omp simd reduction(+ : weight, update)
+#pragma omp simd reduction(+ : weight, update, product, kept)
         for (int i = start; i < end; i++) {
             real g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
             real g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
@@ -97,53 +102,58 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const int second_m
             real x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
             real max1 = second_moment == SECOND_MOMENT_AMSGRAD ? low(v_max[i]) : 0;
             real max2 = second_moment == SECOND_MOMENT_AMSGRAD ? high(v_max[i]) : 0;
-            real u1 = step_one(f, second_moment, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
-            real u2 = step_one(f, second_moment, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
+            real r1 = step_one(f, second_moment, after, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
+            real r2 = step_one(f, second_moment, after, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
+            real u1 = after == UPDATE_MASK ? r1 : update_of(f, x1, r1);
+            real u2 = after == UPDATE_MASK ? r2 : update_of(f, x2, r2);
             m[i] = pair_of(m1, m2);
             v[i] = pair_of(v1, v2);
             if (second_moment == SECOND_MOMENT_AMSGRAD) v_max[i] = pair_of(max1, max2);
             weight = FMA(x1, x1, FMA(x2, x2, weight));
             update = FMA(u1, u1, FMA(u2, u2, update));
-            if (after == UPDATE_KEEP) u[i] = u1, u[half + i] = u2;
+            if (after == UPDATE_MASK) product = FMA(x1, r1, FMA(x2, r2, product)), kept += (r1 != 0) + (r2 != 0);
+            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = r1, stored[half + i] = r2;
             if (after == UPDATE_APPLY)
                 x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
         }
-        sums.weight += weight, sums.update += update;
+        add_sums(&sums, (LayerSums){weight, update, product, kept});
     }
     if (n % 2) {
-        LayerSums last = step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1,
-                                   at((void *)g, g_type, n - 1), m + half, v + half, v_max + half, x + half, u + n - 1);
-        sums.weight += last.weight, sums.update += last.update;
+        LayerSums last =
+            step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
+                      m + half, v + half, v_max + half, x + half, stored + n - 1);
+        add_sums(&sums, last);
     }
     return sums;
 }
 
 /* Computes the sums of a piece again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n) {
-    double weight = 0, update = 0;
+static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, const void *g, int g_type) {
+    LayerSums sums = {0};
     for (int i = 0; i < n; i++) {
-        real x = load_element(p->x_type, p->x, i);
-        real v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
-        double u = update_of(f, x, load_element(p->state_type, p->m, i), square_root_of(v));
-        weight += (double)x * x;
-        update += u * u;
+        const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
+        const real v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
+        const real grad = FMA(f.l2, x, f.grad_scale * load_element(g_type, g, i));
+        const real r = ratio_of(f, m, square_root_of(v));
+        const double u = f.cautious ? masked(r, grad) : update_of(f, x, r);
+        add_sums(&sums, (LayerSums){(double)x * x, u * u, u * x, f.cautious && u != 0});
     }
-    return (LayerSums){weight, update};
+    return sums;
 }
 
 #define STEP_LOOP(x_type, g_type, state_type)                                                                         \
     (second_moment == SECOND_MOMENT_AMSGRAD ? step_loop(*f, SECOND_MOMENT_AMSGRAD, after, x_type, g_type, state_type, \
-                                                        step, n, g, p.m, p.v, p.v_max, p.x, u)                        \
+                                                        step, n, g, p.m, p.v, p.v_max, p.x, stored)                   \
                                             : step_loop(*f, SECOND_MOMENT_ADAM, after, x_type, g_type, state_type,    \
-                                                        step, n, g, p.m, p.v, p.v_max, p.x, u))
-#define STEP_PAIRS(g_type)                                                                             \
-    (second_moment == SECOND_MOMENT_AMSGRAD                                                            \
-         ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u) \
-         : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, u))
+                                                        step, n, g, p.m, p.v, p.v_max, p.x, stored))
+#define STEP_PAIRS(g_type)                                                                                  \
+    (second_moment == SECOND_MOMENT_AMSGRAD                                                                 \
+         ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored) \
+         : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored))
 
 FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambReals *f, int second_moment,
-                                           const enum LambUpdateUse after, real step, int64_t start, int n, real *u,
-                                           GradientMean *last) {
+                                           const enum LambUpdateUse after, real step, int64_t start, int n,
+                                           real *stored, GradientMean *last) {
     LambPiece p;
     real buffer[PIECE_ELEMS];
     LayerSums sums;
@@ -165,29 +175,30 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambReals *
             default: sums = STEP_PAIRS(BFLOAT16); break;
         }
     if (after == UPDATE_APPLY) store_piece(&p, b->row, f->rng_key, start, n);
-    else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, &p, n);
+    else if (!in_range(sums.weight) || !in_range(sums.update))
+        sums = careful_sums(*f, &p, n, g, half ? BFLOAT16 : REAL_TYPE);
     return sums;
 }
 
 FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambReals *f, int second_moment,
-                                           const enum LambUpdateUse after, real step, real *u) {
-    LayerSums sums = {0, 0};
+                                           const enum LambUpdateUse after, real step, real *update) {
+    LayerSums sums = {0};
     GradientMean last = {-1, 0};
-    const int piece = piece_of(b);
+    real buffer[PIECE_ELEMS]; /* for a masked r that is not stored */
+    const int unstored = after == UPDATE_MASK && !update, piece = unstored ? PIECE_ELEMS : piece_of(b);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
-        real *kept = after == UPDATE_KEEP ? u + done : NULL;
-        LayerSums s = step_piece(b, f, second_moment, after, step, b->start + done, n, kept, &last);
-        sums.weight += s.weight;
-        sums.update += s.update;
+        real *stored = unstored ? buffer : after == UPDATE_KEEP || after == UPDATE_MASK ? update + done : NULL;
+        add_sums(&sums, step_piece(b, f, second_moment, after, step, b->start + done, n, stored, &last));
     }
     return sums;
 }
 
 static LayerSums moments(const LambBlock *b, const LambFactors *factors, int second_moment, void *update) {
     const LambReals f = reals_of(factors);
-    return update ? step_block(b, &f, second_moment, UPDATE_KEEP, 0, update)
-                  : step_block(b, &f, second_moment, UPDATE_FORGET, 0, NULL);
+    return f.cautious ? step_block(b, &f, second_moment, UPDATE_MASK, 0, update)
+           : update   ? step_block(b, &f, second_moment, UPDATE_KEEP, 0, update)
+                      : step_block(b, &f, second_moment, UPDATE_FORGET, 0, NULL);
 }
 
 static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factors, int second_moment, double step) {
@@ -195,59 +206,97 @@ static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factor
     return step_block(b, &f, second_moment, UPDATE_APPLY, (real)step, NULL);
 }
 
+/* Computes the masked r of a piece again, in order. */
+FORCE_INLINE_TEMPLATE void mask_loop(const LambReals f, const int x_type, const int state_type, int n,
+                                     const real *restrict g, const void *restrict m, const void *restrict v,
+                                     const void *restrict x, real *restrict out) {
+#pragma omp simd
+    for (int i = 0; i < n; i++) {
+        real grad = FMA(f.l2, load_element(x_type, x, i), f.grad_scale * g[i]);
+        out[i] =
+            masked(ratio_of(f, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i))), grad);
+    }
+}
+
+/* Updates x from a stored r or, if `r` is NULL, from the moments. */
 FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,
-                                      const real *restrict u, const void *restrict m, const void *restrict v,
+                                      const real *restrict r, const void *restrict m, const void *restrict v,
                                       void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         real old_x = load_element(x_type, x, i);
-        real new_u =
-            u ? u[i]
-              : update_of(f, old_x, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i)));
+        real new_r =
+            r ? r[i] : ratio_of(f, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i)));
+        real new_u = update_of(f, old_x, f.caution * new_r);
         store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
     }
 }
 
-/* The same for pairs of bfloat16, with `u` in the order of `step_pairs`. */
-FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, const real *restrict u,
+/* The same for pairs of bfloat16, with `r` in the order of `step_pairs`. */
+FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, const real *restrict r,
                                        const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
                                        Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
-        real x1 = low(x[i]), u1 = u ? u[i] : update_of(f, x1, low(m[i]), square_root_of(low(v[i])));
-        real x2 = high(x[i]), u2 = u ? u[half + i] : update_of(f, x2, high(m[i]), square_root_of(high(v[i])));
+        real x1 = low(x[i]), r1 = r ? r[i] : ratio_of(f, low(m[i]), square_root_of(low(v[i])));
+        real x2 = high(x[i]), r2 = r ? r[half + i] : ratio_of(f, high(m[i]), square_root_of(high(v[i])));
+        real u1 = update_of(f, x1, f.caution * r1), u2 = update_of(f, x2, f.caution * r2);
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
-    if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, u ? u + n - 1 : NULL, m + half, v + half, x + half);
+    if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, r ? r + n - 1 : NULL, m + half, v + half, x + half);
+}
+
+/* The loops of each combination of types, with further arguments. */
+#define FOR_TYPES(p, loop, pairs)                                             \
+    do {                                                                      \
+        if (REAL_TYPE == FLOAT64) switch ((p)->state_type) {                  \
+                case FLOAT64: loop(FLOAT64, FLOAT64); break;                  \
+                case FLOAT32: loop(FLOAT64, FLOAT32); break;                  \
+                default: loop(FLOAT64, BFLOAT16); break;                      \
+            }                                                                 \
+        else switch ((p)->x_type << 1 | (p)->state_type) {                    \
+                case FLOAT32 << 1 | FLOAT32: loop(FLOAT32, FLOAT32); break;   \
+                case FLOAT32 << 1 | BFLOAT16: loop(FLOAT32, BFLOAT16); break; \
+                case BFLOAT16 << 1 | FLOAT32: loop(BFLOAT16, FLOAT32); break; \
+                default: pairs(BFLOAT16, BFLOAT16); break;                    \
+            }                                                                 \
+    } while (0)
+
+#define MASK_LOOP(x_type, state_type) \
+    mask_loop(*f, x_type, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, p->x, out)
+
+static void mask_again(const LambBlock *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out,
+                       GradientMean *last) {
+    real buffer[PIECE_ELEMS];
+    const real *g = centred_grad(b->gradient, b->grad, start, n, buffer, last);
+    FOR_TYPES(p, MASK_LOOP, MASK_LOOP);
 }
 
 #define APPLY_LOOP(x_type, state_type)                                        \
-    (u ? apply_loop(f, x_type, state_type, (real)step, n, u, NULL, NULL, p.x) \
+    (r ? apply_loop(f, x_type, state_type, (real)step, n, r, NULL, NULL, p.x) \
        : apply_loop(f, x_type, state_type, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
-#define APPLY_PAIRS()                                      \
-    (u ? apply_pairs(f, (real)step, n, u, NULL, NULL, p.x) \
+#define APPLY_PAIRS(x_type, state_type)                    \
+    (r ? apply_pairs(f, (real)step, n, r, NULL, NULL, p.x) \
        : apply_pairs(f, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
+#define APPLY_MASKED(x_type, state_type) apply_loop(f, x_type, state_type, (real)step, n, masked_r, NULL, NULL, p.x)
 
 static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
-    const int piece = piece_of(b);
+    const int again = f.cautious && !update, piece = again ? PIECE_ELEMS : piece_of(b);
+    GradientMean last = {-1, 0};
+    real masked_r[PIECE_ELEMS];
     for (int64_t done = 0; done < b->size; done += piece) {
-        int n = (int)(b->size - done < piece ? b->size - done : piece);
-        const real *u = update ? (const real *)update + done : NULL;
+        const int n = (int)(b->size - done < piece ? b->size - done : piece);
+        const real *r = update ? (const real *)update + done : NULL;
         LambPiece p;
         load_piece(&p, b->row, b->start + done, n);
-        if (REAL_TYPE == FLOAT64) switch (p.state_type) {
-                case FLOAT64: APPLY_LOOP(FLOAT64, FLOAT64); break;
-                case FLOAT32: APPLY_LOOP(FLOAT64, FLOAT32); break;
-                default: APPLY_LOOP(FLOAT64, BFLOAT16); break;
-            }
-        else switch (p.x_type << 1 | p.state_type) {
-                case FLOAT32 << 1 | FLOAT32: APPLY_LOOP(FLOAT32, FLOAT32); break;
-                case FLOAT32 << 1 | BFLOAT16: APPLY_LOOP(FLOAT32, BFLOAT16); break;
-                case BFLOAT16 << 1 | FLOAT32: APPLY_LOOP(BFLOAT16, FLOAT32); break;
-                default: APPLY_PAIRS(); break;
-            }
+        if (again) {
+            mask_again(b, &f, &p, b->start + done, n, masked_r, &last);
+            FOR_TYPES(&p, APPLY_MASKED, APPLY_MASKED);
+        } else {
+            FOR_TYPES(&p, APPLY_LOOP, APPLY_PAIRS);
+        }
         store_piece(&p, b->row, f.rng_key, b->start + done, n);
     }
 }

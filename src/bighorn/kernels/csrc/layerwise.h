@@ -12,10 +12,17 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Sums of squares of the weights and of the update. */
+/* Sums of squares of the weights and of the update. A masked update is scaled by a factor that depends on the number of
+ * elements that the mask keeps, before weights are added to it; so `update` is the sum before both, and `product` that
+ * of the products with the weights. */
 typedef struct {
-    double weight, update;
+    double weight, update, product, kept;
 } LayerSums;
+
+static inline void add_sums(LayerSums *total, LayerSums sums) {
+    total->weight += sums.weight, total->update += sums.update;
+    total->product += sums.product, total->kept += sums.kept;
+}
 
 /* The bytes of a thread for values that are computed once per row, before the loops. */
 enum { LAYER_LOCALS_BYTES = 128 };
@@ -35,12 +42,12 @@ typedef struct {
 typedef struct {
     /* Computes a row's locals, and returns the properties of the row that the schedule needs. */
     LayerInfo (*prepare)(const void *step, int64_t row, void *locals);
-    /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. u is stored in
-     * `update`; if `update` is NULL, the second loop computes u again. */
+    /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
+     * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
     LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, void *update);
-    /* Returns the ratio, from the sums over the whole tensor. `writes_norms` is true in one thread, which writes the
-     * row's metrics. */
-    double (*ratio)(const void *step, int64_t row, const void *locals, LayerSums total, bool writes_norms);
+    /* Returns the ratio, from the sums over the whole tensor, and adds what else follows from them to the locals.
+     * `writes_norms` is true in one thread, which writes the row's metrics. */
+    double (*ratio)(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms);
     /* The second loop, over one chunk, updates the weights. */
     void (*second)(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
@@ -80,16 +87,16 @@ FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t block) {
  * threads. */
 FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, LayerwiseStep *s,
                                                       const LayerSlice *slice, int64_t blocks, const void *locals) {
-    LayerSums total = {0, 0}, *partial = slice->partial;
+    LayerSums total = {0}, *partial = slice->partial;
     for (int64_t b = slice->first; b < slice->last; b++) {
         const LayerSums sums = rule.first(s->step, slice->row, b, locals, layerwise_update(slice, b));
         if (partial) partial[b] = sums;
-        total.weight += sums.weight, total.update += sums.update;
+        add_sums(&total, sums);
     }
     if (!partial) return total;
     wait_for_all(&s->barrier, slice->team);
-    total = (LayerSums){0, 0};
-    for (int64_t b = 0; b < blocks; b++) total.weight += partial[b].weight, total.update += partial[b].update;
+    total = (LayerSums){0};
+    for (int64_t b = 0; b < blocks; b++) add_sums(&total, partial[b]);
     return total;
 }
 

@@ -18,6 +18,7 @@ int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradien
 void bighorn_came_step(const RunConfig *, const CameOptions *, const CameRow *, const CameShard *, const Gradient *,
                        void *const *, const double *, const int64_t *, int64_t, double, int, double *);
 
+enum { LAYER_SUMS = 4 }; /* the numbers in LayerSums of layerwise.h */
 enum { STEPS = 2, MAX_ROWS = 512, SCRATCH_BYTES = 1 << 20 };
 
 /* ---- memory ---------------------------------------------------------------------------------------------- */
@@ -201,8 +202,8 @@ static void step_lamb(int variant, enum LambMoments moments) {
              stored++)
             for (int k = 0; k < 2 + doubles; k++)
                 add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
-    double *partial = zeros(4 * bighorn_lamb_blocks(lamb_rows, gradients, rows), sizeof(double));
-    double *sums = zeros(2 * rows, sizeof(double));
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_lamb_blocks(lamb_rows, gradients, rows), sizeof(double));
+    double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();
     for (int step = 0; step < STEPS; step++) {

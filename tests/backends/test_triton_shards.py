@@ -136,6 +136,7 @@ LAYOUTS: dict[str, tuple[Factor | None, tuple[Shape, ...], list[Cuts]]] = {
     "all-of-matrices": ("last_two", ((4, 9, 6),), [{0: [3], 1: [4], 2: [5]}]),
     "of-two-kinds": ("matrix", ((8, 9), (7, 5)), [{0: [3]}, {1: [2]}]),
     "unfactored": (None, ((9000,), (3,)), [{0: [100]}, {0: [3]}]),
+    "unfactored-matrices": (None, ((3, 4), (5, 3, 2)), [{1: [1]}, {2: [1]}]),
 }
 
 
@@ -148,6 +149,11 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     [
         *(pytest.param(layout, {}, id=layout) for layout in LAYOUTS),
         *(pytest.param(layout, OTHER, id=f"{layout}-other") for layout in ("columns", "rows-of-matrices")),
+        *(
+            pytest.param(layout, {"centre": True}, id=f"{layout}-centred")
+            for layout in LAYOUTS
+            if layout != "unfactored"
+        ),
     ],
 )
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:
@@ -155,7 +161,10 @@ def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str,
     factor, shapes, cuts = LAYOUTS[layout]
     whole = test_triton_came.bucket(*shapes, **{"factor": factor, **options})
     ranks, theirs = on_ranks(whole, cuts), on_ranks(whole, cuts)
-    assert together(ranks, came.Came, 0.5) == together(theirs, kernels.BACKENDS["reference"].came, 0.5)
+    added, expected = together(ranks, came.Came, 0.5), together(theirs, kernels.BACKENDS["reference"].came, 0.5)
+    assert [size for size, _ in added] == [size for size, _ in expected]
+    # Sums of rows are in float64, and those of the reference in float32.
+    assert added == expected or options.get("centre")
     test_triton_came.stepped(whole, 0.5)
     for rank in ranks:
         torch.testing.assert_close(rank.metrics, whole.metrics, rtol=1e-5, atol=0)
@@ -163,6 +172,28 @@ def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str,
     for name, values in all_ranks(whole, ranks).items():
         for ours, theirs_ in zip(values, {"x": whole.params, **whole.state}[name], strict=True):
             torch.testing.assert_close(ours, theirs_, rtol=1e-5, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("decay_mode", ["ratio", "l2"])
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("centre", [False, True])
+def test_lamb_on_ranks_equals_the_unsharded_step(centre: bool, cautious: bool, decay_mode: str) -> None:
+    """There are as many sums and rounds as in the reference, but a cautious update adds up four sums in one round."""
+    shapes: tuple[Shape, ...] = (7, 30), (6, 5), (4, 5, 6), (3, 4)
+    cuts: list[Cuts] = [{0: [3]}, {1: [2]}, {2: [2]}, {0: [3]}]
+    whole = test_triton.bucket(*shapes, centre=centre, cautious=cautious, decay_mode=decay_mode)
+    ranks, theirs = on_ranks(whole, cuts), on_ranks(whole, cuts)
+    ours, exact = together(ranks, lamb.Lamb, 0.5), together(theirs, kernels.BACKENDS["reference"].lamb, 0.5)
+    assert ours == [(6 + 4, torch.float64)] * centre + [((4 if cautious else 2) * len(shapes), torch.float64)]
+    if not cautious:
+        assert (len(ours), sum(size for size, _ in ours)) == (len(exact), sum(size for size, _ in exact))
+    test_triton.stepped(whole, 0.5)
+    for rank in ranks:
+        torch.testing.assert_close(rank.metrics, whole.metrics, rtol=1e-5, atol=0)
+        assert all(a.equal(b) for a, b in zip(rank.steps, whole.steps, strict=True))
+    for name, values in all_ranks(whole, ranks).items():
+        torch.testing.assert_close(values, {"x": whole.params, **whole.state}[name], rtol=1e-5, atol=1e-6)
 
 
 @interpreted

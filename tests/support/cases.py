@@ -35,9 +35,7 @@ KINDS: tuple[Kind, ...] = (Lamb, Came)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
-LEFT_OUT: Mapping[str, tuple[str, ...]] = {
-    "triton": ("cautious", "grad_centralization"),
-}
+LEFT_OUT: Mapping[str, tuple[str, ...]] = {}
 """The options that a compiled backend leaves to others."""
 
 

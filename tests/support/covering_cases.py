@@ -9,7 +9,14 @@ import torch
 from tests.support.case_tensors import HUGE
 from tests.support.cases import Case
 
-COMPILED = {"decay_mode": "ratio", "second_moment": "adam", "adam": False, "factor": "matrix"}
+COMPILED = {
+    "decay_mode": "ratio",
+    "second_moment": "adam",
+    "adam": False,
+    "cautious": False,
+    "grad_centralization": False,
+    "factor": "matrix",
+}
 """Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""
 
 

@@ -51,7 +51,13 @@ class Driver:
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Make Triton treat CPU tensors as tensors of this GPU."""
-    from bighorn.kernels.triton import came_kernels, came_unfactored_kernels, common_kernels, lamb_kernels
+    from bighorn.kernels.triton import (
+        came_kernels,
+        came_unfactored_kernels,
+        centring_kernels,
+        common_kernels,
+        lamb_kernels,
+    )
     from tests.support.triton_compat import use_driver
 
     pretended = Driver()
@@ -60,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     device._platform.cache_clear()
     yield pretended
     device._platform.cache_clear()
-    for module in (came_kernels, came_unfactored_kernels, common_kernels, lamb_kernels):
+    for module in (came_kernels, came_unfactored_kernels, centring_kernels, common_kernels, lamb_kernels):
         for thing in vars(module).values():
             if hasattr(thing, "device_caches"):
                 thing.device_caches.clear()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from bighorn.kernels.options import CameOptions
 from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.came_shards import CameShardLaunchGroup, split_of
+from bighorn.kernels.triton.device import unsupported
 from bighorn.kernels.triton.launch_group import RowIndex
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tiles import tile_grid
@@ -25,7 +24,7 @@ MOST_SMALL = 4096
 
 def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
     """The reason why this backend cannot serve a tensor, or None."""
-    reason = stepper.unsupported_reason(param, options)
+    reason = unsupported(param)
     if reason or options.factor is None:
         return reason
     shape = tile_grid(param.shape, options.factor)
@@ -61,28 +60,8 @@ class Came(Stepper[CameOptions]):
         if bucket.shards:
             split = split_of(bucket.shards[i], o.factor)
         if o.factor is None:
-            return None, o.weight_rounding, split
-        return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
-
-    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """Make one step of shards, as `reference.Came.sharded_step`; all groups reduce their sums together."""
-        with self.guard:
-            options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
-            running = [
-                group.sharded_step(options, scale, apply_mask)
-                for group in self.groups
-                if isinstance(group, CameShardLaunchGroup)
-            ]
-            parts = [sums for part in running if (sums := next(part, None)) is not None]
-        while parts:
-            sums = torch.cat(parts)
-            yield sums
-            with self.guard:
-                for part, arrived in zip(parts, torch.split(sums, [part.numel() for part in parts]), strict=True):
-                    part.copy_(arrived)
-                parts = [sums for part in running if (sums := next(part, None)) is not None]
-        with self.guard:
-            self.finish(apply_mask)
+            return None, o.weight_rounding, o.centre, split
+        return each.wide, o.weight_rounding, o.centre, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
 
     @staticmethod
     def option_values(options: CameOptions) -> list[float]:

@@ -16,6 +16,7 @@ import triton.language as tl
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import came_tiling_kernels as tiling
+from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
@@ -26,7 +27,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate."""
@@ -36,12 +37,14 @@ def came_squares(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, row_parts, col_parts = tiling.place(row_ptr, tile, partials_ptr, WIDE)
+    _, _, matrix, line, _ = tiling.corner(row_ptr, tile, WIDE)
     g = tl.load(grads_ptr + index)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
     scale = common.gradient_scale(grad_scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
-        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
+        square_tile((common.at(g, start, G), means), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
     else:
-        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
+        square_tile((common.at(g, start, G), means), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
     if tl.load(option_ptr + layout.SCALE_EPS) >= 0:
         squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
         tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)
@@ -56,7 +59,7 @@ def square_tile(
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
         tiling.store_lines(row_parts, i, shape[0], tl.sum(value * value, 1), ROWS)
         total += value * value
     tiling.store_columns(col_parts, shape[1], tl.sum(total, 0), WIDE)
@@ -117,7 +120,8 @@ def came_lines(
 def came_update_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
-    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    G: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -137,10 +141,15 @@ def came_update_squares(
         tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
     )
     scale = common.gradient_scale(grad_scale_ptr, option_ptr)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
     if tiling.aligned(g, shape, VECTOR):
-        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK)
+        total = update_squares(
+            (common.at(g, start, G), means), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK
+        )
     else:
-        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, 1, WIDE, 2 * layout.FEW)
+        total = update_squares(
+            (common.at(g, start, G), means), shape, scale, row_averages, root, c, 1, WIDE, 2 * layout.FEW
+        )
     tl.store(sums_ptr + tile * layout.SUM + layout.U_SQUARES, total)
 
 
@@ -153,7 +162,7 @@ def update_squares(
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
         u = scaling.update(value, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         total += u * u
     return tl.sum(total.to(tl.float64))
@@ -181,7 +190,7 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scal
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
-    G: tl.constexpr, S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, CENTRE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
@@ -207,7 +216,8 @@ def came_average(
         common.number(option_ptr + layout.BETA1_REST),
         root,
     )
-    pointers = common.at(g, start, G), common.at(m, start, S)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
+    pointers = (common.at(g, start, G), means), common.at(m, start, S)
     scales, parts = scaling.scales_of(row_ptr, start), (row_parts, col_parts)
     if tiling.aligned(m, shape, VECTOR):
         if g % 16 == 0:
@@ -240,7 +250,7 @@ def average(
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
-        g = common.read(pointers[0], offsets, mask, G_VECTOR).to(tl.float32) * scale
+        g = scaling.gradient(pointers[0], offsets, mask, i, shape, scale, G_VECTOR, ROWS)
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         if tl.int8 != S:
             m = common.write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
@@ -330,7 +340,7 @@ def apply(
 @triton.jit
 def came_codes(
     rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
-    G: tl.constexpr, FACTORED: tl.constexpr,
+    G: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
     pack = tl.program_id(0)
@@ -340,12 +350,15 @@ def came_codes(
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     inner = tl.load(row_ptr + common.INNER)
     stop = tl.load(row_ptr + common.SIZE) // inner * tl.cdiv(inner, codec.CODES)
-    where = codec.code_blocks((pack - tl.load(row_ptr + layout.FIRST_PACK)) * layout.PACK, stop, inner, 1, layout.PACK)
+    block = (pack - tl.load(row_ptr + layout.FIRST_PACK)) * layout.PACK
+    where = codec.code_blocks(block, stop, inner, 1, layout.PACK)
     offsets, mask = where[0], where[1]
 
-    g = common.read(common.at(tl.load(grads_ptr + index), 0, G), offsets, mask).to(tl.float32) * common.gradient_scale(
-        grad_scale_ptr, option_ptr
-    )
+    means = centring.means_from(row_ptr, block, tl.cdiv(inner, codec.CODES), CENTRE)
+    positions, exist = tl.arange(0, layout.PACK)[:, None], where[3][:, None]
+    pointer = common.at(tl.load(grads_ptr + index), 0, G)
+    g = centring.gradient(pointer, offsets, mask, means, positions, exist, 1)
+    g *= common.gradient_scale(grad_scale_ptr, option_ptr)
     clip = common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP)
     if FACTORED:
         height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)

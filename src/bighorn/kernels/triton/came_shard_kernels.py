@@ -12,7 +12,8 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def came_known_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
-    G: tl.constexpr, SPLIT: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    G: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums, along the split dim, of g^2 divided by the averages that are not split."""
     tile = tl.program_id(0)
@@ -33,10 +34,11 @@ def came_known_squares(
             row_parts,
         )
     g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
     if tiling.aligned(g, shape, VECTOR):
-        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
+        known_squares((common.at(g, start, G), means), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
     else:
-        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * layout.FEW)
+        known_squares((common.at(g, start, G), means), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * layout.FEW)
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def known_squares(
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = common.read(g, offsets, mask, VECTOR).to(tl.float32) * scale
+        value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
         if SPLIT == "rows":
             value *= scaling.row_factors(known, i, shape, 1.0, ROWS)[:, None]
         else:

@@ -112,6 +112,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
     ) -> Iterator[Tensor]:
         """Make one step; it yields sums, which must be added up over all ranks, in place, before it continues."""
         self.given = options, scale, apply_mask, compile_only
+        yield from self.centre_shards(apply_mask, compile_only=compile_only)
         if self.factored:
             self.find_present()
             self.squares()
@@ -229,7 +230,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         """Return the sums of u^2 and x^2 over this rank's shard of each tensor."""
         _, _, apply_mask, compile_only = self.given
         first, stop, stride = self.columns.FIRST_TILE, self.columns.STOP_TILE, self.columns.SUM
-        totals = self.shard_totals(apply_mask, first.value, stop.value, stride.value, compile_only)
+        totals = self.shard_totals(apply_mask, first.value, stop.value, stride.value, 2, compile_only)
         return totals[self.columns.U_SQUARES.value :: 2], totals[self.columns.X_SQUARES.value :: 2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
+from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
@@ -13,7 +14,8 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_second_moment(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
     chunk = tl.program_id(0)
@@ -31,7 +33,8 @@ def came_second_moment(
         common.number(option_ptr + layout.EPS1),
     )
     whole = common.vectorised(v, size, BLOCK)
-    pointers = common.at(g, start, G), common.at(v, start, tl.float32)
+    means = centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE)
+    pointers = common.at(g, start, G), common.at(v, start, tl.float32), means
     if g % 16 == 0:
         total = second_moment(pointers, numbers, 0, whole, common.UNMASKED, common.UNMASKED, BLOCK)
     else:
@@ -56,7 +59,7 @@ def second_moment(
     total = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
         offsets, mask = common.block(i, stop, BLOCK)
-        g = common.read(pointers[0], offsets, mask, G_VECTOR).to(tl.float32) * scale
+        g = centring.gradient(pointers[0], offsets, mask, pointers[2], offsets, mask, G_VECTOR) * scale
         v = beta2 * common.read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)
         u = scaling.unfactored(g, common.write(pointers[1], offsets, mask, v, VECTOR))
         total += common.folded(u.to(tl.float64) * u.to(tl.float64))
@@ -66,7 +69,7 @@ def second_moment(
 @triton.jit
 def came_move(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, scalars_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, CENTRE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the average of an unfactored tensor, unless `came_codes` has done so, and step the parameter."""
@@ -92,6 +95,7 @@ def came_move(
         common.at(g, start, G),
         common.at(m, start, S),
         common.at(v, start, tl.float32),
+        centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE),
     )
     scales, draws = (
         scaling.scales_of(row_ptr, start),
@@ -121,7 +125,7 @@ def move(
                 common.read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + place, mask=mask), "linear"
             )
         else:
-            g = common.read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
+            g = centring.gradient(pointers[1], offsets, mask, pointers[4], offsets, mask, G_VECTOR) * scale
             u = scaling.unfactored(g, common.read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip
             m = beta1 * common.read(pointers[2], offsets, mask, VECTOR).to(tl.float32) + beta1_rest * u  # CAME-m
             m = common.write(pointers[2], offsets, mask, m, VECTOR)

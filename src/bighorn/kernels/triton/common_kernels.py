@@ -72,9 +72,9 @@ def square_sums(
 @triton.jit
 def shard_totals(
     rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, totals_ptr,
-    FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr,
+    FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute, with one program per shard, the totals of the first two columns of its `sums_ptr`, `[tensors, 2]`.
+    """Compute, with one program per shard, the totals of its `sums_ptr`, `[tensors, COLUMNS]`.
 
     FIRST_SUM and STOP_SUM are the columns of `rows_ptr` that have the bounds of its sums.
     """
@@ -82,8 +82,8 @@ def shard_totals(
     if not takes_part(grads_ptr, apply_mask_ptr, index):
         return
     first, stop = tl.load(rows_ptr + index * ROW + FIRST_SUM), tl.load(rows_ptr + index * ROW + STOP_SUM)
-    tl.store(totals_ptr + 2 * index, partial_total(sums_ptr, first, stop, STRIDE))
-    tl.store(totals_ptr + 2 * index + 1, partial_total(sums_ptr + 1, first, stop, STRIDE))
+    for column in tl.static_range(COLUMNS):
+        tl.store(totals_ptr + COLUMNS * index + column, partial_total(sums_ptr + column, first, stop, STRIDE))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""LAMB in Triton: the host side. Four launches step the whole model."""
+"""LAMB in Triton: the host side. Four launches step the whole model, and one or two more centre gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from torch import Tensor
 from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import LambOptions
-from bighorn.kernels.triton import stepper
-from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.device import unsupported
+from bighorn.kernels.triton.launch_group import (
+    CHUNK,
+    GradientLayouts,
+    LaunchGroup,
+    RowIndex,
+    constants_of,
+    shard_of,
+)
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -26,9 +33,7 @@ FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root"
 
 def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     """The reason why this backend cannot serve a tensor, or None."""
-    reason = stepper.unsupported_reason(param, options)
-    if options.cautious and not reason:
-        return "cautious updates are not in Triton: they would take one more pass over each tensor"
+    reason = unsupported(param)
     if (
         options.blocks
         and not reason
@@ -39,7 +44,10 @@ def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
 
 
 class LambLaunchGroup(LaunchGroup[LambOptions]):
-    """Rows that share compiled kernels. Rows with a trust ratio come first, since the second pass omits the others."""
+    """Rows that share compiled kernels. Rows of the second pass come first.
+
+    It omits rows without a trust ratio, unless updates are cautious: their share of elements is known after the first.
+    """
 
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -48,11 +56,12 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
 
         self.kernels = lamb_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
-        adaptive_first = sorted(indices, key=lambda index: not buckets[index[0]].options.adapt)
-        super().__init__(buckets, adaptive_first, layouts, uploads)
-        adapts = [buckets[index].options.adapt for index, _ in self.indices]
-        self.adapted = sum(itertools.compress(self.chunks, adapts))
-        self.sums = torch.empty(2 * len(self.program_to_row), dtype=torch.float64, device=self.device)
+        waits = [bucket.options.adapt or bucket.options.cautious for bucket in buckets]
+        waiting_first = sorted(indices, key=lambda index: not waits[index[0]])
+        super().__init__(buckets, waiting_first, layouts, uploads)
+        self.second = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
+        self.width = (lamb_kernels.CAUTIOUS_SUM if self.constants["CAUTIOUS"] else lamb_kernels.SUM).value
+        self.sums = torch.empty(self.width * len(self.program_to_row), dtype=torch.float64, device=self.device)
         factors = lamb_kernels.FACTOR.value * len(self.indices)
         self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
 
@@ -73,6 +82,8 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
             "V_FORM": v_form,
             "DECAY_MODE": options.decay_mode,
             "AMSGRAD": options.second_moment == "amsgrad",
+            "CAUTIOUS": options.cautious,
+            "G_AGAIN": TYPES[g] if options.cautious else None,
             "BLOCK": LANES.value * (8 if narrow else 4),
         }
 
@@ -85,17 +96,34 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
     def own_columns(self) -> list[list[int]]:
         """See `LaunchGroup.own_columns`; `lamb_kernels.py` numbers the columns."""
         states, names = [(self.buckets[index].state, i) for index, i in self.indices], self.kernels.ADDRESSES
-        return [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
+        addresses = [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
+        sizes = [shard_of(self.buckets[index], i).numel for index, i in self.indices]
+        return [[*row, size] for row, size in zip(addresses, sizes, strict=True)]
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """Make one LAMB step."""
+        if self.sharded:  # without other ranks, all sums are complete
+            for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
+                pass
+            return
+        if self.row_means:
+            self.centre(self.row_means, apply_mask, compile_only=compile_only)
         self.moments(options, scale, apply_mask, compile_only=compile_only)
-        # A shard's totals are those of all ranks, which `sharded_step` passes; without other ranks, they are its own.
-        totals = self.totals(apply_mask, compile_only=compile_only) if self.sharded else None
-        self.apply(options, apply_mask, totals, compile_only=compile_only)
+        self.apply(options, scale, apply_mask, compile_only=compile_only)
+
+    def sharded_step(
+        self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
+    ) -> Iterator[Tensor]:
+        """See `LaunchGroup.sharded_step`; the sums of a tensor's chunks are added up together."""
+        yield from self.centre_shards(apply_mask, compile_only=compile_only)
+        self.moments(options, scale, apply_mask, compile_only=compile_only)
+        first, stop = self.common.FIRST.value, self.common.STOP.value
+        totals = self.shard_totals(apply_mask, first, stop, self.width, self.width, compile_only)
+        yield totals
+        self.apply(options, scale, apply_mask, totals, compile_only=compile_only)
 
     def moments(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """Run the first pass: moments, and the sums of the squares of x and u for each chunk."""
+        """Run the first pass: moments, and the sums of each chunk."""
         rows, grads, program_to_row, sums, factors = self.rows, self.grads, self.program_to_row, self.sums, self.factors
         self.launch(
             self.kernels.lamb_factors, len(self.indices), (rows, grads, options, apply_mask, factors), compile_only
@@ -103,19 +131,22 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         tables = rows, grads, program_to_row, options, scale, apply_mask, sums, factors
         self.launch(self.kernels.lamb_moments, len(self.program_to_row), tables, compile_only)
 
-    def totals(self, apply_mask: Tensor, *, compile_only: bool = False) -> Tensor:
-        """Return these sums for each row, flat: of x, of u, and so on."""
-        return self.shard_totals(apply_mask, self.common.FIRST.value, self.common.STOP.value, 2, compile_only)
-
     def apply(
-        self, options: Tensor, apply_mask: Tensor, totals: Tensor | None = None, *, compile_only: bool = False
+        self,
+        options: Tensor,
+        scale: Tensor,
+        apply_mask: Tensor,
+        totals: Tensor | None = None,
+        *,
+        compile_only: bool = False,
     ) -> None:
         """Compute each tensor's trust ratio from its sums, which are those of all ranks for a shard, then step x."""
         rows, grads, program_to_row, factors = self.rows, self.grads, self.program_to_row, self.factors
         tables = rows, grads, options, apply_mask, self.sums if totals is None else totals, factors
         self.launch(self.kernels.lamb_norms, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
-        tables = rows, grads, program_to_row, options, apply_mask, factors
-        self.launch(self.kernels.lamb_apply, self.adapted, tables, compile_only)
+        second = rows, grads, program_to_row, options, apply_mask, factors, scale
+        centre = self.constants["CAUTIOUS"] and self.constants["CENTRE"]  # else the second pass reads no gradient
+        self.launch(self.kernels.lamb_apply, self.second, second, compile_only, CENTRE=centre)
 
 
 class Lamb(Stepper[LambOptions]):
@@ -132,21 +163,7 @@ class Lamb(Stepper[LambOptions]):
         """See `Stepper.kind`."""
         del i
         o = bucket.options
-        return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks
-
-    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """Make one step of shards, as `reference.Lamb.sharded_step`: one round, with the sums of squares of x and u."""
-        groups = [group for group in self.groups if isinstance(group, LambLaunchGroup)]
-        with self.guard:
-            options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
-            for group in groups:
-                group.moments(options, scale, apply_mask)
-            sums = torch.cat([self.none, *(group.totals(apply_mask) for group in groups)])
-        yield sums
-        with self.guard:
-            for group, own in zip(groups, torch.split(sums, [2 * len(group.indices) for group in groups]), strict=True):
-                group.apply(options, apply_mask, own)
-            self.finish(apply_mask)
+        return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks, o.centre, o.cautious
 
     @staticmethod
     def option_values(options: LambOptions) -> list[float]:

@@ -9,6 +9,7 @@ tensor, are in float64.
 import triton
 import triton.language as tl
 
+from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
@@ -19,6 +20,7 @@ EXP_AVG_SQ = tl.constexpr(common.OWN + 0)
 MAX_EXP_AVG_SQ = tl.constexpr(common.OWN + 1)
 EXP_AVG_SCALE = tl.constexpr(common.OWN + 2)  # used if moments are kept in blocks
 EXP_AVG_SQ_SCALE = tl.constexpr(common.OWN + 3)
+NUMEL = tl.constexpr(common.OWN + 4)  # of the whole tensor if the row is a shard
 
 # Columns of the table of hyper-parameters, after the common columns.
 BETA1 = tl.constexpr(3)
@@ -45,6 +47,15 @@ STRIDE = tl.constexpr(2)  # the factor of u: lr, its correction, and finally the
 STEP_NUMBER = tl.constexpr(3)  # from 1
 FACTOR = tl.constexpr(4)
 
+# The table of sums: float64, one row per chunk, or per shard.
+X_SQUARES = tl.constexpr(0)
+U_SQUARES = tl.constexpr(1)  # of a cautious update: of r, masked but not scaled up
+SUM = tl.constexpr(2)
+KEPT = tl.constexpr(2)  # the elements of a cautious update that are not masked
+PRODUCTS = tl.constexpr(3)  # of this r and x
+CAUTIOUS_SUM = tl.constexpr(4)
+LEAST_SHARE = tl.constexpr(1e-3)  # of elements that are not masked, by whose inverse r is scaled up
+
 
 @triton.jit
 def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr):
@@ -66,9 +77,10 @@ def lamb_moments(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr, factors_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr, CAUTIOUS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Run the first pass: moments, sums of the squares of x and u of each chunk, and x itself without a trust ratio."""
+    """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
     chunk = tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -82,7 +94,7 @@ def lamb_moments(
     whole = aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
-        common.at(g, start, G),
+        (common.at(g, start, G), means_of(row_ptr, first, M_FORM, CENTRE)),
         codec.moment_at(m, tl.load(row_ptr + EXP_AVG_SCALE), start, S, M_FORM),
         codec.moment_at(v, tl.load(row_ptr + EXP_AVG_SQ_SCALE), start, V, V_FORM),
         common.at(v_max, start, V),
@@ -98,30 +110,34 @@ def lamb_moments(
     places = first, start, tl.load(row_ptr + common.INNER), draws
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
     if g % 16 == 0:
-        x1, u1 = moments(
+        x1, u1, kept1, products1 = moments(
             pointers, numbers, option_ptr, places, 0, whole,
-            VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
+            VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
         )  # fmt: skip
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
-        x1, u1 = moments(
+        x1, u1, kept1, products1 = moments(
             pointers, numbers, option_ptr, places, 0, whole,
-            VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
+            VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
         )  # fmt: skip
-    x2, u2 = moments(
+    x2, u2, kept2, products2 = moments(
         pointers, numbers, option_ptr, places, whole, size,
-        1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, BLOCK,
+        1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
     )  # fmt: skip
-    tl.store(sums_ptr + 2 * chunk, tl.sum(x1 + x2, 0))
-    tl.store(sums_ptr + 2 * chunk + 1, tl.sum(u1 + u2, 0))
+    sums = sums_ptr + chunk * (CAUTIOUS_SUM if CAUTIOUS else SUM)
+    tl.store(sums + X_SQUARES, tl.sum(x1 + x2, 0))
+    tl.store(sums + U_SQUARES, tl.sum(u1 + u2, 0))
+    if CAUTIOUS:
+        tl.store(sums + KEPT, tl.sum((kept1 + kept2).to(tl.float64), 0))
+        tl.store(sums + PRODUCTS, tl.sum(products1 + products2, 0))
 
 
 @triton.jit
 def moments(
     pointers, numbers, option_ptr, places, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step elements `first` to `stop` of a chunk; return the sums of x^2 and u^2, one per lane."""
+    """Step elements `first` to `stop` of a chunk; return the columns of its sums, one of each per lane."""
     AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
     beta1, beta2 = common.number(option_ptr + BETA1), common.number(option_ptr + BETA2)
@@ -130,13 +146,13 @@ def moments(
     writes_x = tl.load(option_ptr + ADAPTS) == 0
     x_squares = tl.zeros((common.LANES,), tl.float64)
     u_squares = tl.zeros((common.LANES,), tl.float64)
+    kept = tl.zeros((common.LANES,), tl.float32)
+    products = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, AT_ONCE):
         where = codec.blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
         offsets, mask = where[0], where[1]
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        g = common.read(pointers[1], offsets, mask, G_VECTOR).to(tl.float32) * scale
-        if DECAY_MODE == "l2":
-            g += decay * x
+        g = gradient(pointers[1], where, places[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
         m = beta1 * codec.read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
         v = beta2 * codec.read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
         m = codec.write_moment(pointers[2], where, m, 0, M_FORM, VECTOR)
@@ -149,32 +165,52 @@ def moments(
             )
         if DECAY_MODE == "decoupled":
             x *= shrink
-        u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
+        u = ratio(m, v, m_factor, root_eps)
+        if CAUTIOUS:
+            agree = agreeing(m, g)
+            kept += common.folded(agree)
+            u *= agree
+        elif DECAY_MODE == "ratio":
+            u += decay * x  # LAMB-u
         if VECTOR != common.UNMASKED:
             u = tl.where(mask, u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
         x_squares += common.folded(x.to(tl.float64) * x.to(tl.float64))
         u_squares += common.folded(u.to(tl.float64) * u.to(tl.float64))
-        if writes_x:
+        if CAUTIOUS:
+            if DECAY_MODE == "ratio":
+                products += common.folded(x.to(tl.float64) * u.to(tl.float64))
+        elif writes_x:
             draw = places[3], places[1], offsets
             _stored = weights.write_weight(pointers[0], offsets, mask, x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
-    return x_squares, u_squares
+    return x_squares, u_squares, kept, products
 
 
 @triton.jit
-def lamb_norms(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, factors_ptr, PER_CHUNK: tl.constexpr):
+def lamb_norms(
+    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, factors_ptr,
+    DECAY_MODE: tl.constexpr, CAUTIOUS: tl.constexpr, PER_CHUNK: tl.constexpr,
+):  # fmt: skip
     """Compute each tensor's norms and trust ratio, and count its step; `sums` have a row per chunk or tensor."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    if PER_CHUNK:
-        first, stop = tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP)
-        x_squares, u_squares = (
-            common.partial_total(sums_ptr, first, stop, 2),
-            common.partial_total(sums_ptr + 1, first, stop, 2),
-        )
-    else:
-        x_squares, u_squares = tl.load(sums_ptr + 2 * index), tl.load(sums_ptr + 2 * index + 1)
+    WIDTH: tl.constexpr = CAUTIOUS_SUM if CAUTIOUS else SUM
+    x_squares = tensor_total(sums_ptr + X_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
+    u_squares = tensor_total(sums_ptr + U_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
+    if CAUTIOUS:
+        kept = tensor_total(sums_ptr + KEPT, row_ptr, index, WIDTH, PER_CHUNK)
+        growth = 1 / tl.maximum(kept / tl.maximum(tl.load(row_ptr + NUMEL), 1), LEAST_SHARE)
+        m_factor = factors_ptr + index * FACTOR + M_FACTOR
+        tl.store(m_factor, tl.load(m_factor) * growth)
+        u_squares *= growth * growth
+        if DECAY_MODE == "ratio":
+            products, decay = (
+                tensor_total(sums_ptr + PRODUCTS, row_ptr, index, WIDTH, PER_CHUNK),
+                tl.load(option_ptr + common.DECAY),
+            )
+            u_squares += 2 * growth * decay * products + decay * decay * x_squares
+            u_squares = tl.where(u_squares < 0, 0.0, u_squares)  # if u cancels to 0
     weight_norm, update_norm = tl.sqrt(x_squares), tl.sqrt(u_squares)
     q = trust_ratio(weight_norm, update_norm, option_ptr)
 
@@ -188,6 +224,15 @@ def lamb_norms(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, facto
 
 
 @triton.jit
+def tensor_total(sums_ptr, row_ptr, index, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr):
+    """Return a column's sum over a tensor's chunks; for shards, the sum over all ranks."""
+    if PER_CHUNK:
+        return common.partial_total(sums_ptr, tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP), WIDTH)
+    else:
+        return tl.load(sums_ptr + WIDTH * index)
+
+
+@triton.jit
 def trust_ratio(weight_norm, update_norm, option_ptr):
     """Return the `trust_ratio` of the reference; bounds that are not set are 0 and infinity, and a NaN remains NaN."""
     q = bounded(weight_norm, option_ptr + WEIGHT_LOW, option_ptr + WEIGHT_HIGH) / update_norm  # LAMB-q
@@ -197,12 +242,16 @@ def trust_ratio(weight_norm, update_norm, option_ptr):
 
 @triton.jit
 def lamb_apply(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, apply_mask_ptr, factors_ptr,
-    X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, apply_mask_ptr, factors_ptr, grad_scale_ptr,
+    X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Run the second pass: x, in reverse order, since the last chunks of the first pass may still be in cache."""
+    """Run the second pass: x, in reverse order, since the last chunks of the first pass may still be in cache.
+
+    G_AGAIN is the dtype of gradients if updates are cautious, whose masks are computed from them again, else None.
+    """
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -221,14 +270,30 @@ def lamb_apply(
     t = tl.load(factor + STEP_NUMBER)
     places = first, start, tl.load(row_ptr + common.INNER), weights.stream(row_ptr, t, ROUNDING == "stochastic", CUT)
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
-    apply(pointers, factor, option_ptr, places, 0, whole, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
-    apply(pointers, factor, option_ptr, places, whole, size, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    if G_AGAIN is None:
+        apply(pointers, factor, option_ptr, places, 0, whole, VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(pointers, factor, option_ptr, places, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+    else:
+        g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
+        again = (common.at(g, start, G_AGAIN), means_of(row_ptr, first, M_FORM, CENTRE)), scale
+        masked = pointers[0], pointers[1], pointers[2], again
+        if g % 16 == 0:
+            apply(
+                masked, factor, option_ptr, places, 0, whole,
+                VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK,
+            )  # fmt: skip
+        else:
+            apply(
+                masked, factor, option_ptr, places, 0, whole,
+                VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK,
+            )  # fmt: skip
+        apply(masked, factor, option_ptr, places, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
 
 @triton.jit
 def apply(
     pointers, factor, option_ptr, places, first, stop,
-    VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
@@ -244,9 +309,16 @@ def apply(
         x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
         m = codec.read_moment(pointers[1], where, M_FORM, VECTOR)
         v = codec.read_moment(pointers[2], where, V_FORM, VECTOR)
+        if len(pointers) == 4:
+            again, scale = pointers[3]
+            g = gradient(again, where, places[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
-        u = update(x, m, v, m_factor, root_eps, decay, DECAY_MODE)
+        u = ratio(m, v, m_factor, root_eps)
+        if len(pointers) == 4:
+            u *= agreeing(m, g)
+        if DECAY_MODE == "ratio":
+            u += decay * x  # LAMB-u
         draw = places[3], places[1], where[0]
         weights.write_weight(pointers[0], where[0], where[1], x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
 
@@ -280,10 +352,38 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def update(x, m, v, m_factor, root_eps, decay, DECAY_MODE: tl.constexpr):
-    """Return u of a block. Both bias corrections are in the scalars of the tensor."""
-    r = tl.div_rn(m * m_factor, tl.sqrt_rn(v) + root_eps)
-    return r + decay * x if DECAY_MODE == "ratio" else r  # LAMB-u
+def means_of(row_ptr, first, FORM: tl.constexpr, CENTRE: tl.constexpr):
+    """Return the means of the rows of gradients from a chunk's first element on, by element or by block of codes."""
+    inner = tl.load(row_ptr + common.INNER)
+    if FORM == "":
+        return centring.means_from(row_ptr, first, inner, CENTRE)
+    else:
+        return centring.means_from(row_ptr, first // codec.CODES, tl.cdiv(inner, codec.CODES), CENTRE)
+
+
+@triton.jit
+def gradient(
+    g, where, first, x, scale, decay, FORM: tl.constexpr, DECAY_MODE: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """Return a block of g as the moments take it; `g` are a pointer and the means of rows."""
+    if FORM == "":
+        positions, exist = where[0], where[1]
+    else:
+        positions, exist = (where[2] - (first // codec.CODES).to(tl.int32))[:, None], where[3][:, None]
+    value = centring.gradient(g[0], where[0], where[1], g[1], positions, exist, VECTOR) * scale
+    return value + decay * x if DECAY_MODE == "l2" else value
+
+
+@triton.jit
+def ratio(m, v, m_factor, root_eps):
+    """Return r of a block. Both bias corrections, and the share of a cautious update, are in the tensor's scalars."""
+    return tl.div_rn(m * m_factor, tl.sqrt_rn(v) + root_eps)
+
+
+@triton.jit
+def agreeing(m, g):
+    """Return 1 for the elements whose r, with the sign of m, agrees with g, and 0 for the others."""
+    return (((m > 0) & (g > 0)) | ((m < 0) & (g < 0))).to(tl.float32)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Generator, Iterator
 from typing import Any, Generic
 
 import torch
@@ -13,6 +14,7 @@ from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import AUX_STATE, rng_key
+from bighorn.kernels.triton.centring import RowMeans
 from bighorn.kernels.triton.device import Launch, compiled
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
 
@@ -32,6 +34,7 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
     return {
         **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
         "ROUNDING": options.weight_rounding,
+        "CENTRE": options.centre,
         "CHUNK": CHUNK,
         "G_BLOCK": LANES.value * 16 // g.itemsize,
     }
@@ -61,6 +64,10 @@ class LaunchGroup(Generic[Options]):
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]
         self.program_to_row = self.program_table(self.chunks)
+        self.row_means: RowMeans | None = None
+        if buckets[indices[0][0]].options.centre:
+            shards = [shard_of(buckets[index], i) for index, i in indices]
+            self.row_means = RowMeans(self.params, shards, uploads, self.program_table)
         self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
         self.addresses = CachedTable(torch.int64, uploads)
         self.copies: list[Tensor] = []
@@ -103,9 +110,15 @@ class LaunchGroup(Generic[Options]):
         """Make one step, or compile the kernels only."""
         raise NotImplementedError
 
+    def sharded_step(
+        self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
+    ) -> Iterator[Tensor]:
+        """Make one step of shards; it yields sums, which must be added up over all ranks, in place, to continue."""
+        raise NotImplementedError
+
     def holders(self) -> list[object]:
         """Return the objects whose attributes are this group's tables."""
-        return [self, self.addresses]
+        return [self, self.addresses, *([self.row_means] if self.row_means else [])]
 
     def update_gradients(self) -> None:
         """Upload the addresses of this step's gradients, in the order of their parameters, if they have changed."""
@@ -125,12 +138,31 @@ class LaunchGroup(Generic[Options]):
         self.launch(self.common.square_sums, len(self.program_to_row), tables, compile_only=False)
         return sums
 
-    def shard_totals(self, apply_mask: Tensor, first: int, stop: int, stride: int, compile_only: bool) -> Tensor:
-        """Return the totals of the first two columns of each row's `sums`, flat; arguments are those of the kernel."""
-        totals = torch.zeros(2 * len(self.indices), dtype=torch.float64, device=self.device)
-        columns = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride}
+    def centre(self, of: RowMeans, apply_mask: Tensor, *, compile_only: bool = False) -> None:
+        """Compute the means of the rows of gradients, which the kernels after it subtract."""
+        from bighorn.kernels.triton import centring_kernels as kernels
+
+        if self.uploads.recording:
+            keep_alive((of.means,))  # kernels find them by an address in the table of rows
+        for kernel, to_row in ((kernels.row_sums, of.tile_to_row), (kernels.row_means, of.piece_to_row)):
+            tables = self.rows, self.grads, to_row, apply_mask, of.partials
+            self.launch(kernel, len(to_row), tables, compile_only)
+
+    def centre_shards(self, apply_mask: Tensor, *, compile_only: bool = False) -> Generator[Tensor, None, None]:
+        """Compute these means for shards, if any; it yields the sums of rows that extend over several ranks."""
+        if self.row_means:
+            self.row_means.means.zero_()  # those of tensors without a gradient are not computed
+            self.centre(self.row_means, apply_mask, compile_only=compile_only)
+            yield from self.row_means.added_up()
+
+    def shard_totals(
+        self, apply_mask: Tensor, first: int, stop: int, stride: int, columns: int, compile_only: bool
+    ) -> Tensor:
+        """Return the totals of the first columns of each row's `sums`, flat; arguments are those of the kernel."""
+        totals = torch.zeros(columns * len(self.indices), dtype=torch.float64, device=self.device)
+        constants = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride, "COLUMNS": columns}
         tables = self.rows, self.grads, apply_mask, self.sums, totals
-        self.launch(self.common.shard_totals, len(self.indices), tables, compile_only, **columns)
+        self.launch(self.common.shard_totals, len(self.indices), tables, compile_only, **constants)
         return totals
 
     def launch(
@@ -169,15 +201,21 @@ class LaunchGroup(Generic[Options]):
             row.append(max(1, math.prod(x.shape[1:])))
             row += random_columns(bucket, i) if draws(bucket) else [0] * 6
             row += own
-            rows.append(row + [0] * (width - len(row)))
+            last = self.row_means.columns[len(rows)] if self.row_means else []
+            rows.append(row + [0] * (width - len(row) - len(last)) + last)
             unique_steps.add(step)
             first = stop
         return rows
 
 
+def shard_of(bucket: Bucket[Any], i: int) -> Shard:
+    """Return the shard of a row."""
+    return bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
+
+
 def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
     """Return the key of a row's random bits, and the positions of its elements in the whole parameter."""
-    shard = bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
+    shard = shard_of(bucket, i)
     strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     first = bucket.row_offsets[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
     key = rng_key(bucket.options.rounding_seed, bucket.param_ids[i])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Generic
 
 import torch
@@ -12,17 +12,9 @@ from torch import Tensor
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import CameOptions, LambOptions, Options
-from bighorn.kernels.triton.device import guard, unsupported
+from bighorn.kernels.triton.device import guard
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
-
-
-def unsupported_reason(param: Tensor, options: LambOptions | CameOptions) -> str | None:
-    """The reason why no algorithm of this backend can serve a tensor with such options, or None."""
-    reason = unsupported(param)
-    if options.centre and not reason:
-        return "gradient centralisation is not in Triton: it would take one more pass over each gradient"
-    return reason
 
 
 def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
@@ -141,6 +133,22 @@ class Stepper(Generic[Options]):
             options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
             for group in self.groups:
                 group.step(options, scale, apply_mask)
+            self.finish(apply_mask)
+
+    def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
+        """Make one step of shards, as `reference.Stepper.sharded_step`; all groups reduce their sums together."""
+        with self.guard:
+            options, scale, apply_mask = self.on_device(grad_scale, apply_mask)
+            running = [group.sharded_step(options, scale, apply_mask) for group in self.groups]
+            parts = [sums for part in running if (sums := next(part, None)) is not None]
+        while parts:
+            sums = torch.cat(parts)
+            yield sums
+            with self.guard:
+                for part, arrived in zip(parts, torch.split(sums, [part.numel() for part in parts]), strict=True):
+                    part.copy_(arrived)
+                parts = [sums for part in running if (sums := next(part, None)) is not None]
+        with self.guard:
             self.finish(apply_mask)
 
     def on_device(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -137,16 +137,20 @@ def compile_options(kernel: str, backend: str, warp_size: int, constants: dict[s
 
 
 def _takes_many_registers(kernel: str, constants: dict[str, Any]) -> bool:
-    narrow_gradient = constants["G"].primitive_bitwidth == 16
+    x, g, moment = (constants[name].primitive_bitwidth for name in "XGS")
+    is_lamb, decay_mode = kernel == "lamb_moments", constants.get("DECAY_MODE")
     return bool(
         constants.get("M_FORM")
         or constants.get("AMSGRAD")
-        or constants["S"].primitive_bitwidth == 8
+        or moment == 8
         or constants["ROUNDING"] != "nearest"
-        or constants["G"].primitive_bitwidth == 64
+        or g == 64
         or "RESIDUAL" in constants  # sums of lines: 16 of float64 per thread
-        or (kernel == "came_average" and narrow_gradient)
-        or (kernel == "lamb_moments" and narrow_gradient and constants["X"].name == "fp16")
+        or (kernel == "came_average" and g == 16)
+        or (kernel in ("came_average", "came_known_squares") and constants["CENTRE"])
+        or (is_lamb and g == 16 and constants["X"].name == "fp16")
+        or (is_lamb and (x, g, moment) == (32, 32, 16) and decay_mode == "decoupled")
+        or (is_lamb and x == moment == 16 and decay_mode == "ratio" and constants["CAUTIOUS"])
     )
 
 

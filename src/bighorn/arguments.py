@@ -29,11 +29,16 @@ StepFunction = Callable[[int], Any]
 
 ELSEWHERE = {
     "learning_rate": "lr",
+    "learnrate": "lr",
+    "lrate": "lr",
     "epsilon": "eps",
     "weight_decay_rate": "weight_decay",
     "wd": "weight_decay",
+    "l2": "weight_decay",
     "beta_1": "betas",
     "beta_2": "betas",
+    "b1": "betas",
+    "b2": "betas",
 }
 """Names of arguments in other packages that are too different from ours for `difflib`."""
 
@@ -43,19 +48,19 @@ NOT_OURS = {
     "capturable": ("torch.optim", "no option is needed; backend=... chooses the kernels"),
     "differentiable": ("torch.optim", "steps are not differentiable on any backend=...; use torch.optim for that"),
     "amsgrad": ("torch.optim", 'use second_moment="amsgrad"'),
+    "momentum": ("torch.optim.SGD", "use betas, whose first is the decay of the first moment"),
+    "dampening": ("torch.optim.SGD", "leave it out"),
+    "nesterov": ("torch.optim.SGD", "leave it out"),
     "relative_step": ("Adafactor", "use lr=bighorn.schedules.RelativeStep()"),
     "warmup_init": ("Adafactor", "use lr=bighorn.schedules.RelativeStep(warmup_init=True)"),
 }
 """Options of other optimizers: the package of each, and the remedy."""
 
-NEAR = 0.8
-"""The likeness, as `difflib` computes it, from which a key is treated as a misspelt option."""
-
 
 def hint(name: object, known: Iterable[object]) -> str:
     """The known name that was probably meant, as a question; empty if no name is similar."""
-    words = [str(word) for word in known]
-    same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(str(name), name)]
+    words, meant = [str(word) for word in known], str(name).lower()
+    same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(meant, meant)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -84,24 +89,6 @@ def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where:
         raise TypeError(
             f'{where} got {name!r}, an option of a group: give [{{"params": ..., {name!r}: ...}}] as params'
         )
-
-
-def refuse_misspelt(names: Iterable[object], options: Iterable[str], where: str) -> None:
-    """Like `refuse_unknown`, but ignore names that are not similar to an option, since trainers write their own keys.
-
-    `initial_weight_decay` and `lr_scale` are such keys, which contain the whole name of an option.
-    """
-    options = list(options)
-    refuse_unknown([name for name in names if name in NOT_OURS or _misspells(name, options)], options, where)
-
-
-def _misspells(name: object, options: list[str]) -> bool:
-    if not isinstance(name, str) or name in options:
-        return False
-    if ELSEWHERE.get(name) in options:
-        return True
-    near = difflib.get_close_matches(name, options, n=1, cutoff=NEAR)
-    return bool(near) and not any(name.startswith(f"{word}_") or name.endswith(f"_{word}") for word in options)
 
 
 def knows_its_keywords(kind: type[Kind]) -> type[Kind]:

@@ -6,7 +6,6 @@ The file also tests the version of bighorn's own checkpoints.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -344,17 +343,29 @@ def test_what_cannot_be_gone_on_with_is_refused_and_changes_nothing() -> None:
     before = copy.deepcopy(came.state_dict())
     with pytest.raises(ValueError, match="a checkpoint of torch's Adam, whose state is not Came's: load it into Lamb"):
         came.load_state_dict(adam.state_dict())
-    unknown = copy.deepcopy(adam.state_dict())
-    unknown["param_groups"][0]["lookahead"] = 5
     lamb = Lamb(bare(copies(theirs)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvertedStateWarning)
-        with pytest.raises(ValueError, match=r"param_groups\[0\].*unknown option 'lookahead'"):
-            lamb.load_state_dict(unknown)
+    unknown = copy.deepcopy(adam.state_dict())
+    for group in unknown["param_groups"]:
+        group["lookahead"] = group.pop("amsgrad")
+    with pytest.raises(ValueError, match=r"param_groups\[0\].*unknown option .*: the state is another"):
+        lamb.load_state_dict(unknown)
     with pytest.raises(ConvertedStateWarning):  # if the warning is an error, the state stays as it was
         lamb.load_state_dict(adam.state_dict())
     assert not lamb.state
     assert repr(came.state_dict()) == repr(before)
+
+
+def test_a_converted_checkpoint_keeps_keys_of_others_and_names_them() -> None:
+    theirs = VALUES.parameters()
+    adamw = torch.optim.AdamW(in_groups(theirs))
+    go(adamw, theirs, range(1))
+    for group in adamw.param_groups:
+        group |= {"lr_multiplier": 0.5, "is_last_layer": False}
+    parameters = copies(theirs)
+    lamb = Lamb([{**group, "lr_multiplier": 1.0} for group in bare(parameters)], **ADAMW)
+    with pytest.warns(ConvertedStateWarning, match=r"Note: 'is_last_layer' of its groups are kept"):
+        lamb.load_state_dict(adamw.state_dict())
+    assert [group["lr_multiplier"] for group in lamb.param_groups] == [0.5] * len(lamb.param_groups)
 
 
 def test_an_option_of_timm_without_a_counterpart_is_refused() -> None:

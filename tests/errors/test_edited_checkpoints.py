@@ -80,7 +80,7 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "names-text": ("param_names", group(param_names="abc")),
     "names-twice": ("'a'", group(param_names=["a", "a", "b"])),
     "names-lists": ("param_names", group(param_names=[[], [], []])),
-    "unknown-option": ("'foo'", group(foo=1)),
+    "misspelt-option": ("'weight_decays' .did you mean 'weight_decay'", group(weight_decays=0.1)),
     "unknown-number": ("3", lambda saved: saved["param_groups"][0].update({3: 1})),
     "newer": ("format_version", group(format_version=99)),
     "version-text": ("format_version", group(format_version="1")),

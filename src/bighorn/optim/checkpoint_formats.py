@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bighorn.optim.step_options import VERSION
+from bighorn.optim.param_groups import NO_OPTIONS, VERSION
 
 State = Mapping[str, Any]
 Group = Mapping[str, Any]
@@ -64,9 +64,17 @@ class Format:
         converted = [self.becomes[key](value) for key, value in group.items() if key in self.becomes]
         return {key: value for options in [*converted, self.adds] for key, value in options.items()}
 
+    def others(self, group: Group, here: Group) -> list[str]:
+        """The keys of a group that are neither of this format nor of the group into which it is loaded."""
+        return [key for key in group if key not in {*NO_OPTIONS, *here, *self._gone}]
+
+    @property
+    def _gone(self) -> set[str]:
+        return {*self.becomes, *self.refused, *self.left_out, "max_grad_norm", "step"}
+
     def group(self, group: Group) -> dict[str, Any]:
         """Convert a group, without the count of steps, which each parameter has here."""
-        gone = {*self.becomes, *self.refused, *self.left_out, "max_grad_norm", "step"}
+        gone = self._gone
         return {**{key: value for key, value in group.items() if key not in gone}, **self.options(group)}
 
     def state(self, group: Group, state: State) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from torch import Tensor
 from bighorn.distributed import sharding
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
-from bighorn.optim.param_groups import label_of
+from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of
 from bighorn.optim.state import init_or_validate_state, local_view
-from bighorn.optim.step_options import COUNT
 from bighorn.optim.step_plan import StepPlan
 
 
@@ -69,6 +68,7 @@ def converted(
     groups = state_dict["param_groups"]
     row = _detected(groups)
     if row is None:
+        _refuse_unknown_format(groups, current)
         return state_dict
     if row.algorithm != algorithm:
         raise ValueError(
@@ -164,6 +164,18 @@ def _detected(groups: Any) -> Format | None:
     return next((row for row in FORMATS if row.recognises(groups)), None)
 
 
+def _refuse_unknown_format(groups: Iterable[Group], current: Iterable[Group]) -> None:
+    """Raise for groups without our keys that hold a key besides options: the state may have another meaning."""
+    known = {*NO_OPTIONS, *(key for group in current for key in group)}
+    for index, group in enumerate(groups):
+        strange = [repr(key) for key in group if key not in known]
+        if strange and not any(key in group for key in NOT_FOREIGN):
+            raise ValueError(
+                f"the loaded param_groups[{index}] holds an unknown option {' and '.join(strange[:2])}, and no key of "
+                "Bighorn's: the state is another optimizer's, so load it into that one"
+            )
+
+
 def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_norm: float | None) -> str:
     """The text of the warning: what was converted, and how the next steps will differ from the other optimizer's."""
     renamed = [
@@ -187,6 +199,9 @@ def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_n
         for group in groups
         if group.get("max_grad_norm", max_grad_norm) != max_grad_norm
     ]
+    kept = [repr(key) for group, here in zip(groups, current, strict=False) for key in row.others(group, here)]
+    if kept:
+        differing.append(f"{' and '.join(_each_once(kept))} of its groups are kept, and change no step here")
     if row.unsaved:
         differing.append(f"checkpoints of {row.name} do not tell {row.unsaved}")
     counted = f"{len(groups)} group{'s' * (len(groups) != 1)}"

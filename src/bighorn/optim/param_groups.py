@@ -1,7 +1,13 @@
-"""Parameter groups: their checks when a group is added and when a checkpoint is loaded."""
+"""Parameter groups: their checks when a group is added and when a checkpoint is loaded.
+
+A key of a group that resembles an option is refused, since it is a misspelling. Any other key is one that a framework
+keeps there; it is kept, saved and loaded, as torch does with all keys.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,16 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.arguments import brief, checked, integer, refuse_unknown
+from bighorn.arguments import ELSEWHERE, NOT_OURS, brief, checked, integer, refuse_unknown
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, listed, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.settings import OF_THE_WHOLE, Settings
+from bighorn.optim.settings import CHECKS, OF_THE_WHOLE, Settings
 from bighorn.optim.state import overlaps
-from bighorn.optim.step_options import COUNT, FORMAT, NO_OPTIONS, VERSION
 
 Order = list[tuple[int, int]]
 """The indices of each parameter in the order that `order_params` gives; empty for the order of the groups."""
+
+
+LABELS = ("params", "param_names", "name")
+"""Keys that are not options: those of torch, and the label that users give a group."""
+
+COUNT = "schedule_step"
+"""The key of the schedule step in a group: the number of `step()` calls that schedules are computed from."""
+
+VERSION = "format_version"
+"""The key of the checkpoint format version in a group."""
+
+FORMAT = 1
+"""The version that this package writes."""
+
+NO_OPTIONS = (*LABELS, COUNT, VERSION)
+"""All keys besides options that mean something here. Every method of saving keeps groups, hence the last two."""
+
+NEAR = 0.8
+"""The likeness, as `difflib` computes it, from which a key is treated as a misspelt option."""
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -87,7 +111,7 @@ def joining(
     settings.refuse_zero(given)
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
-    refuse_unknown(group, [*NO_OPTIONS, *algorithm.options], "a parameter group")
+    check_keys(group, algorithm, "a parameter group")
     group.update(checked(algorithm.options, group))
     group["params"] = named(group["params"], settings.names)
     pairs = [isinstance(param, tuple) for param in group["params"]]
@@ -124,6 +148,47 @@ def joining(
     for position, tensor in enumerate(tensors):
         algorithm.refuse_unfit(complete, tensor, label_of(len(others), position, names))
     return complete, tensors
+
+
+def check_keys(keys: Iterable[object], algorithm: Algorithm[Any], where: str) -> None:
+    """Raise for a key that is a misspelt option, or an option of another optimizer.
+
+    Args:
+        keys: The keys of a group.
+        algorithm: The algorithm, which declares the options.
+        where: The group, for the message.
+
+    Raises:
+        TypeError: There is such a key, or one that is not a string.
+    """
+    options = [*algorithm.options, *CHECKS]
+    for key in keys:
+        if not isinstance(key, str):
+            raise TypeError(f"{where} got the key {key!r}: a key of a group must be a string")
+        if key in NO_OPTIONS or key in options:
+            continue
+        for other in Algorithm.__subclasses__():
+            if key in other.options:
+                name = other.name.capitalize()
+                raise TypeError(
+                    f"{where} got {key!r}, an option of {name} but not of this optimizer: remove it, or use {name}"
+                )
+        if key in NOT_OURS or _misspells(key, options):
+            refuse_unknown([key], options, where)
+
+
+def _misspells(key: str, options: Sequence[str]) -> bool:
+    """Whether a key resembles an option. A key that has an option's whole name as a part, as `max_lr`, does not."""
+    letters = {_letters(option): option for option in options}
+    if _letters(key) in letters or ELSEWHERE.get(key.lower()) in options:
+        return True
+    near = difflib.get_close_matches(_letters(key), letters, n=1, cutoff=NEAR)
+    return bool(near) and not any(key.startswith(f"{option}_") or key.endswith(f"_{option}") for option in options)
+
+
+def _letters(key: str) -> str:
+    """Keep letters and digits only, so that `weightDecay` and `weight-decay` resemble `weight_decay`."""
+    return re.sub("[^a-z0-9]", "", key.lower())
 
 
 def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
@@ -192,12 +257,7 @@ def loaded(
             **{name: current[name] for name in algorithm.options},
             **group,
         }
-        known = {*NO_OPTIONS, *algorithm.options, *current}
-        if others := [repr(name) for name in group if name not in known]:
-            raise ValueError(
-                f"an unknown option {' and '.join(others[:2])}: the state is another optimizer's, so load it into that "
-                "one; or somebody noted this in its groups, so remove it there"
-            )
+        check_keys(group, algorithm, "the group")
         if "param_names" in group and group["param_names"] != current.get("param_names"):
             group["param_names"] = _checked_names(group["param_names"], len(group["params"]), prefix)
         group[VERSION] = check_version(group[VERSION])

@@ -12,30 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn.arguments import StepFunction, about, checked, number, refuse_misspelt
+from bighorn.arguments import StepFunction, about, checked, number
 from bighorn.optim.algorithm import Algorithm, Group
+from bighorn.optim.param_groups import COUNT, check_keys
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 SCHEDULED = ("lr", "weight_decay")
 """The options that a schedule can compute."""
-
-COUNT = "schedule_step"
-"""The key of the schedule step in a group: the number of `step()` calls that schedules are computed from."""
-
-LABELS = ("params", "param_names", "name")
-"""Keys of a group that are not options: those of torch, and the label that users give a group."""
-
-SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "lr_scale")
-"""Keys that schedulers keep in a group: those of torch, and `lr_scale` of timm."""
-
-VERSION = "format_version"
-"""The key of the checkpoint format version in a group."""
-
-FORMAT = 1
-"""The version that this package writes."""
-
-NO_OPTIONS = (*LABELS, *SCHEDULERS, COUNT, VERSION)
-"""All keys of a group besides options. Bighorn writes the last two there, since every method of saving keeps groups."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 """Options that may change between steps without a new plan."""
@@ -153,8 +136,7 @@ class OptionGuard:
             if not group.keys().isdisjoint(OF_THE_WHOLE):
                 settings.refuse_own(group, f"param_groups[{index}]")
             if (keys := tuple(group)) != self._keys.get(index):
-                names = [*algorithm.options, *vars(settings)]
-                refuse_misspelt([key for key in keys if key not in NO_OPTIONS], names, f"param_groups[{index}]")
+                check_keys(keys, algorithm, f"param_groups[{index}]")
                 self._keys[index] = keys
             values = tuple([group.get(name, REMOVED) for name in algorithm.options])
             if isinstance(group.get("lr"), Tensor) or not _same(values, self._seen.get(index)):

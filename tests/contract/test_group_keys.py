@@ -1,0 +1,182 @@
+"""Keys of parameter groups: those of frameworks are kept, saved and loaded; misspelt options are refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from bighorn import Came, Lamb
+from tests.support.cases import KINDS, Kind
+from tests.support.optimizer_runs import assert_bitwise, backward, model
+
+PAGE = Path(__file__).parents[2] / "docs" / "groups.md"
+
+FRAMEWORKS: dict[str, dict[str, Any]] = {
+    "torch's schedulers": {"initial_lr": 0.1, "max_lr": 0.1, "min_lr": 0.0, "max_momentum": 0.9, "base_momentum": 0.8},
+    "torch's SWALR": {"swa_lr": 0.05},
+    "timm": {"lr_scale": 0.5},
+    "DINO, DINOv2": {"lr_multiplier": 0.5, "wd_multiplier": 0.0, "is_last_layer": True},
+    "BEiT, MAE, EVA": {"lr_scale": 0.5, "layer_id": 3, "group": "visual"},
+    "MMEngine": {"lr_mult": 0.1, "decay_mult": 0.0, "lr_scale": 0.5, "group_name": "layer_3_decay"},
+    "Megatron-LM": {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "pre_wd_mult": 1.0,
+    },
+    "DeepSpeed": {"moe": False, "use_muon": False},
+    "Ultralytics": {"param_group": "bn", "use_muon": False},
+    "Composer": {"initial_weight_decay": 0.1},
+    "Schedule-Free's wrapper": {
+        "train_mode": True,
+        "k": 3,
+        "weight_sum": 0.5,
+        "lr_max": 0.1,
+        "scheduled_lr": 0.1,
+        "r": 0.0,
+    },
+    "GaLore": {"rank": 8, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"},
+    "OneTrainer": {"unique_name": "unet", "optimizer_type": "came"},
+    "others": {"requires_grad": True, "layer_decay": 0.75, "tags": ["a"], "nothing": None},
+}
+"""What frameworks write into groups, by framework."""
+
+MISSPELLINGS: dict[str, str] = {
+    "weigth_decay": "weight_decay",
+    "wieght_decay": "weight_decay",
+    "weight_decays": "weight_decay",
+    "weightdecay": "weight_decay",
+    "weightDecay": "weight_decay",
+    "weight-decay": "weight_decay",
+    "weight_decay_rate": "weight_decay",
+    "wd": "weight_decay",
+    "l2": "weight_decay",
+    "LR": "lr",
+    "lr_": "lr",
+    "lrs": "lr",
+    "learning_rate": "lr",
+    "learnrate": "lr",
+    "lrate": "lr",
+    "beta": "betas",
+    "beta1": "betas",
+    "beta_2": "betas",
+    "b1": "betas",
+    "epsilon": "eps",
+    "maximise": "maximize",
+    "stack": "stacked",
+    "max_grad_nrom": "max_grad_norm",
+    "max_gradient_norm": "max_grad_norm",
+    "state_dtpye": "state_dtype",
+    "exclude_from_weight_decays": "exclude_from_weight_decay",
+    "weight_roundings": "weight_rounding",
+    "grad_centralisation": "grad_centralization",
+    "min_8bits_size": "min_8bit_size",
+}
+OWN = {
+    Lamb: {"adpat": "adapt", "trust_ratio_bound": "trust_ratio_bounds", "always_adapts": "always_adapt"},
+    Came: {"factr": "factor", "clip_treshold": "clip_threshold", "scale_paramter": "scale_parameter"},
+}
+
+OTHERS = {"amsgrad": True, "fused": True, "foreach": True, "momentum": 0.9, "nesterov": True}
+"""Options of torch's optimizers, which would change nothing here."""
+
+
+def stepping(kind: Kind, keys: dict[str, Any], late: bool) -> tuple[torch.nn.Module, Any]:
+    net = model()
+    given = {} if late else keys
+    optimizer = kind([{"params": list(net.named_parameters()), **given}], lr=0.1)
+    backward(net)
+    if late:
+        optimizer.step()
+        optimizer.param_groups[0].update(keys)
+    optimizer.step()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["given", "written later"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_keys_of_frameworks_are_kept_saved_and_loaded(framework: str, late: bool, kind: Kind) -> None:
+    keys = FRAMEWORKS[framework]
+    net, optimizer = stepping(kind, keys, late)
+    plain, without = stepping(kind, {}, late)
+    assert_bitwise(list(net.parameters()), list(plain.parameters()))
+    assert {key: optimizer.param_groups[0][key] for key in keys} == keys
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    without.load_state_dict(torch.load(file))  # an optimizer that knows nothing of these keys
+    assert {key: without.param_groups[0][key] for key in keys} == keys
+    for each, own in ((optimizer, net), (without, plain), (copy.deepcopy(without), None)):
+        assert {key: each.param_groups[0][key] for key in keys} == keys
+        if own is not None:
+            each.step()
+    assert_bitwise(list(net.parameters()), list(plain.parameters()))
+    optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(2)))], **keys})
+    assert keys.items() <= optimizer.param_groups[1].items()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_hold_them(flat: bool, kind: Kind) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    keys = FRAMEWORKS["DINO, DINOv2"]
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    net, optimizer = stepping(kind, keys, late=False)
+    saved = get_optimizer_state_dict(net, optimizer, options=options)
+    other, fresh = stepping(kind, dict.fromkeys(keys, 7.0), late=False)
+    set_optimizer_state_dict(other, fresh, saved, options=options)
+    assert {key: fresh.param_groups[0][key] for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in KINDS for name in (*MISSPELLINGS, *OWN[kind])],
+    indirect=["kind"],
+)
+def test_misspelt_options_are_refused_wherever_they_are_written(name: str, kind: Kind) -> None:
+    meant = (MISSPELLINGS | OWN[kind])[name]
+    message = rf"{re.escape(repr(name))} \(did you mean {meant!r}\?\)"
+    net, optimizer = stepping(kind, {}, late=False)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(TypeError, match=message):
+        stepping(kind, {name: 0.1}, late=False)
+    with pytest.raises(TypeError, match=message):
+        optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(2)))], name: 0.1})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][name] = 0.1
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0][name] = 0.1
+    with pytest.raises(TypeError, match=message):
+        optimizer.step()
+    assert_bitwise(list(net.parameters()), before)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_options_of_other_optimizers_are_refused(name: str, kind: Kind) -> None:
+    for late in (False, True):
+        with pytest.raises(TypeError, match=rf"{name!r}, an option of torch.optim"):
+            stepping(kind, {name: OTHERS[name]}, late)
+    (other,) = set(KINDS) - {kind}
+    (own,) = {"factor", "adapt"} & set(other.algorithm.options)
+    with pytest.raises(TypeError, match=rf"{own!r}, an option of {other.__name__} but not of this optimizer"):
+        stepping(kind, {own: True}, late=True)
+    with pytest.raises(TypeError, match=r"the key 3: a key of a group must be a string"):
+        stepping(kind, {3: True}, late=True)  # type: ignore[dict-item]
+
+
+def test_the_page_lists_the_keys() -> None:
+    text = PAGE.read_text()
+    for framework, keys in FRAMEWORKS.items():
+        if framework != "others":
+            (row,) = [line for line in text.splitlines() if line.startswith(f"| {framework} |")]
+            assert all(f"`{key}`" in row for key in keys), framework

@@ -22,8 +22,8 @@ class Rule:
     """Options for the parameters that the rule matches.
 
     Args:
-        match: A regular expression that is searched for in the parameter's name, a list of them, or a callable
-            (name, param) -> bool.
+        match: A regular expression that is searched for in the parameter's name, a list of them, "ndim<2" (biases and
+            the scales of norms), or a callable (name, param) -> bool.
         **options: The options of the group of these parameters: any that the optimizer accepts in a group, and `name`,
             the name of the group in the report.
 

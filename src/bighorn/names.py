@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
 """Regular expressions that are searched for in a parameter's name, or a function of name and parameter."""
 
+VECTORS = "ndim<2"
+"""The word that excludes biases and the scales of norms by their shape, in place of a regular expression."""
+
 Names = nn.Module | Mapping[str, Tensor]
 """The source of names if a trainer passes bare parameters."""
 
 
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Components that torch.compile, FullyShardedDataParallel and checkpoint_wrapper add to names, at any depth."""
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+"""What torch.compile, FullyShardedDataParallel, checkpoint_wrapper and Lightning add to names, at any depth."""
 
 DATA_PARALLEL = "module."
 """The prefix that DistributedDataParallel adds to every name. A model's own submodule may have this name too."""
@@ -40,9 +44,12 @@ def check_exclusion(name: str, value: object) -> Exclusion | None:
     """
     if value is None or (callable(value) and not isinstance(value, type)):
         return value
+    if value == VECTORS:
+        return [VECTORS]
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         raise TypeError(
-            f"{name} must be regular expressions in a list or a callable (name, param) -> bool, not {value!r}"
+            f"{name} must be regular expressions in a list, {VECTORS!r} or a callable (name, param) -> bool, "
+            f"not {value!r}"
         )
     for pattern in value:
         try:
@@ -52,13 +59,20 @@ def check_exclusion(name: str, value: object) -> Exclusion | None:
     return list(value) or None
 
 
-def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor) -> bool:
-    """Whether an exclusion matches a parameter."""
-    if exclusion is None or name is None:
+def excludes(exclusion: Exclusion | None, name: str | None, param: Tensor, stacked: bool = False) -> bool:
+    """Whether an exclusion matches a parameter. The slices of a stacked one have a dim less."""
+    if exclusion is None:
         return False
     if callable(exclusion):
-        return bool(exclusion(name, param))
-    return any(re.search(pattern, name) for pattern in exclusion)
+        return name is not None and bool(exclusion(name, param))
+    if VECTORS in exclusion and param.dim() - stacked < 2:
+        return True
+    return name is not None and any(re.search(pattern, name) for pattern in exclusion)
+
+
+def needs_names(exclusion: Exclusion | None) -> bool:
+    """Whether an exclusion depends on names."""
+    return exclusion is not None and (callable(exclusion) or any(pattern != VECTORS for pattern in exclusion))
 
 
 def unwrapped(name: str, prefix: str = "") -> str:
@@ -98,7 +112,7 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     """
     if exclusion is None or callable(exclusion) or not names:
         return
-    used = [pattern for pattern in exclusion if any(re.search(pattern, name) for name in names)]
+    used = [pattern for pattern in exclusion if pattern == VECTORS or any(re.search(pattern, name) for name in names)]
     idle = [pattern for pattern in exclusion if _letters(pattern) not in map(_letters, used)]
     if not idle:
         return
@@ -110,7 +124,15 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     )
     if not used:
         raise ValueError(f"{text}: correct the patterns, or leave {option} out")
-    warnings.warn(text, stacklevel=5)
+    warnings.warn(text, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """The stack level, for `warnings.warn` in the calling function, of the code that called into bighorn."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("bighorn", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _letters(pattern: str) -> str:

@@ -147,7 +147,7 @@ def test_wrong_input_is_refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("match", "options", "kind", "message"),
     [
-        (3, {}, TypeError, "match must be regular expressions in a list or a callable"),
+        (3, {}, TypeError, "match must be regular expressions in a list, 'ndim<2' or a callable"),
         ("(", {}, ValueError, r"match: '\(' is not a regular expression"),
         ([], {}, ValueError, r"match=\[\] matches nothing"),
         (None, {}, ValueError, "match=None matches nothing"),

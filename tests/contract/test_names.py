@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import Lamb, groups
@@ -48,6 +51,20 @@ def compiled(net: nn.Module) -> nn.Module:
     return torch.compile(net, backend="eager")  # type: ignore[return-value]
 
 
+def sharded(net: nn.Module) -> nn.Module:
+    for module in (*net.children(), net):
+        fully_shard(module)
+    return net
+
+
+class Forward(nn.Module):
+    """The names of a module that Lightning's Fabric has set up."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = net
+
+
 def checkpointed(net: nn.Module) -> nn.Module:
     for name, child in net.named_children():
         setattr(net, name, checkpoint_wrapper(child))
@@ -60,6 +77,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile-of-ddp": lambda net: compiled(DistributedDataParallel(net)),
     "ddp-of-compile": lambda net: DistributedDataParallel(compiled(net)),
     "checkpoint": checkpointed,
+    "fsdp2": sharded,
+    "compile-of-fsdp2": lambda net: compiled(sharded(net)),
+    "fabric": Forward,
     "ddp-of-compile-of-checkpoint": lambda net: DistributedDataParallel(compiled(checkpointed(net))),
 }
 GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
@@ -83,7 +103,8 @@ def trained(net: nn.Module, kind: Kind, given: dict[str, Any], **options: Any) -
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for i, p in enumerate(net.parameters()):
-        p.grad = torch.linspace(-1, 1, p.numel()).view_as(p) + i
+        grad = torch.linspace(-1, 1, p.numel()).view(p.shape) + i
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
     optimizer.step()
 
 
@@ -101,7 +122,7 @@ def test_a_wrapped_model_steps_as_the_plain_one(wrapper: str, given: str, kind: 
     assert sorted(names_of(ours)) == sorted(names_of(theirs)) == sorted(NAMES)
     assert ours.telemetry().names == theirs.telemetry().names
     for p, q in zip(wrapped.parameters(), plain.parameters(), strict=True):
-        assert p.equal(q)
+        assert (p.full_tensor() if isinstance(p, DTensor) else p).equal(q)
 
 
 @pytest.mark.parametrize("wrapper", ["compile", "ddp"])
@@ -172,6 +193,64 @@ def test_exclusions_that_match_nothing(kind: Kind) -> None:
         with pytest.warns(UserWarning, match=rf"^{option}: 'norm', 'gain' match none of 4") as told:
             kind(net.named_parameters(), lr=0.1, **(exclusion | {option: ["norm", "bias", "gain"]}))
         assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("patterns", "idle"),
+    [
+        (["bias", "LayerNorm.bias", "LayerNorm.weight"], None),
+        (["bias", "LayerNorm", "layer_norm"], None),
+        (["bias", "gamma", "beta", "LayerNorm.weight"], "'gamma', 'beta' match none"),
+    ],
+    ids=str,
+)
+def test_the_classic_lists_for_bert(patterns: list[str], idle: str | None, kind: Kind) -> None:
+    net = nn.ModuleDict({"dense": nn.Linear(4, 4), "LayerNorm": nn.LayerNorm(4)})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        kind(net.named_parameters(), lr=0.1, exclude_from_weight_decay=patterns)
+    assert [(idle or "") in str(each.message) for each in told] == [True] * (idle is not None)
+    assert [each.filename for each in told] == [__file__] * len(told)  # the line of the program, not of a library
+
+
+@pytest.mark.parametrize("given", ["ndim<2", ["ndim<2"], ["ndim<2", "^head"]], ids=str)
+@pytest.mark.parametrize("form", ["bare", "names", "rules"])
+def test_excluding_by_shape_in_one_word(form: str, given: Any, kind: Kind) -> None:
+    net = nn.ModuleDict({"body": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 4)})
+    net["layers"] = nn.ParameterList([torch.ones(3, 4)])
+    named = dict(net.named_parameters())
+    if form == "rules":
+        assert [name for name, _ in groups.by_rules(named.items(), [groups.Rule(given)])[0]["params"]] == [
+            name for name, p in named.items() if p.dim() < 2 or ("^head" in given and name.startswith("head"))
+        ]
+        return
+    option: dict[str, Any] = {"exclude_from_weight_decay": given}
+    stacked: dict[str, Any] = {"params": [named.pop("layers.0")], "stacked": True}
+    if form == "bare" and "^head" in given:
+        with pytest.raises(ValueError, match="needs names"):
+            kind([{"params": list(named.values())}], lr=0.1, **option)
+        return
+    optimizer = kind(
+        [{"params": list(named.values())}, stacked],
+        lr=0.5,
+        weight_decay=0.5,
+        names=None if form == "bare" else net,
+        **option,
+    )
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moved = {name for name, p in net.named_parameters() if not p.equal(before[name])}
+    adapted = {"body.weight"} | ({"head.weight"} if "^head" not in given else set())
+    assert moved == adapted
+    if kind is Lamb:
+        lamb = Lamb(net.named_parameters(), lr=0.5, exclude_from_layer_adaptation=given)
+        for i, p in enumerate(net.parameters()):
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p) + i
+        lamb.step()
+        ratios = dict(zip(lamb.telemetry().names, lamb.telemetry().trust_ratio.tolist(), strict=True))
+        assert {name for name, ratio in ratios.items() if ratio != 1.0} == adapted | {"layers.0"}
 
 
 def test_exclusions_that_are_not_complained_about(kind: Kind, group: None) -> None:

@@ -134,9 +134,9 @@ class Came(KernelOptimizer):
             optimizer.* Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
-            parameter names, or a callable (name, param) -> bool. Names are those of the model without wrappers:
-            `0.bias`, where DistributedDataParallel has `module.0.bias` and torch.compile `_orig_mod.0.bias`.
-            *Whole optimizer.* Default: None.
+            parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
+            -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
+            `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a
             row, each with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and columns
             are never below float32. Default: None.

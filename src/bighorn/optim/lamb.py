@@ -128,9 +128,9 @@ class Lamb(KernelOptimizer):
         cautious: Keep only the elements of r that point against their gradient, scaled up in turn. Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
-            parameter names, or a callable (name, param) -> bool. Names are those of the model without wrappers:
-            `0.bias`, where DistributedDataParallel has `module.0.bias` and torch.compile `_orig_mod.0.bias`.
-            *Whole optimizer.* Default: None.
+            parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
+            -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
+            `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
         state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks

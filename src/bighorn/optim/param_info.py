@@ -76,8 +76,8 @@ def info_of(
     factored, leading = algorithm.shape_of(group, whole)
     variant = Variant(
         group=index,
-        decays=not excludes(settings.exclude_from_weight_decay, name, param),
-        adapts=not excludes(settings.exclude_from_layer_adaptation, name, param),
+        decays=not excludes(settings.exclude_from_weight_decay, name, param, group["stacked"]),
+        adapts=not excludes(settings.exclude_from_layer_adaptation, name, param, group["stacked"]),
         centres=centres,
         factored=factored,
         blocks=algorithm.in_blocks(group, whole),

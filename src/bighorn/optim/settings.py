@@ -13,7 +13,16 @@ from bighorn.arguments import choice, flag, max_norm
 from bighorn.distributed import sharding
 from bighorn.kernels import BACKENDS
 from bighorn.kernels.options import Option, checks_of
-from bighorn.names import Exclusion, Names, check_exclusion, check_matches, common_prefix, names_of, unwrapped
+from bighorn.names import (
+    Exclusion,
+    Names,
+    check_exclusion,
+    check_matches,
+    common_prefix,
+    names_of,
+    needs_names,
+    unwrapped,
+)
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
 
@@ -90,7 +99,7 @@ class Settings:
     def refuse_nameless(self) -> None:
         """Raise if an exclusion needs names and parameters have none."""
         for name in EXCLUSIONS:
-            if getattr(self, name) is not None:
+            if needs_names(getattr(self, name)):
                 raise ValueError(f"{name} needs names: pass model.named_parameters() as params, or names=model")
 
     def check_exclusions(self, names: Sequence[str]) -> None:

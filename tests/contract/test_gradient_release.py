@@ -95,6 +95,80 @@ def test_a_training(kind: Kind) -> None:
     assert ended == list(range(6))
 
 
+@pytest.mark.parametrize("protocol", ["sd-scripts", "OneTrainer", "flashoptim"])
+def test_hooks_of_other_trainers(protocol: str, kind: Kind) -> None:
+    """The steps, the schedule, the hooks and the telemetry are those of an ordinary run.
+
+    sd-scripts and flashoptim never call `step()`, and pass groups that were there before a checkpoint was loaded.
+    """
+    nets = network(), network()
+    plain, released = (make(kind, net, lr=schedules.Cosine(0.1, 8)) for net in nets)
+    ended: list[int] = []
+    released.register_step_post_hook(lambda *_: ended.append(len(ended)))
+
+    def step_param(param: Tensor, group: dict[str, Any]) -> None:
+        released.step_param(param, group)
+
+    def step_parameter(param: Tensor, group: dict[str, Any]) -> None:
+        released.step_parameter(param, group, 0)
+
+    for group in released.param_groups:
+        for param in group["params"]:
+
+            def hook(tensor: Tensor, group: dict[str, Any] = group) -> None:
+                (step_parameter if protocol == "OneTrainer" else step_param)(tensor, group)
+                tensor.grad = None
+
+            param.register_post_accumulate_grad_hook(hook)
+    released.load_state_dict(released.state_dict())
+    for step in range(5):
+        for net, optimizer in zip(nets, (plain, released), strict=True):
+            some = protocol == "OneTrainer" and step == 3
+            (net[0](torch.ones(9)).square().mean() if some else loss_of(net, step)).backward()
+            if optimizer is plain or protocol == "OneTrainer":
+                optimizer.step()
+            if optimizer is plain:
+                optimizer.zero_grad()
+    step_param(next(iter(nets[1].parameters())), released.param_groups[0])  # without a gradient: nothing happens
+    if protocol != "OneTrainer":
+        assert len(ended) == 4
+        released.step()
+    assert len(ended) == 5
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert [group["schedule_step"] for group in released.param_groups] == [5]
+    assert sorted(plain.telemetry().names) == sorted(released.telemetry().names)
+
+
+def test_a_hook_that_passes_no_group(kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net)
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(TypeError, match=r"group must be the parameter's group, a dict of param_groups, not a int"):
+        optimizer.step_parameter(net[0].weight, 0, 1)
+    assert_bitwise(list(net.parameters()), before)
+
+
+def test_gradients_are_accumulated_where_the_handle_says_so(kind: Kind) -> None:
+    nets = network(), network()
+    plain, released = (make(kind, net) for net in nets)
+    release = release_gradients(nets[1], released)
+    for step in range(6):
+        loss_of(nets[0], step).backward()  # type: ignore[no-untyped-call]
+        if step % 3 == 2:
+            loss_of(nets[1], step).backward()  # type: ignore[no-untyped-call]
+            assert all(parameter.grad is None for parameter in nets[1].parameters())
+            for optimizer in (plain, released):
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        with release.accumulate():
+            loss_of(nets[1], step).backward()  # type: ignore[no-untyped-call]
+        assert all(parameter.grad is not None for parameter in nets[1].parameters())
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert int(released.state[nets[1][0].weight]["step"]) == 2
+
+
 def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
     net = network()
     optimizer = make(kind, net)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 class StepsAhead(Protocol):
     """An optimizer that can step a parameter before the gradients of the others are complete."""
 
-    def step_param(self, param: Tensor) -> None:
+    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
         """Step one parameter and drop its gradient; a later `step()` ends the step."""
 
     def whole_step_reason(self) -> str | None:
@@ -26,8 +27,21 @@ class StepsAhead(Protocol):
 class Release:
     """The handle that `release_gradients` returns."""
 
-    def __init__(self, handles: Iterable[RemovableHandle]) -> None:
-        self._handles = list(handles)
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._accumulates = False
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep the gradients of each `backward()` inside, which add up; the first one outside steps with their sum.
+
+        The gradients take the memory that they take without release, from the first `backward()` on.
+        """
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     def remove(self) -> None:
         """Keep gradients again, from the next backward on."""
@@ -52,7 +66,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
         optimizer: A Lamb or a Came.
 
     Returns:
-        A handle; its `remove()` undoes it.
+        A handle; its `remove()` undoes it, and `with handle.accumulate():` keeps gradients meanwhile.
 
     Raises:
         TypeError: An argument is not a Module or an Optimizer.
@@ -89,14 +103,15 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
     if (reason := optimizer.whole_step_reason() or _unsupported_reason(model, optimizer, set(held))) is not None:
         raise ValueError(f"gradients cannot be released: {reason}")
     # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).
-    step_param = weakref.WeakMethod(optimizer.step_param)
+    step_param, handle = weakref.WeakMethod(optimizer.step_param), Release()
 
     def release(param: Tensor) -> None:
-        if (step := step_param()) is not None:
+        if not handle._accumulates and (step := step_param()) is not None:
             step(param)
 
-    hooks = [param.register_post_accumulate_grad_hook(release) for param in held]
-    return Release([*hooks, model.register_forward_pre_hook(_refuse_ddp)])
+    handle._handles = [param.register_post_accumulate_grad_hook(release) for param in held]
+    handle._handles.append(model.register_forward_pre_hook(_refuse_ddp))
+    return handle
 
 
 def _unsupported_reason(model: nn.Module, optimizer: Optimizer, held: set[Tensor]) -> str | None:

@@ -40,7 +40,7 @@ from bighorn.optim.step_options import (
     begin_step,
     value_at,
 )
-from bighorn.optim.step_param import BegunStep, check_step_param
+from bighorn.optim.step_param import BegunStep, StepParameter, can_step, check_step_param
 from bighorn.optim.step_plan import StepPlan, scale_and_mask, square_sum_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ NO_OPTIONS = ("self", "params", "unknown", "__class__")
 """The entries of a constructor's `locals()` that are not options."""
 
 
-class KernelOptimizer(Optimizer):
+class KernelOptimizer(StepParameter, Optimizer):
     """A `torch.optim.Optimizer` whose mathematics is in `bighorn.kernels`."""
 
     algorithm: ClassVar[Algorithm[Any]]
@@ -194,8 +194,7 @@ class KernelOptimizer(Optimizer):
         """Take one step, part by part, while gradients of later parts have not arrived yet. No hooks run.
 
         Every error that does not depend on the values of gradients is raised before anything changes. With
-        `max_grad_norm` or `skip_nonfinite`, only the sums of squares are computed part by part, since every gradient is
-        needed before the first parameter can be written.
+        `max_grad_norm` or `skip_nonfinite`, only the sums of squares are computed part by part.
 
         Args:
             parts: All parameters that have a gradient, each in one part.
@@ -210,13 +209,15 @@ class KernelOptimizer(Optimizer):
 
     @eager
     @torch.no_grad()
-    def step_param(self, param: Tensor) -> None:
+    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
         """Step one parameter now and drop its gradient; a later `step()` steps the others and ends the step.
 
         The options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
 
         Args:
             param: A parameter of this optimizer, with a gradient.
+            group: Its group, in sd-scripts' protocol: nothing happens without a gradient, and a parameter's second
+                gradient ends the step, since that trainer calls no `step()`. Default: None.
 
         Raises:
             RuntimeError: As for `step`; or the parameter has taken this step already.
@@ -224,6 +225,8 @@ class KernelOptimizer(Optimizer):
         """
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
+        if group is not None and not can_step(self, self._begun, param, group):
+            return
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
         check_step_param(param, indices, begun, lambda at: self._param_info(*at, param).label)
         schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)

@@ -1,11 +1,13 @@
-"""Gradient release: a step that each parameter takes as soon as its gradient is complete."""
+"""Gradient release: a step that each parameter takes as soon as its gradient is complete, and protocols for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from bighorn.optim.param_info import Indices
 from bighorn.optim.step_options import ScheduleStep
@@ -20,6 +22,48 @@ class BegunStep:
     indices: Indices
     plans: dict[Tensor, StepPlan] = field(default_factory=dict)
     """The plans of the parameters that have taken the step."""
+
+
+class StepParameter:
+    """The method by which OneTrainer steps inside backward."""
+
+    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
+        """Step one parameter now."""
+        raise NotImplementedError
+
+    def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:
+        """Step one parameter now, as `step_param(parameter, group)` does.
+
+        Args:
+            parameter: A parameter of this optimizer, with a gradient or without.
+            group: Its group.
+            i: Its position in the group, which is not needed. Default: None.
+        """
+        del i
+        self.step_param(parameter, group)
+
+
+def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group: object) -> bool:
+    """Whether a trainer's hook, which passes a group, has a gradient to step with; end the last step if need be.
+
+    Such trainers may never call `step()`, so that a parameter's second gradient is the sign that a new step begins: one
+    that was not used in the last step, and comes first in this one, still joins the last. Autograd's graph task ids
+    would tell, but reentrant checkpoints, which sd-scripts uses, have several of them in one backward.
+
+    Raises:
+        TypeError: The group is not a dict.
+    """
+    if not isinstance(group, dict):
+        raise TypeError(f"group must be the parameter's group, a dict of param_groups, not a {type(group).__name__}")
+    if param.grad is None:
+        return False
+    if begun is not None and param in begun.plans:
+        grad, param.grad = param.grad, None
+        try:
+            optimizer.step()
+        finally:
+            param.grad = grad
+    return True
 
 
 def check_step_param(

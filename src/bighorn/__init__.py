@@ -5,10 +5,11 @@ from bighorn.distributed import TailOverlap, release_gradients, shard_update
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.checkpointing import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
-from bighorn.optim.presets import PRESETS, Preset
+from bighorn.optim.presets import CAME_PRESETS, PRESETS, Preset
 from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [
+    "CAME_PRESETS",
     "PRESETS",
     "Came",
     "CameTelemetry",

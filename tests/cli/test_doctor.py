@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bighorn import PRESETS, kernels
+from bighorn import CAME_PRESETS, PRESETS, kernels
 from bighorn.cli import doctor
 from bighorn.kernels import Status
 from bighorn.kernels.cpu import library
@@ -88,11 +88,12 @@ def test_presets_are_listed_within_80_columns(invoke: Invoke, monkeypatch: pytes
     output = invoke("doctor", "--presets", "--json", "presets.json").output
     assert max(map(len, output.splitlines())) <= 80
     rows = json.loads(Path("presets.json").read_text())["presets"]
-    assert [row["name"] for row in rows] == [preset.name for preset in PRESETS]
+    assert [row["name"] for row in rows] == [preset.name for preset in (*PRESETS, *CAME_PRESETS)]
+    column = 2 + max(len(name) for row in rows for name in (row["name"], *row["aliases"]))
     for row in rows:
         assert all(re.search(rf"^{name} ", output, re.MULTILINE) for name in (row["name"], *row["aliases"]))
         assert all(option in output for option in row["options"])
-        assert row["differs"] in " ".join(line[13:].strip() for line in output.splitlines())
+        assert row["differs"] in " ".join(line[column:].strip() for line in output.splitlines())
 
 
 def test_presets_go_with_no_requirement(invoke: Invoke) -> None:

@@ -106,6 +106,7 @@ LAMB_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 CAME_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "published": {},
     "last-two": {"factor": "last_two"},
+    "linear": {"factor": "linear"},
     "no-weight-decay": {"weight_decay": 0.0},
     "large-eps": {"eps": (1e-3, 1e-2)},
     "short-memory": {"betas": (0.5, 0.9, 0.99)},
@@ -142,6 +143,7 @@ CAME_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 CAME_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "stacked": ({"stacked": True},),
     "stacked-last-two": ({"stacked": True, "factor": "last_two"},),
+    "stacked-linear": ({"stacked": True, "factor": "linear"},),
     "stacked-scaled": ({"stacked": True, "scale_parameter": True, "bias_correction": True, "decay_rate": 0.8},),
     "stacked-centralised": ({"stacked": True, "grad_centralization": True},),
     "stacked-centralised-conv": ({"stacked": True, "grad_centralization": "conv"},),

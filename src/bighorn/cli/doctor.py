@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bighorn import PRESETS, Lamb
+from bighorn import CAME_PRESETS, PRESETS, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
@@ -24,7 +24,7 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 @click.command(epilog="Example: bighorn doctor --require cpu --json doctor.json")
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
-@click.option("--presets", is_flag=True, help="List the LAMBs of other packages that Lamb.like() gives, instead.")
+@click.option("--presets", is_flag=True, help="List what Lamb.like() and Came.like() give, instead.")
 @click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
 def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> None:
     """Say which backends work here and why others do not, and what bighorn finds on this machine."""
@@ -60,16 +60,18 @@ def findings() -> dict[str, Any]:
 
 
 def preset_rows() -> list[dict[str, Any]]:
-    """The presets of `Lamb.like` as JSON."""
+    """The presets of `Lamb.like` and `Came.like` as JSON."""
     return [
         {
+            "optimizer": optimizer,
             "name": preset.name,
             "aliases": list(preset.aliases),
             "options": dict(preset.options),
             "differs": preset.differs,
             "source": preset.source,
         }
-        for preset in PRESETS
+        for optimizer, presets in (("lamb", PRESETS), ("came", CAME_PRESETS))
+        for preset in presets
     ]
 
 
@@ -112,9 +114,13 @@ def _table(content: dict[str, Any]) -> Table:
 
 
 def _preset_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("preset", "differs from version 5 of the paper, and by which options", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "preset", "differs from the paper (LAMB's version 5), and by which options", box=None, padding=(0, 2, 0, 0)
+    )
     for row in rows:
         options = ", ".join(f"{name}={value!r}" for name, value in row["options"].items())
-        text = Text(row["differs"]).append(f"\n{options}" if options else "", "dim")
+        text = Text(f"{row['optimizer'].capitalize()}: {row['differs']}").append(
+            f"\n{options}" if options else "", "dim"
+        )
         table.add_row("\n".join([row["name"], *row["aliases"]]), text)
     return table

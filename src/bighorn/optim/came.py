@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from bighorn.arguments import Check, StepFunction, choice, count, dtype_among
 from bighorn.kernels import CameOptions
 from bighorn.kernels.options import Factor
 from bighorn.kernels.rounding import Rounding
-from bighorn.names import Exclusion, Names
+from bighorn.names import Exclusion, Names, listed
+from bighorn.optim import presets
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.state import (
@@ -27,6 +28,9 @@ from bighorn.optim.state import (
     moments_dtype,
     moments_spec,
 )
+
+FactorRule = Literal["matrix", "last_two", "linear"]
+"""The rules by which tensors are factored. Kernels receive "linear" as "matrix", of which it has fewer tensors."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
     kernel_options_type = CameOptions
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
-        "factor": choice(*get_args(Factor)),
+        "factor": choice(*get_args(FactorRule)),
         "state_dtype": dtype_among(MOMENT_DTYPES),
         "min_8bit_size": count,
     }
@@ -65,12 +69,16 @@ class CameAlgorithm(Algorithm[CameOptions]):
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
         """Whether a parameter is factored, and how many leading dims must be the outermost in memory.
 
-        With `factor="last_two"` every matrix is factored, else only one that is larger than its factors.
+        With `factor="last_two"` every matrix is factored, with "linear" every matrix of 2 dims or of a 1x1 convolution,
+        else only one that is larger than its factors.
         """
         stacked = int(group["stacked"])
         shape = param.shape[stacked:]
         if group["factor"] == "last_two":
             factored, leading = len(shape) >= 2 and param.numel() > 0, param.dim()
+        elif group["factor"] == "linear":
+            matrix = len(shape) == 2 or (len(shape) == 4 and math.prod(shape[2:]) == 1)
+            factored, leading = matrix and param.numel() > 0, stacked + 1
         else:
             rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
             factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
@@ -93,8 +101,8 @@ class CameAlgorithm(Algorithm[CameOptions]):
 
     def kernel_options(self, group: Group, variant: Variant) -> CameOptions:
         """The options of the group, with the rule by which the bucket is factored."""
-        factor = group["factor"] if variant.factored else None
-        return CameOptions(factor=factor, **self.shared_options(group, variant))
+        factor: Factor = "last_two" if group["factor"] == "last_two" else "matrix"
+        return CameOptions(factor=factor if variant.factored else None, **self.shared_options(group, variant))
 
 
 class Came(KernelOptimizer):
@@ -121,7 +129,7 @@ class Came(KernelOptimizer):
         clip_threshold: u is scaled down to this root mean square, above 0. Default: 1.0.
         factor: "matrix": a tensor of more than 2 dims is a matrix of dim 0 by all other dims, and is left unfactored if
             its factors would not be smaller. "last_two": the published rule, a matrix for each index of the leading
-            dims. Default: "matrix".
+            dims. "linear": SANA's rule, matrices and 1x1 convolutions alone. Default: "matrix".
         decay_rate: If given, 1 - t ** -decay_rate replaces betas[1] at step t; mindformers uses 0.8. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
@@ -183,7 +191,7 @@ class Came(KernelOptimizer):
         weight_decay: float | Iterable[float] | StepFunction = 0.0,
         *,
         clip_threshold: float = 1.0,
-        factor: Factor = "matrix",
+        factor: FactorRule = "matrix",
         decay_rate: float | None = None,
         scale_parameter: bool = False,
         scale_eps: float = 1e-3,
@@ -210,3 +218,26 @@ class Came(KernelOptimizer):
         They are empty before the first step, and after parameters were added or a state was loaded.
         """
         return CameTelemetry(*self._figures())
+
+    @classmethod
+    def like(cls, name: str, params: ParamsT, **overrides: Any) -> Came:
+        """Return the CAME of another package: a row of `bighorn.CAME_PRESETS`.
+
+        Args:
+            name: The preset; `bighorn doctor --presets` lists them.
+            params: Parameters in any form that `Came` takes.
+            **overrides: Options of `Came`, which override those of the preset.
+
+        Raises:
+            TypeError: As for `Came`.
+            ValueError: As for `Came`, or there is no such preset.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Conv2d(8, 16, 1)
+            >>> optimizer = Came.like("sana", model.parameters(), lr=1e-4)
+            >>> optimizer.defaults["factor"]
+            'linear'
+        """
+        params = listed(params)
+        return cls(params, **presets.options(name, params, overrides, presets.CAME_PRESETS))

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bighorn.optim.param_groups import NO_OPTIONS, VERSION
 
 State = Mapping[str, Any]
@@ -24,12 +27,16 @@ class Format:
         algorithm: The algorithm here that can continue with the state.
         marks: Keys that all groups have; together with the order of the formats, they identify the format.
         where: The marks that identify the format by their value as well, with that value.
+        evidence: Whether the state of a parameter shows the format. If given, that of one parameter must.
         becomes: Options that have other names here, each with a function from its value to the options here.
+        joined: Options that are several keys there, in their order.
         refused: Options that have no counterpart, each with the remedy if it is set.
+        required: Options that have no counterpart if they are not set, each with the remedy.
         left_out: Keys that affect how the optimizer computes, but not the result.
         implied: Options that the groups do not have, with the values for which our steps equal those of the optimizer.
         adds: Options that follow from the shapes of the state.
         state_left_out: Entries of the state that nothing depends on.
+        read: A function from the state of a parameter to the same state in tensors of our shapes.
         unsaved: Options that the checkpoints do not contain.
     """
 
@@ -37,20 +44,24 @@ class Format:
     algorithm: str
     marks: frozenset[str]
     where: Group = field(default_factory=dict)
+    evidence: Callable[[State], bool] | None = None
     becomes: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     implied: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     adds: Group = field(default_factory=dict)
     state_left_out: tuple[str, ...] = ()
+    read: Callable[[State], State] = dict
     unsaved: str = ""
 
-    def recognises(self, groups: Iterable[Group]) -> bool:
-        """Whether all of these groups have this format."""
+    def recognises(self, groups: Iterable[Group], states: Iterable[State]) -> bool:
+        """Whether all of these groups, and the states of their parameters, have this format."""
         return all(
             self.marks <= group.keys() and all(group[key] is value for key, value in self.where.items())
             for group in groups
-        )
+        ) and (self.evidence is None or any(map(self.evidence, states)))
 
     def options(self, group: Group) -> dict[str, Any]:
         """Return the options here that follow from a group's options of other names and from the format.
@@ -58,11 +69,15 @@ class Format:
         Raises:
             ValueError: An option has no counterpart.
         """
-        for key, remedy in self.refused.items():
-            if group.get(key):
-                raise ValueError(f"a checkpoint of {self.name} has {key}={group[key]!r}, which is not known: {remedy}")
+        for keys, unwanted in ((self.refused, True), (self.required, False)):
+            for key, remedy in keys.items():
+                if key in group and bool(group[key]) is unwanted:
+                    raise ValueError(
+                        f"a checkpoint of {self.name} has {key}={group[key]!r}, which is not known: {remedy}"
+                    )
         converted = [self.becomes[key](value) for key, value in group.items() if key in self.becomes]
-        return {key: value for options in [*converted, self.adds] for key, value in options.items()}
+        joined = {option: tuple(group[key] for key in keys) for option, keys in self.joined.items()}
+        return {key: value for options in [*converted, joined, self.adds] for key, value in options.items()}
 
     def others(self, group: Group, here: Group) -> list[str]:
         """The keys of a group that are neither of this format nor of the group into which it is loaded."""
@@ -70,7 +85,8 @@ class Format:
 
     @property
     def _gone(self) -> set[str]:
-        return {*self.becomes, *self.refused, *self.left_out, "max_grad_norm", "step"}
+        several = [key for keys in self.joined.values() for key in keys]
+        return {*self.becomes, *several, *self.refused, *self.required, *self.left_out, "max_grad_norm", "step"}
 
     def group(self, group: Group) -> dict[str, Any]:
         """Convert a group, without the count of steps, which each parameter has here."""
@@ -80,7 +96,37 @@ class Format:
     def state(self, group: Group, state: State) -> dict[str, Any]:
         """Convert the state of one parameter."""
         count = {"step": group["step"]} if "step" in group else {}
-        return {**count, **{key: value for key, value in state.items() if key not in self.state_left_out}}
+        return {**count, **{key: value for key, value in self.read(state).items() if key not in self.state_left_out}}
+
+
+def _as_linear(state: State) -> dict[str, Any]:
+    """Return the state of a CAME of SANA's family: 8 bits decoded, and averages of columns in the shape of 1x1 filters.
+
+    8 bits are a list of chunks of rows, each with codes ("data" of SANA, "value" of OneTrainer), a scale and a minimum.
+    """
+    out = dict(state)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if isinstance(out.get(name), (list, tuple)):
+            out[name] = torch.cat([_decoded(chunk) for chunk in out[name]])
+    for name in ("exp_avg_sq_col", "exp_avg_res_col"):
+        if isinstance(out.get(name), Tensor) and isinstance(out.get("exp_avg"), Tensor):
+            out[name] = out[name].reshape(out["exp_avg"].shape[1:])
+    return out
+
+
+def _decoded(chunk: Mapping[str, Any]) -> Tensor:
+    codes = chunk["data"] if "data" in chunk else chunk["value"]
+    values: Tensor = codes.float() * chunk["scale"] + chunk["min"]
+    return values
+
+
+def _is_linear(state: State) -> bool:
+    """Whether a parameter of more than 2 dims has the state of SANA's rule: averages of one dim, or no factors."""
+    momentum = state.get("exp_avg")
+    if not isinstance(momentum, Tensor) or momentum.dim() < 3:
+        return False
+    row = state.get("exp_avg_sq_row")
+    return "exp_avg_sq" in state or (isinstance(row, Tensor) and row.dim() == 1)
 
 
 _TORCH: dict[str, Any] = {
@@ -91,6 +137,24 @@ _TORCH: dict[str, Any] = {
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
 _ADAM_STEPS: dict[str, tuple[object, ...]] = {"adam": (True,), "bias_correction": (True,), "grad_averaging": (True,)}
 _APEX = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm"})
+
+_CAME = frozenset({"lr", "betas", "eps", "weight_decay", "clip_threshold"})
+_CAME_STEPS: dict[str, tuple[object, ...]] = {
+    "decay_rate": (None,),
+    "scale_parameter": (False,),
+    "bias_correction": (False,),
+    "maximize": (False,),
+}
+_LINEAR: dict[str, Any] = {
+    "algorithm": "came",
+    "implied": _CAME_STEPS,
+    "adds": {"factor": "linear"},
+    "state_left_out": ("RMS",),
+    "read": _as_linear,
+}
+# There more elements than `min_8bit_size` have 8 bits, here as many or more.
+_BITS = {"min_8bit_size": lambda size: {"min_8bit_size": size + 1, "state_dtype": "int8"}}
+_FIXED = "give weight_decay a schedule that does not fall as lr does, and load with False"
 
 FORMATS = (
     Format(
@@ -143,17 +207,62 @@ FORMATS = (
         unsaved='use_nvlamb and adam_w_mode, here always_adapt and decay_mode ("l2" for adam_w_mode=False)',
     ),
     Format(
+        name="pytorch_optimizer's Lamb",
+        algorithm="lamb",
+        marks=frozenset({"lr", "betas", "eps", "weight_decay", "weight_decouple", "rectify", "grad_averaging"}),
+        becomes={"weight_decouple": lambda on: {"decay_mode": "decoupled" if on else "ratio"}},
+        refused={
+            "rectify": "Bighorn has no rectified step; load the model alone",
+            "fixed_decay": _FIXED,
+            "adanorm": "Bighorn has no AdaNorm; load the model alone",
+        },
+        left_out=("foreach", "max_grad_norm", "adam_debias", "adanorm_r"),
+        implied={
+            "bias_correction": (False,),
+            "always_adapt": (True,),
+            "weight_norm_bounds": ((0.0, 10.0),),
+            "trust_ratio_bounds": (None,),
+            "second_moment": ("adam",),
+            "cautious": (False,),
+        },
+        state_left_out=("weight_norm", "adam_norm", "trust_ratio"),
+        unsaved="pre_norm and maximize; without adam_debias it divides lr by 1 - beta1^t, which is 1 after 100 steps",
+    ),
+    Format(
+        name="SANA's CAME8BitWrapper",
+        marks=_CAME | {"block_size", "min_8bit_size"},
+        becomes=_BITS,
+        left_out=("block_size",),
+        **_LINEAR,
+    ),
+    Format(
+        name="OneTrainer's CAME8bit",
+        marks=_CAME | {"quant_block_size", "min_8bit_size", "stochastic_rounding"},
+        becomes={**_BITS, "stochastic_rounding": lambda on: {"weight_rounding": "stochastic" if on else "nearest"}},
+        left_out=("quant_block_size",),
+        **_LINEAR,
+    ),
+    Format(name="SANA's CAMEWrapper", marks=_CAME, evidence=_is_linear, **_LINEAR),
+    Format(
         name="came-pytorch's CAME",
         algorithm="came",
-        marks=frozenset({"lr", "betas", "eps", "weight_decay", "clip_threshold"}),
-        implied={
-            "decay_rate": (None,),
-            "scale_parameter": (False,),
-            "bias_correction": (False,),
-            "maximize": (False,),
-        },
+        marks=_CAME,
+        implied=_CAME_STEPS,
         adds={"factor": "last_two"},
         state_left_out=("RMS",),
+    ),
+    Format(
+        name="pytorch_optimizer's CAME",
+        algorithm="came",
+        marks=frozenset({"lr", "betas", "eps1", "eps2", "weight_decay", "weight_decouple", "ams_bound"}),
+        joined={"eps": ("eps1", "eps2")},
+        refused={"ams_bound": "Bighorn has no AMSGrad for CAME; load the model alone", "fixed_decay": _FIXED},
+        required={"weight_decouple": "Bighorn's CAME has decoupled decay alone; load the model alone"},
+        left_out=("foreach",),
+        implied={name: values for name, values in _CAME_STEPS.items() if name != "maximize"},
+        adds={"factor": "last_two"},
+        state_left_out=("RMS", "exp_avg_sq_hat"),
+        unsaved="clip_threshold and maximize",
     ),
 )
 """The known formats in order: the first one that recognises a checkpoint applies."""

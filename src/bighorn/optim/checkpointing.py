@@ -66,7 +66,7 @@ def converted(
         ValueError: The checkpoint has the state of another algorithm, or an option that is not known here.
     """
     groups = state_dict["param_groups"]
-    row = _detected(groups)
+    row = _detected(groups, state_dict["state"])
     if row is None:
         _refuse_unknown_format(groups, current)
         return state_dict
@@ -80,7 +80,10 @@ def converted(
     for group in groups:
         for key in group["params"]:
             if isinstance(states.get(key), dict) and states[key]:
-                states[key] = row.state(group, states[key])
+                try:
+                    states[key] = row.state(group, states[key])
+                except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+                    raise ValueError(f"state_dict is damaged: its state of {key!r} is not of {row.name}") from error
     warnings.warn(_note(row, groups, current, max_grad_norm), ConvertedStateWarning, stacklevel=3)
     return {**state_dict, "state": states, "param_groups": ours}
 
@@ -156,12 +159,12 @@ def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[
     return not moves
 
 
-def _detected(groups: Any) -> Format | None:
+def _detected(groups: Any, states: Mapping[Any, Any]) -> Format | None:
     if not isinstance(groups, list) or not groups:
         return None
     if any(key in group for group in groups for key in NOT_FOREIGN):
         return None
-    return next((row for row in FORMATS if row.recognises(groups)), None)
+    return next((row for row in FORMATS if row.recognises(groups, states.values())), None)
 
 
 def _refuse_unknown_format(groups: Iterable[Group], current: Iterable[Group]) -> None:
@@ -197,7 +200,7 @@ def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_n
     differing += [
         f"max_grad_norm={group['max_grad_norm']!r} is for the constructor, which was given {max_grad_norm!r}"
         for group in groups
-        if group.get("max_grad_norm", max_grad_norm) != max_grad_norm
+        if "max_grad_norm" not in row.left_out and group.get("max_grad_norm", max_grad_norm) != max_grad_norm
     ]
     kept = [repr(key) for group, here in zip(groups, current, strict=False) for key in row.others(group, here)]
     if kept:

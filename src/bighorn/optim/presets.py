@@ -1,6 +1,7 @@
-"""Presets: the LAMB of other packages by name, as the options in which each differs from version 5 of the paper.
+"""Presets: the LAMB and the CAME of other packages by name, as the options in which each differs from the paper.
 
-`tests/math/test_presets.py` proves every row, against the package itself or a second implementation of its formula.
+`tests/math/test_presets.py` and `tests/math/test_came_presets.py` prove every row, against the package itself or a
+second implementation of its formula.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """The options of one published LAMB.
+    """The options of one published LAMB or CAME.
 
     Attributes:
-        name: The name for `Lamb.like`.
-        options: The options of `Lamb` in addition to its defaults.
-        differs: The differences from version 5 of the paper, in words.
+        name: The name for `Lamb.like` or `Came.like`.
+        options: The options of `Lamb` or `Came` in addition to its defaults.
+        differs: The differences from version 5 of LAMB's paper, or from CAME's, in words.
         source: The source: repository, file and commit, or package and version.
         aliases: The names of others that compute the same.
         complete: A function from the parameters and the given options to further options. Default: None.
@@ -126,16 +127,49 @@ PRESETS = (
         complete=_no_decay_for_norms,
     ),
 )
-"""The table of presets."""
+"""The table of presets of `Lamb`."""
+
+_ONE_BY_ONE = "factors matrices and 1x1 convolutions alone"
+
+CAME_PRESETS = (
+    Preset(
+        "came-pytorch",
+        {"factor": "last_two"},
+        "makes a matrix of the last two dims",
+        "came-pytorch 0.1.3, CAME.py; pytorch_optimizer 4.1.0, optimizer/came.py; OneTrainer 46b042e, CAME.py",
+        ("pytorch_optimizer", "onetrainer"),
+    ),
+    Preset(
+        "sana",
+        {"factor": "linear"},
+        _ONE_BY_ONE,
+        "NVlabs/Sana, diffusion/utils/optimizer.py, CAMEWrapper",
+    ),
+    Preset(
+        "came8bit",
+        {"factor": "linear", "state_dtype": "int8", "min_8bit_size": 16385},
+        f"{_ONE_BY_ONE}; keeps the momentum of those above 16,384 elements in 8 bits, here with a scale for each 256 "
+        "elements of a row, there with one for each 2,048 rows",
+        "NVlabs/Sana, diffusion/utils/optimizer.py, CAME8BitWrapper; OneTrainer 247b0c3, CAME8bit.py",
+        ("sana-8bit", "onetrainer-8bit"),
+    ),
+    Preset(
+        "mindformers",
+        {"factor": "last_two", "betas": (0.9, 0.999, 0.99), "decay_rate": 0.8},
+        "makes a matrix of the last two dims; b2 = 1 - t^-0.8 at step t; b3 = 0.99",
+        "mindformers 0ca25cc, core/optim/came.py",
+    ),
+)
+"""The table of presets of `Came`."""
 
 
-def options(name: str, params: Iterable[Any], given: Options) -> dict[str, Any]:
+def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Preset, ...] = PRESETS) -> dict[str, Any]:
     """Return the options of a preset for some parameters; given options override its own.
 
     Raises:
         ValueError: There is no such preset.
     """
-    known = {word: preset for preset in PRESETS for word in (preset.name, *preset.aliases)}
+    known = {word: preset for preset in presets for word in (preset.name, *preset.aliases)}
     choice(*known)("preset", name)
     preset = known[name]
     return {**preset.options, **given, **(preset.complete(params, given) if preset.complete else {})}

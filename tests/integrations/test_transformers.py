@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bighorn import Came, Lamb, telemetry
+from bighorn import Came, Lamb, schedules, telemetry
 from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
 
 transformers = pytest.importorskip("transformers", reason=INSTALL)
@@ -117,6 +118,88 @@ def test_telemetry_reaches_what_report_to_names(tmp_path: Path, monkeypatch: pyt
         assert (first.step, last.step) == (6, 12)
         assert last.value == pytest.approx(value)
     assert not any("trust_ratio" in key for entry in run.state.log_history for key in entry)
+
+
+def test_our_schedules_with_a_scheduler_that_writes_nothing(tmp_path: Path) -> None:
+    """The trainer logs the rates of the schedule, and resumes bit for bit."""
+    from bighorn.integrations import OwnSchedule
+
+    arguments = {"save_strategy": "steps", "save_steps": 5, "logging_strategy": "steps", "logging_steps": 1}
+    runs = []
+    for folder, start in (("whole", None), ("resumed", "checkpoint-5")):
+        net = Net()
+        optimizer = Lamb(net.named_parameters(), lr=schedules.Cosine(0.05, 12), **OPTIONS)
+        run = trainer(tmp_path / folder, net, arguments, optimizers=(optimizer, OwnSchedule(optimizer)))
+        run.train(resume_from_checkpoint=start and str(tmp_path / "whole" / start))
+        runs.append(run)
+    expected = schedules.Cosine(0.05, 12).as_list(13)
+    assert [entry["learning_rate"] for entry in runs[0].state.log_history if "learning_rate" in entry] == expected[:12]
+    hand = by_hand(lamb, lambda step: expected[step] / 0.05, clip=1.0)  # the trainer clips to 1
+    assert_same(runs[0].model, hand)
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert a.equal(b)
+    assert runs[1].lr_scheduler.state_dict() == {"last_epoch": 12}
+    net = Net()
+    without = trainer(tmp_path, net, optimizers=(Lamb(net.named_parameters(), lr=schedules.Cosine(0.05, 12)), None))
+    with pytest.raises(RuntimeError, match="a schedule for lr, and a torch LRScheduler"):
+        without.train()
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not Net"):
+        OwnSchedule(net)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1e-3, True), (0.05, False), (None, False)])
+def test_a_learning_rate_that_is_not_used_is_named(rate: float | None, warned: bool, tmp_path: Path) -> None:
+    from bighorn.integrations.transformers import TelemetryCallback
+
+    net = Net()
+    run = trainer(tmp_path, net, {} if rate is None else {"learning_rate": rate}, optimizers=(lamb(net), None))
+    run.add_callback(TelemetryCallback(run))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.train()
+    texts = [str(each.message) for each in told if "learning_rate" in str(each.message)]
+    assert bool(texts) == warned
+    if warned:
+        assert texts[0].startswith("TrainingArguments.learning_rate=0.001 is not used")
+        assert "its lr is 0.05. Set it there" in texts[0]
+
+
+def test_reports_are_reached_through_the_wrapper(tmp_path: Path) -> None:
+    """The page has these lines."""
+    net = Net()
+    run = trainer(tmp_path, net, optimizers=(lamb(net), None))
+    run.train()
+    assert run.optimizer.optimizer.explain().startswith("group 0: ")
+    assert run.optimizer.optimizer.telemetry().names == tuple(name for name, _ in net.named_parameters())
+    assert telemetry.scalars(run.optimizer)["skipped_steps"] == 0
+
+
+def test_lora_makes_an_empty_group(tmp_path: Path) -> None:
+    """No trained parameter decays or all do; names and exclusions are those of the wrapped model."""
+    peft = pytest.importorskip("peft", reason=INSTALL)
+    bert = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.BertForSequenceClassification(bert), peft.LoraConfig(target_modules=["query"], r=2)
+    )
+    data = [{"input_ids": torch.randint(50, (6,)), "labels": torch.tensor(i % 2)} for i in range(8)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    given = {"lr": 0.01, "names": model, "exclude_from_layer_adaptation": ["lora_B"]}
+    run = transformers.Trainer(model=model, args=arguments, train_dataset=data, optimizer_cls_and_kwargs=(Lamb, given))
+    run.train()
+    assert sorted(len(group["params"]) for group in run.optimizer.param_groups) == [0, 2]
+    ratios = dict(zip(*[list(each) for each in _ratios(run)], strict=True))
+    assert [name for name, ratio in ratios.items() if ratio == 1.0] == [name for name in ratios if "lora_B" in name]
+    assert len(ratios) == 2
+
+
+def _ratios(run: Any) -> tuple[Any, Any]:
+    last = run.optimizer.optimizer.telemetry()
+    return last.names, last.trust_ratio.tolist()
 
 
 def test_a_period_that_is_none_is_refused() -> None:

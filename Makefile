@@ -131,11 +131,17 @@ SEED ?= 1
 attack: $(STAMP) build/sanitized
 	$(BIN)/python -m tests.attack.run --minutes $(MINUTES) --seed $(SEED)
 
+# Trainers that would bring CUDA or another torch come without their dependencies: the tests import the modules that build
+# optimizers, and say which ones. UPGRADE=--upgrade takes the newest versions, as a nightly run does.
+WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl \
+	addict art colorama einops spmd_types torch_checkpointing torchdata
+UPGRADE ?=
 integrations: $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --constraint constraints.txt \
 		--editable '.[dev,test-integrations]'
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps timm
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
 	$(BIN)/pytest -m "not slow" tests/integrations tests/docs/test_docs.py
+	$(BIN)/python -m tests.integrations.page
 
 # A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no
 # need of another. Elsewhere the environment is made as for everything else.

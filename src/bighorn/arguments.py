@@ -83,6 +83,15 @@ def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) ->
         raise unknown_name(where, name, known)
 
 
+def asked_for(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without those of other optimizers that are off: some trainers pass `foreach=False` to all."""
+    return {name: value for name, value in options.items() if name not in NOT_OURS or not _is_off(value)}
+
+
+def _is_off(value: object) -> bool:
+    return value is None or (isinstance(value, (bool, int, float)) and not value)
+
+
 def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:
     """Raise for an option that only groups have, with the remedy."""
     for name in set(names).intersection(group_only):

@@ -7,15 +7,15 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-Exclusion = Sequence[str] | Callable[[str, Tensor], bool]
-"""Regular expressions that are searched for in a parameter's name, or a function of name and parameter."""
-
-VECTORS = "ndim<2"
+VECTORS: Final = "ndim<2"
 """The word that excludes biases and the scales of norms by their shape, in place of a regular expression."""
+
+Exclusion = Literal["ndim<2"] | Sequence[str] | Callable[[str, Tensor], bool]
+"""Regular expressions that are searched for in a parameter's name, that word, or a function of name and parameter."""
 
 Names = nn.Module | Mapping[str, Tensor]
 """The source of names if a trainer passes bare parameters."""

@@ -341,6 +341,27 @@ def test_an_option_that_needs_all_gradients(option: dict[str, Any], kind: Kind) 
         release_gradients(net, make(kind, net, **option))
 
 
+@pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
+def test_an_optimizer_for_each_parameter_inside_backward(option: dict[str, Any], kind: Kind) -> None:
+    """torchtune's optimizer_in_bwd makes them, and a clip would be one of each tensor."""
+    net = network()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    made = {param: kind([param], lr=0.1, **option) for param in net.parameters()}
+    hooks = [
+        param.register_post_accumulate_grad_hook(lambda param: made[param].step())  # type: ignore[no-untyped-call]
+        for param in made
+    ]
+    with pytest.raises(RuntimeError, match=rf"{next(iter(option))}=.* looks at all gradients, but .* inside backward"):
+        loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    assert_bitwise(list(net.parameters()), before)
+    assert not any(optimizer.state for optimizer in made.values())
+    for hook in hooks:
+        hook.remove()
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    for optimizer in made.values():
+        optimizer.step()
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

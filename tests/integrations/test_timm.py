@@ -1,20 +1,25 @@
 """timm's registry and the groups that timm makes: docs/with-timm.md.
 
-`import timm` needs torchvision, so the tests import timm's optimizers from their folder. The optimizers use timm's
-models only for layer decay, for which the tests make groups themselves.
+`import timm` needs torchvision, so the tests import timm's optimizers without the rest. These use timm's models only
+for layer decay, for which the tests make groups themselves.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from tests.support import peer_formulas
+from tests.support.other_packages import bare_packages
 from tests.support.trainer_model import Net, batches
 
 if peer_formulas.TIMM_ABSENT:
@@ -24,25 +29,23 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def factory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    peer_formulas.installed_timm_lamb()
-    models: Any = ModuleType("timm.models")
-    models.group_parameters = models.group_with_matcher = None
-    monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))
-    monkeypatch.setitem(sys.modules, "timm.models", models)
-    return importlib.import_module("timm_optim._optim_factory")
+def timm() -> Iterator[Any]:
+    """timm.optim with our names in its registry, without the rest of timm."""
+    with bare_packages("pip install --no-deps timm", "timm") as load:
+        models: Any = ModuleType("timm.models")
+        models.group_parameters = models.group_with_matcher = None
+        sys.modules["timm.models"] = models
+        sys.modules.pop("bighorn.integrations.timm", None)
+        load("bighorn.integrations.timm")
+        yield load("timm.optim")
+        sys.modules.pop("bighorn.integrations.timm")
 
 
-def registered(factory: Any) -> Any:
-    info = factory.OptimInfo(name="bighorn", opt_class=Lamb, has_betas=True, description="LAMB, fused")
-    factory.default_registry.register(info)
-    return factory
-
-
-def test_the_registry_makes_it_with_groups_of_its_own(factory: Any) -> None:
+def test_the_registry_makes_it_with_groups_of_its_own(timm: Any) -> None:
     net = Net()
-    make = registered(factory).create_optimizer_v2
-    optimizer = make(net, "bighorn", lr=0.01, weight_decay=0.1, names=net, exclude_from_layer_adaptation=["norm"])
+    optimizer = timm.create_optimizer_v2(
+        net, "bighornlamb", lr=0.01, weight_decay=0.1, names=net, exclude_from_layer_adaptation=["norm"]
+    )
     assert type(optimizer) is Lamb
     decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
     assert decays == {name: 0.1 * (param.dim() > 1) for name, param in net.named_parameters()}
@@ -51,6 +54,69 @@ def test_the_registry_makes_it_with_groups_of_its_own(factory: Any) -> None:
     optimizer.step()
     ratios = dict(zip(optimizer.telemetry().names, optimizer.telemetry().trust_ratio.tolist(), strict=True))
     assert ratios["norm.weight"] == 1.0 != ratios["body.weight"]
+
+
+LINE: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "opt_eps": None, "opt_betas": None}
+
+
+@pytest.mark.parametrize(
+    ("opt", "line", "kind", "options"),
+    [
+        ("bighornlamb", {}, Lamb, {}),
+        ("bighornlamb", {"opt_eps": 1e-7, "opt_betas": [0.9, 0.95]}, Lamb, {"eps": 1e-7, "betas": (0.9, 0.95)}),
+        ("bighorntimm", {}, Lamb, {"always_adapt": False, "max_grad_norm": 1.0}),
+        ("bighorncame", {}, Came, {}),
+        ("bighorncame", {"opt_betas": [0.8, 0.95]}, Came, {"betas": (0.8, 0.95, 0.9999)}),
+        ("bighorncame", {"opt_betas": [0.8, 0.95, 0.99]}, Came, {"betas": (0.8, 0.95, 0.99)}),
+        ("bighorncame", {"opt_eps": 1e-20}, Came, {"eps": (1e-20, 1e-16)}),
+        ("bighorncame", {"opt_args": {"eps": (1e-20, 1e-10)}}, Came, {"eps": (1e-20, 1e-10)}),
+        ("bighorncame", {"opt_args": {"state_dtype": "bfloat16"}}, Came, {"state_dtype": "bfloat16"}),
+        ("bighornlamb", {"opt_args": {"exclude_from_layer_adaptation": "ndim<2"}}, Lamb, {}),
+        ("bighornlamb", {"opt_foreach": False}, Lamb, {}),
+    ],
+)
+def test_what_its_command_line_gives(timm: Any, opt: str, line: Any, kind: Any, options: Any) -> None:
+    """`optimizer_kwargs` turns the arguments of train.py into those of the registry."""
+    arguments = importlib.import_module("timm.optim._optim_factory").optimizer_kwargs(
+        argparse.Namespace(opt=opt, **{**LINE, **line})
+    )
+    net, hand = Net(), Net()
+    optimizer = timm.create_optimizer_v2(net, **arguments)
+    assert type(optimizer) is kind
+    few = [p for p in hand.parameters() if p.dim() < 2]
+    groups = [
+        {"params": few, "weight_decay": 0.0},
+        {"params": [p for p in hand.parameters() if p.dim() > 1], "weight_decay": 0.1},
+    ]
+    if "exclude_from_layer_adaptation" in (line.get("opt_args") or {}):
+        groups[0]["adapt"] = False
+    by_hand = kind(groups, lr=0.01, **options)
+    for inputs, labels in batches():
+        for model, each in ((net, optimizer), (hand, by_hand)):
+            model(inputs, labels)["loss"].backward()
+            each.step()
+            each.zero_grad()
+    assert all(a.equal(b) for a, b in zip(net.parameters(), hand.parameters(), strict=True))
+
+
+def test_the_command_runs_a_script_with_the_names_registered(tmp_path: Path) -> None:
+    """In a process of its own, where a folder stands for torchvision, which timm's other modules need."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom timm.optim import list_optimizers\nprint(sys.argv[1:], list_optimizers('bighorn*'))\n"
+    )
+    start = (
+        "import sys, types, runpy; from importlib.util import find_spec;"
+        "package = types.ModuleType('timm'); package.__path__ = list(find_spec('timm').submodule_search_locations);"
+        "sys.modules['timm'] = package; models = types.ModuleType('timm.models');"
+        "models.group_parameters = models.group_with_matcher = None; sys.modules['timm.models'] = models;"
+        "sys.argv = ['-m', *sys.argv[1:]]; runpy.run_module('bighorn.integrations.timm', run_name='__main__')"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", start]
+    done = subprocess.run([*command, str(script), "--opt", "bighornlamb"], capture_output=True, text=True, check=True)
+    assert done.stdout == "['--opt', 'bighornlamb'] ['bighorncame', 'bighornlamb', 'bighorntimm']\n"
+    usage = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (usage.returncode, "usage: python -m bighorn.integrations.timm train.py" in usage.stderr) == (1, True)
 
 
 def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read() -> None:

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "names": set(),
     "schedules": {"arguments"},
     "telemetry": {"arguments"},
-    "integrations": {"arguments", "telemetry"},
+    "integrations": {"arguments", "bighorn", "telemetry"},
     "scaling": {"arguments", "deferred", "distributed"},
     "distributed": {"deferred", "kernels"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
@@ -48,7 +48,7 @@ OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"
 
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "numpy"}
 PEERS = {"jax", "keras", "optax", "pytorch_optimizer", "timm"}
-TRAINERS = {"accelerate", "deepspeed", "lightning", "transformers"}
+TRAINERS = {"accelerate", "axolotl", "deepspeed", "lightning", "torchtitan", "transformers"}
 
 
 def room(parts: tuple[str, ...]) -> str:

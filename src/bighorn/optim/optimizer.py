@@ -90,7 +90,7 @@ class KernelOptimizer(StepParameter, Optimizer):
         """Create an optimizer from the arguments of its class. `partial`: it holds one rank's share of a model."""
         arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
-        checks.refuse_unknown(unknown, arguments, type(self).__name__)
+        checks.refuse_unknown(checks.asked_for(unknown), arguments, type(self).__name__)
         self._settings = Settings.of(arguments)
         self._scheduled, self._order = [], []
         self._forget()

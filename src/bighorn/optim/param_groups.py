@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.arguments import ELSEWHERE, NOT_OURS, brief, checked, integer, refuse_unknown
+from bighorn.arguments import ELSEWHERE, NOT_OURS, asked_for, brief, checked, integer, refuse_unknown
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, listed, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
@@ -150,19 +150,19 @@ def joining(
     return complete, tensors
 
 
-def check_keys(keys: Iterable[object], algorithm: Algorithm[Any], where: str) -> None:
-    """Raise for a key that is a misspelt option, or an option of another optimizer.
+def check_keys(group: Group, algorithm: Algorithm[Any], where: str) -> None:
+    """Raise for a key that is a misspelt option, or an option of another optimizer that is not off.
 
     Args:
-        keys: The keys of a group.
+        group: The group.
         algorithm: The algorithm, which declares the options.
-        where: The group, for the message.
+        where: The group in words, for the message.
 
     Raises:
         TypeError: There is such a key, or one that is not a string.
     """
     options = [*algorithm.options, *CHECKS]
-    for key in keys:
+    for key in asked_for(group):
         if not isinstance(key, str):
             raise TypeError(f"{where} got the key {key!r}: a key of a group must be a string")
         if key in NO_OPTIONS or key in options:

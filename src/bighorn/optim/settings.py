@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -71,6 +72,15 @@ class Settings:
     def needs_all_grads(self) -> bool:
         """Whether every gradient is needed before the first parameter is written."""
         return self.max_grad_norm is not None or self.skip_nonfinite
+
+    def refuse_in_backward(self) -> None:
+        """Raise for a step inside backward, as of torchtune's optimizer_in_bwd, that needs all gradients."""
+        if self.needs_all_grads and torch._C._current_graph_task_id() != -1:
+            name = "skip_nonfinite" if self.max_grad_norm is None else "max_grad_norm"
+            raise RuntimeError(
+                f"{name}={getattr(self, name)!r} looks at all gradients, but this step is inside backward, which has "
+                f"not computed all of them: leave {name} out, or step afterwards (torchtune: optimizer_in_bwd=False)"
+            )
 
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group without options that equal these, which ZeroRedundancyOptimizer writes into every group."""

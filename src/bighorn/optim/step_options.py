@@ -136,7 +136,7 @@ class OptionGuard:
             if not group.keys().isdisjoint(OF_THE_WHOLE):
                 settings.refuse_own(group, f"param_groups[{index}]")
             if (keys := tuple(group)) != self._keys.get(index):
-                check_keys(keys, algorithm, f"param_groups[{index}]")
+                check_keys(group, algorithm, f"param_groups[{index}]")
                 self._keys[index] = keys
             values = tuple([group.get(name, REMOVED) for name in algorithm.options])
             if isinstance(group.get("lr"), Tensor) or not _same(values, self._seen.get(index)):
@@ -172,10 +172,12 @@ def begin_step(
     """Resolve the options of a step, including values written into groups. Return whether plans still hold.
 
     Raises:
-        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr.
+        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr, or an option needs every gradient and
+            backward has not computed all of them yet.
         TypeError: A value of a wrong type, or a misspelt key.
         ValueError: An option out of range, or a schedule has ended. The groups are unchanged.
     """
+    settings.refuse_in_backward()
     attach_all(groups, scheduled, defaults, algorithm)
     schedule = ScheduleStep(groups, scheduled)
     try:

@@ -1,0 +1,147 @@
+"""The page of the trainers that the tests run: `python -m tests.integrations.page` writes `docs/trainers.md`.
+
+`make integrations` does so after the tests have passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A row of the table.
+
+    Attributes:
+        name: The trainer, with its page.
+        packages: The packages whose versions are noted; empty if none can be installed here.
+        runs: What of the trainer the tests run, or which of its files the page was checked against.
+        glue: The lines that a user writes.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    runs: str
+    glue: str
+
+
+TRAINERS = (
+    Trainer(
+        "[Hugging Face Trainer](with-transformers.md), [peft](with-peft.md), [TRL](with-trl.md)",
+        ("transformers", "peft", "accelerate"),
+        "`Trainer.train()`, resumed; under LoRA",
+        "`optimizers=(Lamb(...), None)`",
+    ),
+    Trainer("[Accelerate](with-accelerate.md)", ("accelerate",), "`prepare`, `save_state`, `load_state`", "none"),
+    Trainer(
+        "[Lightning](with-lightning.md)",
+        ("lightning", "jsonargparse"),
+        "`Trainer.fit`, resumed; `LightningCLI`",
+        "`--optimizer=bighorn.Lamb`",
+    ),
+    Trainer("[DeepSpeed](with-deepspeed.md)", ("deepspeed",), "its engine without ZeRO, where it is installed", "none"),
+    Trainer(
+        "[timm](with-timm.md)",
+        ("timm",),
+        "`optimizer_kwargs`, the registry and `create_optimizer_v2`; not `train.py`, which needs torchvision",
+        "`python -m bighorn.integrations.timm train.py --opt bighornlamb`",
+    ),
+    Trainer(
+        "[torchtitan](with-torchtitan.md)",
+        ("torchtitan",),
+        "`config.build(model_parts=...)`, resumed from its state_dict",
+        "`bighorn.integrations.torchtitan.OptimizersContainer.Config`",
+    ),
+    Trainer(
+        "[torchtune](with-config-files.md)",
+        ("torchtune",),
+        "`config.instantiate`, `register_optim_in_bwd_hooks`; no recipe, which needs a torchao for this torch",
+        "`_component_: bighorn.Lamb`",
+    ),
+    Trainer("[Hydra](with-config-files.md)", ("hydra-core",), "`instantiate`", "`_target_: bighorn.Lamb`"),
+    Trainer(
+        "[NeMo AutoModel](with-nemo.md)",
+        ("nemo-automodel",),
+        "`build_optimizer`, with `param_group_overrides`",
+        "`_target_: bighorn.Lamb`",
+    ),
+    Trainer(
+        "[verl](with-nemo.md)",
+        ("verl",),
+        "`FSDPOptimizerConfig` and `build_optimizer`; no worker, which needs ray",
+        "`optimizer_impl: bighorn`, `optimizer: Lamb`",
+    ),
+    Trainer(
+        "[axolotl](with-config-files.md)",
+        ("axolotl",),
+        "its `PluginManager`; no training, which needs its pinned dependencies",
+        "`plugins: [bighorn.integrations.axolotl.CamePlugin]`",
+    ),
+    Trainer(
+        "[sd-scripts, musubi-tuner](with-sd-scripts.md)",
+        (),
+        "not installed: `library/train_util.py` `get_optimizer` and `sdxl_train.py` `__grad_hook` were read, and "
+        "`hv_train_network.py`",
+        "`--optimizer_type bighorn.Came`",
+    ),
+    Trainer(
+        "[OneTrainer](with-sd-scripts.md)",
+        (),
+        "not installed: `modules/trainer/GenericTrainer.py` `__grad_hook` and `modules/util/optimizer` were read",
+        "a subclass, on the page",
+    ),
+    Trainer(
+        "[diffusion-pipe](with-sd-scripts.md)",
+        (),
+        "not installed: `train.py` `get_optimizer` was read",
+        "a file of three lines",
+    ),
+    Trainer("[diffusers, SANA, PixArt](with-diffusers.md)", ("diffusers",), "the loop of its scripts", "one import"),
+    Trainer(
+        "[sentence-transformers](with-sentence-transformers.md)",
+        ("sentence-transformers",),
+        "its trainer is that of transformers",
+        "`optimizers=(Lamb(...), None)`",
+    ),
+    Trainer("[fastai](with-fastai.md)", ("fastai",), "`OptimWrapper`, `Learner.fit`", "`OptimWrapper(opt=Lamb)`"),
+)
+
+HEAD = """\
+# Trainers that the tests run
+
+<!-- Written by `make integrations`; a test fails if the rows differ. -->
+
+`make integrations` installs these and runs the tests in them, by their own builders: registries, parsers, config loaders.
+A trainer whose dependencies would bring CUDA or another torch is installed without them, and the tests import the part
+that builds optimizers.
+
+| trainer | version | what runs | your line |
+|---|---|---|---|
+"""
+
+
+def versions(trainer: Trainer) -> str:
+    """The installed versions of a trainer's packages."""
+    found = []
+    for package in trainer.packages:
+        try:
+            found.append(version(package) if len(trainer.packages) == 1 else f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} not installed here" if len(trainer.packages) > 1 else "not installed here")
+    return ", ".join(found) or "none"
+
+
+def page() -> str:
+    """The text of the page, with the versions that are installed and today's date."""
+    rows = [f"| {each.name} | {versions(each)} | {each.runs} | {each.glue} |" for each in TRAINERS]
+    when = datetime.now(timezone.utc).date().isoformat()
+    return HEAD + "\n".join(rows) + f"\n\nRun on {when} with torch {version('torch')}.\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

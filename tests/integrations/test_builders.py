@@ -1,0 +1,252 @@
+"""Other trainers build the optimizers themselves, by their own registry, parser or config loader.
+
+The files of each that run here, with their versions, are in the table of docs/trainers.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bighorn import Came, Lamb
+from tests.support.other_packages import bare_packages
+from tests.support.trainer_model import INSTALL, Net, batches
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BARE = "pip install --no-deps, as make integrations does"
+
+
+def losses(net: nn.Module, optimizer: Any, steps: int = 12) -> list[float]:
+    """Train, and return the losses."""
+    out = []
+    for inputs, labels in batches()[:steps]:
+        loss = net(inputs, labels)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(float(loss.detach()))
+    return out
+
+
+def reference(kind: Any, given: Any = None, **options: Any) -> list[float]:
+    net = Net()
+    return losses(net, kind(given(net) if given else net.parameters(), **options))
+
+
+def in_two(net: nn.Module) -> list[dict[str, Any]]:
+    """Biases and norms without decay or trust ratio."""
+    named = dict(net.named_parameters())
+    few = [named[name] for name in named if "bias" in name or "norm" in name]
+    many = [named[name] for name in named if not ("bias" in name or "norm" in name)]
+    return [
+        {"params": few, "lr": 0.01, "weight_decay": 0.0, "adapt": False},
+        {"params": many, "lr": 0.01, "weight_decay": 0.1},
+    ]
+
+
+# ---- torchtitan -----------------------------------------------------------------------------------------------------
+
+
+def titan(groups: list[dict[str, Any]], net: nn.Module) -> Any:
+    pytest.importorskip("torchtitan.components.optimizer", reason=BARE, exc_type=ImportError)
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    from bighorn.integrations.torchtitan import OptimizersContainer
+
+    config = OptimizersContainer.Config(param_groups=[ParamGroupConfig(**group) for group in groups])
+    return config.build(model_parts=[net])
+
+
+def test_torchtitan_builds_from_its_config() -> None:
+    options = {"lr": 0.01, "adapt": False, "weight_decay": 0.0}
+    groups: list[dict[str, Any]] = [
+        {"pattern": "bias|norm", "optimizer_name": "bighorn.Lamb", "optimizer_kwargs": options},
+        {"pattern": ".*", "optimizer_name": "bighorn.Lamb", "optimizer_kwargs": {"lr": 0.01, "weight_decay": 0.1}},
+    ]
+    net = Net()
+    container = titan(groups, net)
+    (optimizer,) = container
+    assert type(optimizer) is Lamb
+    assert optimizer.param_groups[0]["param_names"] == ["body.bias", "norm.weight", "norm.bias", "head.bias"]
+    saved, first = None, losses(net, container, 6)
+    saved = {name: value.clone() if torch.is_tensor(value) else value for name, value in container.state_dict().items()}
+    model = {name: value.clone() for name, value in net.state_dict().items()}
+    rest = [train(net, container, i) for i in range(6, 12)]
+    assert first + rest == pytest.approx(reference(Lamb, in_two))
+    again = Net()
+    again.load_state_dict(model)
+    resumed = titan(groups, again)
+    resumed.load_state_dict(saved)
+    assert [train(again, resumed, i) for i in range(6, 12)] == rest
+    assert all(a.equal(b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+def train(net: nn.Module, optimizer: Any, i: int) -> float:
+    inputs, labels = batches()[i]
+    loss = net(inputs, labels)["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def test_torchtitan_mixes_them_with_its_own() -> None:
+    net = Net()
+    container = titan(
+        [
+            {"pattern": "bias|norm", "optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01}},
+            {"pattern": ".*", "optimizer_name": "bighorn.Came", "optimizer_kwargs": {"lr": 0.01}},
+        ],
+        net,
+    )
+    assert [type(each) for each in container] == [torch.optim.AdamW, Came]
+    assert losses(net, container)[-1] < 1.0
+    container.load_state_dict(container.state_dict())
+
+
+# ---- torchtune ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_torchtune_instantiates_from_its_yaml(kind: Any) -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason=INSTALL)
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "exclude_from_weight_decay": "ndim<2"}
+    node = omegaconf.OmegaConf.create({"_component_": f"bighorn.{kind.__name__}", **options, "fused": False})
+    with bare_packages(BARE, "torchtune", "torchtune.training") as load:
+        instantiate = load("torchtune.config._instantiate").instantiate
+        net = Net()
+        assert losses(net, instantiate(node, net.parameters())) == reference(kind, **options)
+        node.fused = True  # as in its own files
+        with pytest.raises(TypeError, match=r"'fused', an option of torch\.optim but not of ours: every backend is"):
+            instantiate(node, net.parameters())
+
+
+def test_torchtunes_optimizer_in_bwd() -> None:
+    with bare_packages(BARE, "torchtune", "torchtune.training") as load:
+        memory = load("torchtune.training.memory")
+        net = Net()
+        made: dict[Any, Any] = {p: Lamb([p], lr=0.01, weight_decay=0.1) for p in net.parameters()}
+        memory.register_optim_in_bwd_hooks(model=net, optim_dict=made)
+        wrapper = memory.create_optim_in_bwd_wrapper(net, made)
+        got = []
+        for inputs, labels in batches():
+            loss = net(inputs, labels)["loss"]
+            loss.backward()
+            got.append(float(loss.detach()))
+        assert got == pytest.approx(reference(Lamb, lr=0.01, weight_decay=0.1))
+        wrapper.load_state_dict(wrapper.state_dict())
+        clipped = Net()
+        memory.register_optim_in_bwd_hooks(
+            model=clipped, optim_dict={p: Lamb([p], max_grad_norm=1.0) for p in clipped.parameters()}
+        )
+        with pytest.raises(RuntimeError, match=r"max_grad_norm=1.0 looks at all gradients.*optimizer_in_bwd=False"):
+            clipped(*batches()[0])["loss"].backward()
+
+
+# ---- NeMo AutoModel and verl ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_nemo_builds_from_a_dotted_path(kind: Any) -> None:
+    nemo = pytest.importorskip("nemo_automodel.components.optim.optimizer", reason=BARE, exc_type=ImportError)
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    net = Net()
+    (plain,) = nemo.build_optimizer(net, (f"bighorn.{kind.__name__}", options))
+    assert losses(net, plain) == reference(kind, **options)
+    overrides = [{"pattern": "bias|norm", "lr_mult": 0.5, "wd_mult": 0.0}]
+    (grouped,) = nemo.build_optimizer(
+        Net(), (f"bighorn.{kind.__name__}", {**options, "param_group_overrides": overrides})
+    )
+    assert [group.get("wd_mult") for group in grouped.param_groups] == [None, 0.0]
+    grouped.load_state_dict(grouped.state_dict())
+    # What it passes under tensor parallelism, since our constructor takes any keyword to name the nearest.
+    assert nemo._factory_accepts_foreach(kind)
+    kind(Net().parameters(), **options, foreach=False)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_verl_builds_by_module_and_name(kind: Any) -> None:
+    with bare_packages(BARE, "verl", "verl.workers", "verl.workers.config") as load:
+        optimizers = load("verl.workers.config.optimizer")
+        config = optimizers.FSDPOptimizerConfig(
+            lr=0.01,
+            weight_decay=0.1,
+            optimizer=kind.__name__,
+            optimizer_impl="bighorn",
+            override_optimizer_config={"state_dtype": "bfloat16"},
+        )
+        net = Net()
+        optimizer = optimizers.build_optimizer(net.parameters(), config)
+    assert type(optimizer) is kind
+    assert losses(net, optimizer) == reference(kind, lr=0.01, weight_decay=0.1, state_dtype="bfloat16")
+
+
+# ---- axolotl --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_axolotls_plugin_manager_asks_ours(kind: Any) -> None:
+    base = pytest.importorskip("axolotl.integrations.base", reason=BARE, exc_type=ImportError)
+    manager = base.PluginManager()
+    manager.plugins.clear()
+    manager.register(f"bighorn.integrations.axolotl.{kind.__name__}Plugin")
+    manager.cfg = SimpleNamespace(learning_rate="1e-2", weight_decay=0.1, optim_args={"state_dtype": "bfloat16"})
+    net = Net()
+    names = ["body.weight", "head.weight"]
+    optimizer = manager.create_optimizer(SimpleNamespace(model=net, get_decay_parameter_names=lambda _: names))
+    manager.plugins.clear()
+    assert type(optimizer) is kind
+    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert decays == {name: 0.1 * (name in names) for name, _ in net.named_parameters()}
+    assert {group["state_dtype"] for group in optimizer.param_groups} == {"bfloat16"}
+    assert losses(net, optimizer)[-1] < 1.0
+
+
+# ---- LightningCLI ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_lightnings_command_line(kind: Any, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason=INSTALL)
+    pytest.importorskip("jsonargparse", reason=INSTALL)
+    from lightning.pytorch.cli import LightningCLI
+
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(*batch)["loss"]
+
+        def train_dataloader(self) -> Any:
+            inputs = torch.cat([each for each, _ in batches()])
+            labels = torch.cat([each for _, each in batches()])
+            data = torch.utils.data.TensorDataset(inputs, labels)
+            return torch.utils.data.DataLoader(data, batch_size=2)
+
+    arguments = ["fit", f"--optimizer=bighorn.{kind.__name__}", "--optimizer.lr=0.01", "--optimizer.weight_decay=0.1"]
+    arguments += ["--optimizer.state_dtype=bfloat16", "--optimizer.exclude_from_weight_decay=ndim<2"]
+    arguments += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    arguments += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    arguments += [f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_model_summary=false"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli = LightningCLI(Model, args=arguments, save_config_callback=None)
+    (optimizer,) = cli.trainer.optimizers
+    assert type(optimizer) is kind
+    assert optimizer.param_groups[0]["state_dtype"] == "bfloat16"
+    net = Net()
+    losses(
+        net,
+        kind(net.parameters(), lr=0.01, weight_decay=0.1, state_dtype="bfloat16", exclude_from_weight_decay="ndim<2"),
+    )
+    for a, b in zip(cli.model.net.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(a, b)

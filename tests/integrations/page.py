@@ -116,7 +116,7 @@ HEAD = """\
 
 <!-- Written by `make integrations`; a test fails if the rows differ. -->
 
-`make integrations` installs these and runs the tests in them, by their own builders: registries, parsers, config loaders.
+`make integrations` installs these and runs the tests in them, by their own registries, parsers and config loaders.
 A trainer whose dependencies would bring CUDA or another torch is installed without them, and the tests import the part
 that builds optimizers.
 

@@ -4,9 +4,8 @@
 
 A GPT of two blocks and 64 channels learns the text of the task `text` for a few hundred steps, and is frozen. Every
 linear layer gets an adapter, A and B, of which B starts at zero as in peft, and the adapters learn the same text in
-upper case, whose letters the model has hardly seen. Every optimizer has a constant
-learning rate, with or without warm-up; the best of its rates
-after the last step is shown, over the seeds.
+upper case, whose letters the model has hardly seen. Every optimizer has a constant learning rate, with or without
+warm-up; the best of its rates after the last step is shown, over the seeds.
 Writes benchmarks/results/lora.json and the table in docs/with-peft.md.
 """
 
@@ -91,7 +90,7 @@ def pretrained(dataset: Dataset, seed: int) -> GPT:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(PRETRAINED):
         batch = torch.randint(len(dataset), (BATCH_SIZE,))
-        loss_of(model, dataset.inputs[batch], dataset.targets[batch]).backward()
+        loss_of(model, dataset.inputs[batch], dataset.targets[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -135,7 +134,7 @@ def trained(dataset: Dataset, seed: int) -> list[dict[str, Any]]:
                     for group in optimizer.param_groups:
                         group["lr"] = rate * min(1.0, (step + 1) / (warm_up or 1))
                     batch = torch.randint(len(inputs), (BATCH_SIZE,), generator=generator)
-                    loss_of(model, inputs[batch], targets[batch]).backward()
+                    loss_of(model, inputs[batch], targets[batch]).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     optimizer.zero_grad()
                     if isinstance(optimizer, Lamb) and step + 1 in SHOWN:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from bighorn.arguments import integer
 
-__all__ = ["Log", "log_every", "scalars"]
+__all__ = ["Log", "SlowLayers", "log_every", "scalars"]
 
 Log = Callable[[dict[str, float], int], Any]
 """A function of scalars by tag, and of the step: `wandb.log`, `accelerator.log`, or a loop over `writer.add_scalar`."""
+
+SLOW = 0.05
+"""The trust ratio below which a layer that started at zero is slow."""
+
+REPORTS = 3
+"""The number of reports in a row after which slow layers are named."""
 
 MULTIPLIERS = ("trust_ratio", "confidence")
 """The metrics by which LAMB and CAME multiply a layer's learning rate."""
@@ -60,8 +69,75 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
     return {**by_tag, "skipped_steps": count}
 
 
+class SlowLayers:
+    """A watch for layers that LAMB moves too slowly since they started at zero, as `lora_B` does.
+
+    Such a layer moves by the learning rate times what it has become. The watch never makes a step wait: it keeps the
+    first step's norms on the device, and reads them with the first report.
+
+    Args:
+        below: The trust ratio below which such a layer is slow. Default: 0.05.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lamb
+        >>> from bighorn.telemetry import SlowLayers, scalars
+        >>> layer = torch.nn.Linear(4, 2, bias=False)
+        >>> layer.weight = torch.nn.Parameter(torch.zeros(2, 4))
+        >>> optimizer, slow = Lamb(layer.named_parameters(), lr=1e-3), SlowLayers()
+        >>> for _ in range(3):
+        ...     layer(torch.ones(3, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     slow.watch(optimizer)
+        >>> for _ in range(3):
+        ...     names = slow.found(scalars(optimizer))
+        >>> names
+        ['weight']
+    """
+
+    def __init__(self, below: float = SLOW) -> None:
+        self.below = below
+        self._first: tuple[tuple[str, ...], Tensor] | None = None
+        self._zero: frozenset[str] | None = None
+        self._reports: Counter[str] = Counter()
+        self._told = False
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Keep the norms of the first step that this is called after; CAME has no trust ratio, and none are slow."""
+        if self._first is None:
+            last = _telemetric(optimizer).telemetry()
+            if last.names:
+                norms = getattr(last, "weight_norm", None)
+                self._first = ((), last.lr[:0]) if norms is None else (last.names, norms.clone())
+
+    def found(self, values: dict[str, float]) -> list[str]:
+        """Return the layers that were slow in this report and the two before, and warn about the first of them once.
+
+        Args:
+            values: The result of `scalars`.
+        """
+        if self._zero is None and self._first is not None:
+            names, norms = self._first
+            self._zero = frozenset(name for name, norm in zip(names, norms.tolist(), strict=True) if norm == 0)
+        now = [name for name in self._zero or () if values.get(f"trust_ratio/{name}", 1.0) < self.below]
+        self._reports = Counter({name: self._reports[name] + 1 for name in now})
+        slow = sorted(name for name, reports in self._reports.items() if reports >= REPORTS)
+        if slow and not self._told:
+            self._told = True
+            shown = ", ".join(slow[:3]) + (f" and {len(slow) - 3} others" if len(slow) > 3 else "")
+            warnings.warn(
+                f"{shown} started at zero, and LAMB's trust ratio of each stays below {self.below:g}: it moves by lr "
+                "times its own small norm. Exclude such layers, as LoRA's with "
+                'exclude_from_layer_adaptation=["lora_B"]',
+                stacklevel=2,
+            )
+        return slow
+
+
 def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
     """Call a logger with the scalars of every `steps`-th step of an optimizer, and the number of the step from now on.
+
+    Layers that `SlowLayers` finds are named in a warning.
 
     Args:
         optimizer: An optimizer, as for `scalars`.
@@ -91,13 +167,16 @@ def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
     integer("steps", steps, least=1)
     if not callable(log):
         raise TypeError(f"log must be a function of the scalars and the step, not {log!r} ({type(log).__name__})")
-    inner, taken = _telemetric(optimizer), 0
+    inner, taken, slow = _telemetric(optimizer), 0, SlowLayers()
 
     def after(*_: object) -> None:
         nonlocal taken
         taken += 1
+        slow.watch(inner)
         if taken % steps == 0:
-            log(scalars(inner), taken)
+            values = scalars(inner)
+            log(values, taken)
+            slow.found(values)
 
     handle: RemovableHandle = inner.register_step_post_hook(after)
     return handle

@@ -192,3 +192,90 @@ def test_what_is_refused() -> None:
             telemetry.log_every(optimizer, steps, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="log must be a function of the scalars and the step, not 'wandb'"):
         telemetry.log_every(optimizer, 1, "wandb")  # type: ignore[arg-type]
+
+
+# ---- layers that start at zero ---------------------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A LoRA adapter: A is random, and B zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lora_A, self.lora_B = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lora_B(self.lora_A(x))
+        return out
+
+
+def adapted(kind: Kind, **options: Any) -> tuple[Adapter, Any]:
+    net = Adapter()
+    return net, kind(net.named_parameters(), lr=0.01, **options)
+
+
+def train(net: nn.Module, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        (net(data) - data.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_slow_layers_that_started_at_zero_are_named_once(every: int) -> None:
+    net, optimizer = adapted(Lamb)
+    telemetry.log_every(optimizer, every, lambda *_: None)
+    train(net, optimizer, 2 * every)
+    with pytest.warns(UserWarning, match=r"^lora_B.weight started at zero, .* below 0.05: .*adaptation=\[") as told:
+        train(net, optimizer, 10)
+    assert len(told) == 1  # and lora_A, whose ratio is also small, is not among them
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Lamb, {"exclude_from_layer_adaptation": ["lora_B"]}),
+        (Lamb, {"weight_norm_bounds": (1.0, 100.0)}),
+        (Came, {}),
+    ],
+)
+def test_layers_that_are_not_slow_are_not_named(kind: Kind, options: Any) -> None:
+    net, optimizer = adapted(kind, **options)
+    slow, seen = telemetry.SlowLayers(), []
+
+    def report(*_: object) -> None:
+        slow.watch(optimizer)
+        seen.append(slow.found(telemetry.scalars(optimizer)))
+
+    handle = optimizer.register_step_post_hook(report)
+    train(net, optimizer, 6)
+    handle.remove()
+    assert seen == [[]] * 6
+
+
+def test_a_layer_that_recovers_is_not_slow() -> None:
+    slow = telemetry.SlowLayers()
+    net, optimizer = adapted(Lamb)
+    train(net, optimizer, 1)
+    slow.watch(optimizer)
+    with pytest.warns(UserWarning, match="started at zero"):
+        found = [
+            slow.found({"trust_ratio/lora_B.weight": ratio}) for ratio in (0.01, 0.01, 0.2, 0.01, 0.01, 0.01, 0.01)
+        ]
+    assert found == [[], [], [], [], [], ["lora_B.weight"], ["lora_B.weight"]]
+
+
+def test_a_watch_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = adapted(Lamb)
+    train(net, optimizer, 1)
+    slow = telemetry.SlowLayers()
+
+    def wait(*_: object) -> None:
+        raise AssertionError("the host waits for the device")
+
+    for name in ("tolist", "item", "__bool__", "__float__", "cpu"):
+        monkeypatch.setattr(Tensor, name, wait)
+    slow.watch(optimizer)

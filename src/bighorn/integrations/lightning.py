@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from bighorn.arguments import integer
-from bighorn.telemetry import scalars
+from bighorn.telemetry import SlowLayers, scalars
 
 
 class TelemetryCallback(Callback):  # type: ignore[misc]
@@ -23,15 +23,20 @@ class TelemetryCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, every: int = 50) -> None:
         self.every, self._last = integer("every", every, least=1), 0
+        self._slow: list[SlowLayers] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the scalars on the main process, after every `every`-th step."""
         del pl_module
         step = trainer.global_step
+        self._slow = self._slow or [SlowLayers() for _ in trainer.optimizers]
+        for slow, optimizer in zip(self._slow, trainer.optimizers, strict=True):
+            slow.watch(optimizer)
         if step == self._last or step % self.every or not trainer.is_global_zero:
             return
         self._last = step
-        for optimizer in trainer.optimizers:
+        for slow, optimizer in zip(self._slow, trainer.optimizers, strict=True):
             values = scalars(optimizer)
+            slow.found(values)
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)

@@ -10,14 +10,15 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from bighorn.arguments import integer
-from bighorn.telemetry import scalars
+from bighorn.telemetry import SlowLayers, scalars
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that logs `bighorn.telemetry.scalars` to the reporters of `report_to`, such as TensorBoard.
 
     The scalars are not added to the trainer's own log, which is printed and saved with each checkpoint. When training
-    begins, a warning says if the optimizer does not use `TrainingArguments.learning_rate`.
+    begins, a warning says if the optimizer does not use `TrainingArguments.learning_rate`; later, one names the layers
+    that `bighorn.telemetry.SlowLayers` finds.
 
     Args:
         trainer: The trainer whose reporters receive the scalars.
@@ -29,7 +30,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Trainer, every: int = 50) -> None:
-        self.trainer, self.every = trainer, integer("every", every, least=1)
+        self.trainer, self.every, self.slow = trainer, integer("every", every, least=1), SlowLayers()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -49,9 +50,12 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the scalars on the main process, after every `every`-th step."""
+        self.slow.watch(kwargs["optimizer"])
         if state.global_step % self.every or not state.is_world_process_zero:
             return
+        values = scalars(kwargs["optimizer"])
+        self.slow.found(values)
         reporters = tuple(INTEGRATION_TO_CALLBACK.values())
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, reporters):
-                callback.on_log(args, state, control, logs=scalars(kwargs["optimizer"]), model=kwargs["model"])
+                callback.on_log(args, state, control, logs=values, model=kwargs["model"])

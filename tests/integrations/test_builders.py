@@ -5,7 +5,12 @@ The files of each that run here, with their versions, are in the table of docs/t
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import shlex
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +21,7 @@ from torch import nn
 
 from bighorn import Came, Lamb
 from tests.support.other_packages import bare_packages
-from tests.support.trainer_model import INSTALL, Net, batches
+from tests.support.trainer_model import INPUTS, INSTALL, LABELS, Net, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -250,3 +255,77 @@ def test_lightnings_command_line(kind: Any, tmp_path: Path) -> None:
     )
     for a, b in zip(cli.model.net.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+# ---- fastai, TRL and sentence-transformers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_fastais_learner(kind: Any) -> None:
+    """One cycle moves the rate and the first beta, by fastai's own names of them."""
+    learner = pytest.importorskip("fastai.learner", reason=BARE, exc_type=ImportError)
+    pytest.importorskip("fastai.callback.schedule", reason=BARE, exc_type=ImportError)  # adds fit_one_cycle
+    core = pytest.importorskip("fastai.data.core", reason=BARE, exc_type=ImportError)
+    load = pytest.importorskip("fastai.data.load", reason=BARE, exc_type=ImportError)
+    wrapper = pytest.importorskip("fastai.optimizer", reason=BARE, exc_type=ImportError).OptimWrapper
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Any) -> Any:
+            return self.net.head(torch.tanh(self.net.norm(self.net.body(x))))
+
+    pairs = list(zip(INPUTS, LABELS, strict=True))
+    loaders = core.DataLoaders(load.DataLoader(pairs, bs=2), load.DataLoader(pairs, bs=2))
+    made = learner.Learner(
+        loaders, Logits(), loss_func=nn.functional.cross_entropy, opt_func=partial(wrapper, opt=kind), lr=0.01, wd=0.1
+    )
+    made.fit_one_cycle(2, 0.02)
+    optimizer = made.opt.opt
+    assert type(optimizer) is kind
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1] * len(optimizer.param_groups)
+    assert 0.85 <= optimizer.param_groups[0]["betas"][0] <= 0.95 != 0.9
+    assert optimizer.param_groups[0]["schedule_step"] == 24
+    assert float(made.recorder.losses[-1]) < float(made.recorder.losses[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("trl", "SFTTrainer"),
+        ("trl", "DPOTrainer"),
+        ("trl", "GRPOTrainer"),
+        ("sentence_transformers", "SentenceTransformerTrainer"),
+    ],
+)
+def test_trainers_that_are_transformers_trainer(module: str, name: str) -> None:
+    """What holds for that one holds for them: they take `optimizers=` and pass it on."""
+    transformers = pytest.importorskip("transformers", reason=INSTALL)
+    kind = getattr(pytest.importorskip(module, reason=BARE, exc_type=ImportError), name)
+    assert issubclass(kind, transformers.Trainer)
+    assert "optimizers" in inspect.signature(kind).parameters
+    assert kind.create_optimizer is transformers.Trainer.create_optimizer or module == "trl"
+
+
+# ---- not installable: their parsers, as docs/with-sd-scripts.md has their lines --------------------------------------
+
+
+def test_values_that_kohyas_parser_reads() -> None:
+    """sd-scripts' library/train_util.py and musubi-tuner's hv_train_network.py read `key=value` by `literal_eval`."""
+    text = (Path(__file__).parents[2] / "docs" / "with-sd-scripts.md").read_text()
+    (line,) = re.findall(r"--optimizer_args (.*?)\n```", text, re.DOTALL)
+    options = {}
+    for argument in shlex.split(line.replace("\\\n", " ")):
+        key, value = argument.split("=")
+        options[key] = ast.literal_eval(value)
+    assert options["state_dtype"] == "int8"
+    params = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)), nn.Parameter(torch.ones(5, dtype=torch.bfloat16))]
+    optimizer = Came([{"params": params, "lr": 0.01}], lr=0.01, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.int8
+    with pytest.raises(ValueError, match="malformed"):
+        ast.literal_eval("int8")  # without the inner quotes

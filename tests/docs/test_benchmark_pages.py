@@ -25,10 +25,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-scale, eight_bit, precision_table = script("scale"), script("eight_bit"), script("precision_table")
+scale, eight_bit, precision_table, lora = map(script, ("scale", "eight_bit", "precision_table", "lora"))
 
 
-@pytest.mark.parametrize("source", [scale, eight_bit, precision_table], ids=lambda source: source.__name__)
+@pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora], ids=lambda source: source.__name__)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()
@@ -53,6 +53,17 @@ def cells(name: str, shapes: str) -> dict[str, str]:
     (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
     ratios = {optimizer["label"]: optimizer["ratio"] for optimizer in found}
     return {label: f"{each['median']:.2f} ({each['p10']:.2f}-{each['p90']:.2f})" for label, each in ratios.items()}
+
+
+def test_the_study_of_lora_shows_what_its_page_says() -> None:
+    saved = json.loads(lora.RESULT.read_text())
+    assert saved["clean"] is True
+    assert {run["seed"] for run in saved["runs"]} == {0, 1, 2}
+    warmed = [run for run in saved["runs"] if run["optimizer"] == "`Lamb`" and run["warm_up"]]
+    slow, fast = ([run for run in warmed if (run["lr"] > 0.02) is over] for over in (False, True))
+    assert all(run["losses"]["40"] > 3 and run["lora_B_trust_ratio"]["40"] < 0.002 for run in slow)
+    assert {f"{run['losses']['40']:.2f}" for run in fast} == {"2.61", "2.64", "2.65"}
+    assert all(run["losses"]["100"] > run["losses"]["0"] for run in fast)
 
 
 @pytest.mark.parametrize("row", README)

@@ -66,7 +66,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
         optimizer: A Lamb or a Came.
 
     Returns:
-        A handle; its `remove()` undoes it, and `with handle.accumulate():` keeps gradients meanwhile.
+        A handle; its `remove()` undoes it, and its context `accumulate()` keeps gradients meanwhile.
 
     Raises:
         TypeError: An argument is not a Module or an Optimizer.

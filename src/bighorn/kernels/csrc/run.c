@@ -2,6 +2,8 @@
  * would compete with its spinning workers. */
 #include "run.h"
 
+#include <stdbool.h>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -119,10 +121,13 @@ void wait_for_all(RunBarrier *barrier, int team) {
 /* ---- rows ------------------------------------------------------------------------------------------------ */
 
 void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data) {
-    int64_t first = 0; /* the first of the rows that one thread each steps */
+    int64_t first = 0,
+            rest = elements_in(queue); /* the first of the rows that one thread each steps, and all of them */
     for (; first < queue->count && team > 1; first++) {
-        const int64_t row = queue->order[first];
-        if (queue->gradients[row].size <= queue->shared_min_elems) break;
+        const int64_t row = queue->order[first], size = queue->gradients[row].size;
+        const bool outlasts_others = size > PARALLEL_MIN_ELEMS && size * team > rest;
+        if (size <= queue->shared_min_elems && !outlasts_others) break;
+        rest -= size;
         const RowShare part = {.thread = thread, .team = team, .part = thread, .parts = team, .turn = first};
         function(data, row, &part);
     }

@@ -42,8 +42,10 @@ typedef struct {
     const int64_t *order; /* row indices, largest row first */
     const Gradient *gradients;
     int64_t count;
-    int64_t shared_min_elems; /* all threads share a row of more elements, and one thread gets any other row */
-    atomic_llong next;        /* the next of the rows that one thread each steps */
+    /* All threads share a row of more elements than this, or one that would keep a thread busy when the others have
+     * finished all that follow it; one thread gets any other row. */
+    int64_t shared_min_elems;
+    atomic_llong next; /* the next of the rows that one thread each steps */
 } RowQueue;
 
 /* One thread's share of one row. */

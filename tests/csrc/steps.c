@@ -53,10 +53,24 @@ static void *values(int64_t count, int type, uint32_t seed) {
     return data;
 }
 
+/* Moves elements to other memory, at the offsets of a layout, with other values in the gaps. */
+static void *arranged(const char *dense, int64_t size, int type, const int64_t *layout) {
+    const int64_t bytes = (int64_t)bytes_of(type);
+    int64_t last = 0, count;
+    for (int d = 0; d < 2; d++) last += (layout[1 + d] - 1) * layout[3 + d];
+    char *data = values(last + 1, type, 99);
+    for (int64_t i = 0; i < size; i++)
+        memcpy(data + layout_offset(layout, i, &count) * bytes, dense + i * bytes, (size_t)bytes);
+    return data;
+}
+
 static double mean_magnitude(const Weights *w, int64_t count) {
     double sum = 0;
+    int64_t rest;
     for (int64_t i = 0; i < count; i++) {
-        sum += fabs(w->type == FLOAT64 ? ((const double *)w->data)[i] : element(w->data, w->type, i));
+        const int64_t at = w->memory ? layout_offset(w->memory, i, &rest) : i;
+        real value;
+        sum += fabs(w->type == FLOAT64 ? ((const double *)w->data)[at] : *widen(w->data, w->type, at, 1, &value));
     }
     return count ? sum / (double)count : 0;
 }
@@ -69,7 +83,9 @@ static const struct {
 };
 enum { STORED_DOUBLE = sizeof STORED / sizeof STORED[0] - 1, STORED_WAYS = STORED_DOUBLE };
 
-static Weights weights_of(int row, int64_t size, int stored) {
+/* Weights of some rows have gaps in memory, or are transposed, or both: the results must be the same. */
+static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
+    const int64_t size = height * width;
     Weights w = {
         .data = values(size, STORED[stored].type, 7u * (uint32_t)row + 1),
         .offset = 5,
@@ -81,6 +97,14 @@ static Weights weights_of(int row, int64_t size, int stored) {
     if (w.rounding == ROUND_MASTER) {
         float *master = w.aux = zeros(size, sizeof(float));
         for (int64_t i = 0; i < size; i++) master[i] = from_float16(((const uint16_t *)w.data)[i]);
+    }
+    if (row % 3 < 2 && height > 1 && width > 1) {
+        const int64_t gap = row % 4, across = row % 3 == 1;
+        int64_t *layout = zeros(5, sizeof(int64_t));
+        memcpy(layout, (int64_t[]){2, height, width, across ? width + gap : 1, across ? 1 : height + gap},
+               5 * sizeof(int64_t));
+        w.data = arranged(w.data, size, w.type, layout);
+        w.memory = layout;
     }
     return w;
 }
@@ -158,7 +182,7 @@ static void add_lamb(int64_t height, int64_t width, int stored, int state_type, 
     const bool in_blocks = state_type == INT8 || state_type == FLOAT16;
     const bool amsgrad = second_moment == SECOND_MOMENT_AMSGRAD && !in_blocks;
     lamb_rows[rows] = (LambRow){
-        .weights = weights_of(rows, size, stored),
+        .weights = weights_of(rows, height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_sq = zeros(size, bytes_of(state_type)),
         .max_exp_avg_sq = amsgrad ? zeros(size, bytes_of(state_type)) : NULL,
@@ -231,7 +255,7 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
     const int64_t size = matrices * height * width, inner = matrices > 1 ? height * width : width;
     const size_t wide = STORED[stored].type == FLOAT64 ? sizeof(double) : sizeof(float);
     came_rows[rows] = (CameRow){
-        .weights = weights_of(rows, size, stored),
+        .weights = weights_of(rows, matrices * height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_scale = state_type == INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
         .exp_avg_sq = factored ? NULL : zeros(size, wide),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Fill = Literal["normal", "big", "small", "zero"]
 Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
-Layout = Literal["plain", "transposed", "strided", "channels_last", "misaligned", "expanded", "lazy"]
+Layout = Literal["plain", "transposed", "strided", "gaps", "channels_last", "misaligned", "expanded", "lazy"]
 
 SCALES: Mapping[Grad, float] = {"tiny": 1e-3, "minute": 1e-8, "zero": 0.0}
 
@@ -45,6 +45,9 @@ def arranged(values: Tensor, layout: Layout) -> Tensor:
     if layout == "strided":
         wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 7.0, dtype=values.dtype)
         return wide[..., ::2].copy_(values)
+    if layout == "gaps":  # columns of a wider matrix
+        wide = torch.full((*values.shape[:-1], values.shape[-1] + 3), 7.0, dtype=values.dtype)
+        return wide[..., : values.shape[-1]].copy_(values)
     if layout == "channels_last":
         return values.clone(memory_format=torch.channels_last)
     if layout == "misaligned":
@@ -80,6 +83,7 @@ ZOO = (
     Leaf("minute.bias", (11,), grad="minute"),
     Leaf("transposed.weight", (5, 9), layout="transposed"),
     Leaf("strided.weight", (6, 7), layout="strided", grad_layout="transposed"),
+    Leaf("gaps.weight", (5, 6), layout="gaps", grad_layout="gaps"),
     Leaf("conv.weight", (4, 3, 3, 5), layout="channels_last"),
     Leaf("conv2.weight", (3, 2, 3, 3), grad_layout="channels_last"),
     Leaf("conv3.weight", (2, 4, 3, 2), layout="channels_last", grad_layout="channels_last"),
@@ -96,6 +100,7 @@ LARGE = (
     Leaf("blocks.bias", (8192,)),
     Leaf("blocks.odd", (8193,), layout="misaligned"),
     Leaf("blocks.transposed", (130, 129), layout="transposed"),
+    Leaf("blocks.gaps", (67, 130), layout="gaps", grad_layout="transposed"),
 )
 
 BLOCKS = (

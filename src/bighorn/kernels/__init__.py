@@ -94,6 +94,9 @@ BACKENDS = {
 SERVES_WRAPPERS = "reference"
 """The backend that serves wrapper tensors; the others need tensors with memory of their own (`storage.has_memory`)."""
 
+SERVES_STRIDED = "cpu"
+"""The backend that serves parameters whose memory has gaps or an order unlike their state's; the others need copies."""
+
 
 @dataclass(frozen=True)
 class Status:

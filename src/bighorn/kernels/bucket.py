@@ -78,7 +78,9 @@ class Shard:
 
 @dataclass
 class Bucket(Generic[Options]):
-    """One row per tensor (or per slice of a stacked one). Parameters are dense; their state has the same memory order.
+    """One row per tensor (or per slice of a stacked one).
+
+    State is dense, and parameters are dense in the same memory order, unless the backend serves strided ones.
 
     Attributes:
         options: The options that the rows share.

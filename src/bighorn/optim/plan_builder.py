@@ -75,9 +75,10 @@ def build(
         bucket_plan = bucket_plans[key]
         if not solid:
             wrappers.append((bucket_plan, info.label))
-        binding = ParamBinding(index, view, dense, state["step"], info.stacked, sharding.shard_of(info.param))
+        used = view if name == kernels.SERVES_STRIDED else dense
+        binding = ParamBinding(index, view, used, state["step"], info.stacked, sharding.shard_of(info.param))
         bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
-        bucket_plan.direct &= not info.stacked and dense is view and not info.param.is_complex() and not grad.is_neg()
+        bucket_plan.direct &= not info.stacked and used is view and not info.param.is_complex() and not grad.is_neg()
         bindings.append((binding, bucket_plan))
     _check_disjoint([(info, binding) for info, (binding, _) in zip(infos, bindings, strict=True)])
 
@@ -171,7 +172,7 @@ def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
     spans = sorted(
         (start, start + binding.view.nbytes, info.label)
         for info, binding in bindings
-        if (start := address_of(binding.view)) and (binding.dense is binding.view or is_dense(binding.view, 0))
+        if (start := address_of(binding.view)) and (binding.view.is_contiguous() or is_dense(binding.view, 0))
     )
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end and first == second:

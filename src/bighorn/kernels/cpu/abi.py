@@ -44,6 +44,7 @@ class Weights(ctypes.Structure):
 
     _fields_ = [
         ("data", POINTER),
+        ("memory", POINTER),
         ("aux", POINTER),
         ("layout", POINTER),
         ("offset", INT64),

@@ -43,12 +43,14 @@ class Lamb(Stepper[LambOptions]):
         self.partial = torch.empty(0, dtype=torch.float64, device="cpu")
 
     @staticmethod
-    def make_row(bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None) -> abi.LambRow:
+    def make_row(
+        bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None, memory: array[int] | None
+    ) -> abi.LambRow:
         """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
         return abi.LambRow(
-            weights=weights(bucket, i, places),
+            weights=weights(bucket, i, places, memory),
             **{name: tensor.data_ptr() for name, tensor in state.items()},
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics[i].data_ptr(),

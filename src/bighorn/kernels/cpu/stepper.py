@@ -16,7 +16,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.cpu.abi import Gradient
 from bighorn.kernels.cpu.library import address, loaded, run
-from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, describe_gradient, grad_layout, place_layout
+from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, describe_gradient, memory_layout, place_layout
 from bighorn.kernels.options import Options
 
 DATA = 0
@@ -64,11 +64,22 @@ class Stepper(Generic[Options]):
         self.grad_kinds: dict[int, object] = {}
         """The dtypes and strides of gradients by row."""
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
+        self.memories = [
+            memory_layout(state, x)
+            for bucket in buckets
+            for x, state in zip(bucket.params, bucket.state["exp_avg"], strict=True)
+        ]
+        """The layouts of parameters by row, kept alive likewise."""
         sizes = [x.numel() for bucket in buckets for x in bucket.params]
         each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
         self.all_rows = self.tables = Tables(
             list(range(len(sizes))),
-            words([self.make_row(*row, places) for row, places in zip(each, self.places, strict=True)]),
+            words(
+                [
+                    self.make_row(*row, places, memory)
+                    for row, places, memory in zip(each, self.places, self.memories, strict=True)
+                ]
+            ),
             words([gradient for _, gradient in self._new_gradients()]),
             self.make_shards(),
             torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
@@ -92,18 +103,20 @@ class Stepper(Generic[Options]):
     def _new_gradients(self) -> Iterator[tuple[int, Gradient]]:
         """Yield the rows whose gradients are of other kinds than before, with the structures that describe them."""
         rows = [
-            (x, grad, bucket.options.centre)
+            (x, grad, bucket.options.centre, state)
             for bucket in self.buckets
-            for x, grad in zip(bucket.params, bucket.grads, strict=True)
+            for x, grad, state in zip(bucket.params, bucket.grads, bucket.state["exp_avg"], strict=True)
         ]
-        for i, (x, grad, centre) in enumerate(rows):
+        for i, (x, grad, centre, state) in enumerate(rows):
             kind = None if grad is None else (grad.dtype, grad.stride())
             if kind is not None and kind != self.grad_kinds.get(i):
-                self.grad_kinds[i], self.layouts[i] = kind, grad_layout(x, grad)
+                self.grad_kinds[i], self.layouts[i] = kind, memory_layout(state, grad)
                 yield i, describe_gradient(x, grad, centre, self.layouts[i])
 
     @staticmethod
-    def make_row(bucket: Bucket[Options], i: int, index: int, places: array[int] | None) -> Any:
+    def make_row(
+        bucket: Bucket[Options], i: int, index: int, places: array[int] | None, memory: array[int] | None
+    ) -> Any:
         """Return the structure of row `i` of a bucket, which is the `index`-th bucket."""
         raise NotImplementedError
 

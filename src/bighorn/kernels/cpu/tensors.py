@@ -54,12 +54,13 @@ def describe_gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | N
     )
 
 
-def weights(bucket: Bucket[Options], i: int, places: array[int] | None) -> Weights:
-    """Return how the weights of row `i` of a bucket are stored; `places` is their `place_layout`."""
+def weights(bucket: Bucket[Options], i: int, places: array[int] | None, memory: array[int] | None) -> Weights:
+    """Return how the weights of row `i` of a bucket are stored: `place_layout` and `memory_layout` of them."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     offset, param_id = (first_place(bucket, i), bucket.param_ids[i]) if draws(bucket) else (0, 0)
     return Weights(
         data=x.data_ptr(),
+        memory=memory.buffer_info()[0] if memory else None,
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
         layout=places.buffer_info()[0] if places else None,
         offset=offset,
@@ -86,9 +87,9 @@ def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
     return layout(shard.size, contiguous_strides(shard.size), contiguous_strides(shard.shape))
 
 
-def grad_layout(x: Tensor, g: Tensor) -> array[int] | None:
-    """Return the layout of a gradient in the parameter's order; None if it has the parameter's strides."""
-    return layout(x.shape, x.stride(), g.stride())
+def memory_layout(state: Tensor, tensor: Tensor) -> array[int] | None:
+    """Return the layout of a parameter or a gradient in the order of its state; None if the order is the same."""
+    return layout(tensor.shape, state.stride(), tensor.stride())
 
 
 def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:
@@ -96,7 +97,13 @@ def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -
     dims = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: -order[d])
     if all(order[d] == strides[d] for d in dims):
         return None
-    return array("q", [len(dims), *(sizes[d] for d in dims), *(strides[d] for d in dims)])
+    merged: list[tuple[int, int]] = []  # dims that are one after the other in memory, too, are one dim
+    for d in dims:
+        size, stride = sizes[d], strides[d]
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    return array("q", [len(merged), *(size for size, _ in merged), *(stride for _, stride in merged)])
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:

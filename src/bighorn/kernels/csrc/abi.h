@@ -33,7 +33,7 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, isa)
 
 /* The memory layout of one row's gradient; its address is new at each step.
- * layout: offsets of the elements in the parameter's order (numbers.h); NULL: they are in that order.
+ * layout: offsets of the elements in the order of the state (numbers.h); NULL: they are in that order.
  * fan: the number of consecutive elements that are centred on their mean; 0: gradients are not centred. */
 #define GRADIENT_FIELDS(FIELD, S)     \
     FIELD(S, const int64_t *, layout) \
@@ -42,11 +42,13 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, type)
 
 /* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits.
- * aux: kahan: the compensation, int16; master: the master weights, float32.
+ * memory: offsets of the elements in the order of the state (numbers.h); NULL: they are in that order.
+ * aux: kahan: the compensation, int16; master: the master weights, float32; in the order of the state.
  * layout: positions in the whole parameter (numbers.h); NULL: they are consecutive.
  * offset: the position of the first weight in the parameter. */
 #define WEIGHTS_FIELDS(FIELD, S)      \
     FIELD(S, void *, data)            \
+    FIELD(S, const int64_t *, memory) \
     FIELD(S, void *, aux)             \
     FIELD(S, const int64_t *, layout) \
     FIELD(S, int64_t, offset)         \
@@ -72,7 +74,7 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, maximize)        \
     FIELD(S, uint64_t, rounding_seed)
 
-/* One tensor (or one slice of a stacked one), dense in memory, with its state in the same order.
+/* One tensor (or one slice of a stacked one), with its state, which is dense.
  * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
  * numel: the elements of the whole tensor, of which the row can be a shard.
  * step: the number of steps taken so far.

@@ -5,6 +5,7 @@
  * give it), again for m and the residuals' averages, and then writes x. One thread steps a small tensor, so that every
  * pass but the first finds it in cache. All threads share a large one in static slices, with barriers between the
  * passes; these alternate between forward and backward, to begin with the data that the last pass left in cache. */
+#include "came_copies.h"
 #include "came_shards.h"
 #include "came_step.h"
 #include "codec.h"
@@ -12,17 +13,26 @@
 #include <math.h>
 
 TABLE_PER_ISA(CameLoops, PER_TYPE(came_loops))
+TABLE_PER_ISA(StridedLoops, strided_loops)
 #define loops_for CONCATENATE(PER_TYPE(came_loops), _for)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
 /* A range of rows (`block`) has at least this many rows and elements, so that its column sums are few compared with its
- * elements. */
-enum { BLOCK_MIN_ROWS = 128, BLOCK_MIN_ELEMS = 8192 };
+ * elements. In a narrow matrix it has more elements: the first ones of a range are not fetched ahead. */
+enum { BLOCK_MIN_ROWS = 128, BLOCK_MIN_ELEMS = 8192, NARROW_BLOCK_MIN_ELEMS = 65536, TILE_ELEMS = 65536 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static CameGrid grid_of(const CameRow *row, const CameShard *shard) {
+/* A strip of a matrix that has few rows is wider, since memory serves long streams faster than short ones, and its
+ * tiles stay in the second-level cache. */
+static int64_t strip_columns_of(const CameGrid *g) {
+    const int64_t most = TILE_ELEMS / g->height / PIECE_ELEMS * PIECE_ELEMS;
+    if (g->blocks > 1 || most < PIECE_ELEMS) return PIECE_ELEMS;
+    return most < WIDE_COLUMNS ? most : WIDE_COLUMNS;
+}
+
+static CameGrid grid_of(const CameRow *row, const CameShard *shard, const Gradient *gradient) {
     CameGrid g = {
         .matrices = row->matrices,
         .height = row->height,
@@ -30,6 +40,7 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard) {
         .per_tile = 1,
         .blocks = 1,
         .strips = 1,
+        .strip_columns = row->width,
     };
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
@@ -37,12 +48,17 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard) {
     if (g.whole) {
         g.per_tile = PIECE_ELEMS / size;
     } else {
-        g.blocks = larger(1, g.height / larger(BLOCK_MIN_ROWS, BLOCK_MIN_ELEMS / g.width));
-        g.strips = g.width <= WIDE_COLUMNS ? 1 : (g.width + PIECE_ELEMS - 1) / PIECE_ELEMS;
+        const int64_t least = g.width < NARROW_COLUMNS ? NARROW_BLOCK_MIN_ELEMS : BLOCK_MIN_ELEMS;
+        g.blocks = larger(1, g.height / larger(BLOCK_MIN_ROWS, least / g.width));
+        if (g.width > WIDE_COLUMNS) g.strip_columns = strip_columns_of(&g);
+        g.strips = (g.width + g.strip_columns - 1) / g.strip_columns;
+        const int64_t most = STAGED_ELEMS / g.width; /* rows of a copy */
+        if (is_copied(row, gradient) && g.strips == 1) g.blocks = larger(g.blocks, (g.height + most - 1) / most);
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;
     g.pieces = (g.width + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS;
-    g.read_once = !g.whole && g.strips == 1 && g.width >= NARROW_COLUMNS && !(shard && shard->split_across);
+    g.read_once = !g.whole && g.strips == 1 && !(shard && shard->split_across);
+    g.ratios_of_columns = g.strips > 1 && g.blocks == 1 && !is_split(shard);
     return g;
 }
 
@@ -57,17 +73,25 @@ static int64_t doubles_of(int64_t reals) { return (reals * (int64_t)sizeof(real)
 static CameWorkspace places_in(const CameGrid *g, const CameShard *shard) {
     const int64_t columns = g->blocks > 1 ? doubles_of(g->blocks * g->matrices * g->width) : 0;
     CameWorkspace p = {.row_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
-    p.col_sums = p.row_sums + (g->strips > 1 ? doubles_of(g->strips * g->matrices * g->height) : 0);
+    const int64_t rows = g->strips > 1 ? doubles_of(g->strips * g->matrices * g->height) : 0;
+    p.col_sums = p.row_sums + rows;
     p.ratio_sums = p.col_sums + columns;
-    p.means = p.ratio_sums + (g->read_once ? columns : 0);
+    p.means = p.ratio_sums + (g->read_once ? columns : g->ratios_of_columns ? rows : 0);
     p.ratios = p.means + (is_split(shard) ? g->matrices : 0);
     p.end = p.ratios + (is_split(shard) ? doubles_of(g->matrices * larger(g->height, g->width)) : 0);
     return p;
 }
 
-static int64_t workspace_of(const CameRow *row, const CameShard *shard) {
-    const CameGrid grid = grid_of(row, shard);
+static int64_t workspace_of(const CameRow *row, const CameShard *shard, const Gradient *gradient) {
+    const CameGrid grid = grid_of(row, shard, gradient);
     return places_in(&grid, shard).end;
+}
+
+enum { SCRATCH_DOUBLES = sizeof(CameScratch) / sizeof(double) };
+
+static int64_t scratch_of(const CameRow *row, const CameShard *shard, const Gradient *gradient) {
+    const CameGrid grid = grid_of(row, shard, gradient);
+    return SCRATCH_DOUBLES + came_copied_bytes(&grid, row, gradient) / (int64_t)sizeof(double);
 }
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
@@ -82,6 +106,7 @@ typedef struct {
     RunBarrier *barrier;
     int thread, team;
     CameColumns *columns;
+    CameCopies copies;
 } CameWork;
 
 /* The average of lines of `count` elements, of which `here` are in this shard. */
@@ -99,12 +124,12 @@ static CameAverage average_of(const CameRow *row, const CameShard *h, real *rows
     };
 }
 
-static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scratch, double *workspace, int thread,
+static void begin_work(CameWork *w, CameStep *s, int64_t index, double *scratch, double *workspace, int thread,
                        int team) {
     const CameRow *row = &s->rows[index];
     const CameShard *shard = s->shards ? &s->shards[index] : NULL;
     const CameOptions *o = &s->options[row->options];
-    const CameGrid grid = grid_of(row, shard);
+    const CameGrid grid = grid_of(row, shard, &s->gradients[index]);
     const CameWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
     double *means = workspace + p.means;
@@ -127,7 +152,7 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
         .residual = average_of(row, shard, row->exp_avg_res_row, row->exp_avg_res_col, o->betas[2], o->eps[1], means),
         .known = {{.values = across ? NULL : row->exp_avg_sq_row}, {.values = down ? NULL : row->exp_avg_sq_col}, NULL},
         .ratio = {{.values = across ? ratios : NULL, .scale = 1}, {.values = down ? ratios : NULL, .scale = 1}, NULL},
-        .scratch = scratch,
+        .scratch = (CameScratch *)scratch,
         .tile_sums = workspace,
         .means = means,
         .row_sums = (real *)(workspace + p.row_sums),
@@ -141,8 +166,9 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, CameScratch *scr
     w->barrier = &s->barrier;
     w->thread = thread;
     w->team = team;
-    w->columns = &scratch->columns;
+    w->columns = &w->job.scratch->columns;
     w->columns->matrix = -1;
+    came_begin_copies(&w->copies, &w->job, strided_loops_for(s->isa), (char *)(scratch + SCRATCH_DOUBLES));
 }
 
 static void wait(const CameWork *w) { wait_for_all(w->barrier, w->team); }
@@ -163,8 +189,10 @@ static void finish(const CameWork *w, const CameAverage *average) {
     const int64_t blocks = g->matrices * g->blocks, pieces = g->matrices * g->pieces;
     wait(w);
     if (g->strips > 1)
-        for (int64_t i = share_of(blocks, w->thread, w->team); i < share_of(blocks, w->thread + 1, w->team); i++)
-            w->loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
+        for (int64_t i = share_of(blocks, w->thread, w->team); i < share_of(blocks, w->thread + 1, w->team); i++) {
+            const double sum = w->loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
+            if (g->ratios_of_columns) job->tile_sums[i] = sum;
+        }
     if (g->blocks > 1)
         for (int64_t i = share_of(pieces, w->thread, w->team); i < share_of(pieces, w->thread + 1, w->team); i++)
             job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
@@ -175,7 +203,7 @@ static void finish(const CameWork *w, const CameAverage *average) {
 static double param_square_sum(CameWork *w) {
     if (!w->options->scale_parameter) return 0;
     for (int64_t tile = w->first; tile < w->last; tile++)
-        w->job.tile_sums[tile] = w->loops->param_square_sum(&w->job, tile);
+        w->job.tile_sums[tile] = w->loops->param_square_sum(came_with_weights(&w->copies, &w->job, tile), tile);
     double sum = total(w, w->job.grid.tiles);
     wait(w);
     return sum;
@@ -183,7 +211,8 @@ static double param_square_sum(CameWork *w) {
 
 static double update_square_sum(CameWork *w) {
     for (int64_t tile = w->last; tile-- > w->first;)
-        w->job.tile_sums[tile] = w->loops->update_square_sum(&w->job, tile, w->columns);
+        w->job.tile_sums[tile] =
+            w->loops->update_square_sum(came_with_grad(&w->copies, &w->job, tile), tile, w->columns);
     return total(w, w->job.grid.tiles);
 }
 
@@ -194,23 +223,27 @@ static double second_moment(CameWork *w) {
     const CameGrid *g = &job->grid;
     const int split = is_split(job->shard);
     if (!job->row->factored) {
-        for (int64_t tile = w->first; tile < w->last; tile++) job->tile_sums[tile] = loops->second_moment(job, tile);
+        for (int64_t tile = w->first; tile < w->last; tile++)
+            job->tile_sums[tile] = loops->second_moment(came_with_grad(&w->copies, &w->job, tile), tile);
         return total(w, g->tiles);
     }
     for (int64_t tile = w->first; tile < w->last; tile++) {
-        job->tile_sums[tile] = loops->squares(job, tile);
-        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(job, tile, w->columns);
+        const CameJob *here = came_with_grad(&w->copies, &w->job, tile);
+        job->tile_sums[tile] = loops->squares(here, tile);
+        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(here, tile, w->columns);
     }
     finish(w, &job->square);
-    if (!split && !g->whole && !g->read_once) {
+    if (!split && !g->whole && !g->read_once && !g->ratios_of_columns) {
         wait(w);
         return update_square_sum(w);
     }
     if (split && !is_split_both_ways(job->shard) && !g->read_once) {
         wait(w);
-        for (int64_t tile = w->last; tile-- > w->first;) loops->ratios(job, tile, w->columns);
+        for (int64_t tile = w->last; tile-- > w->first;)
+            loops->ratios(came_with_grad(&w->copies, &w->job, tile), tile, w->columns);
         finish(w, &job->ratio);
     }
+    if (g->ratios_of_columns) return total(w, g->matrices);
     return total(w, g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles);
 }
 
@@ -243,8 +276,12 @@ static void momentum(CameWork *w, CameSquareSums sums) {
     const real clip = (real)clip_factor(w, sums.update);
     if (!row->factored) {
         const double lr = learning_rate(w, sums.param);
-        for (int64_t tile = w->first; tile < w->last; tile++)
-            loops->momentum_and_apply(job, tile, clip, (real)lr, (real)(1 - lr * w->options->weight_decay));
+        for (int64_t tile = w->first; tile < w->last; tile++) {
+            came_with_weights(&w->copies, job, tile);
+            loops->momentum_and_apply(came_with_grad(&w->copies, job, tile), tile, clip, (real)lr,
+                                      (real)(1 - lr * w->options->weight_decay));
+            came_store_weights(&w->copies, &w->job, tile);
+        }
         if (w->thread == 0) row->metrics[2] = 1;
         return;
     }
@@ -255,7 +292,8 @@ static void momentum(CameWork *w, CameSquareSums sums) {
                               share_of(blocks, w->thread + 1, w->team));
         wait(w);
     }
-    for (int64_t tile = w->last; tile-- > w->first;) loops->momentum(job, tile, clip, apart, w->columns);
+    for (int64_t tile = w->last; tile-- > w->first;)
+        loops->momentum(came_with_grad(&w->copies, &w->job, tile), tile, clip, apart, w->columns);
     finish(w, &job->residual);
     wait(w);
     w->columns->matrix = -1;
@@ -272,8 +310,11 @@ static double confidence(CameWork *w) {
 static double apply(CameWork *w, double param_sum) {
     const double lr = learning_rate(w, param_sum);
     const real step = (real)(lr * correction(w)), decay = (real)(1 - lr * w->options->weight_decay);
-    for (int64_t tile = w->first; tile < w->last; tile++)
-        w->job.tile_sums[tile] = w->loops->apply(&w->job, tile, step, decay, w->columns);
+    for (int64_t tile = w->first; tile < w->last; tile++) {
+        w->job.tile_sums[tile] =
+            w->loops->apply(came_with_weights(&w->copies, &w->job, tile), tile, step, decay, w->columns);
+        came_store_weights(&w->copies, &w->job, tile);
+    }
     return total(w, w->job.grid.tiles);
 }
 
@@ -333,7 +374,7 @@ static void step_shard(CameWork *w, int round) {
 
 static void step(CameStep *s, int64_t row, const RowShare *share, double *scratch, double *workspace) {
     CameWork w;
-    begin_work(&w, s, row, (CameScratch *)scratch, workspace, share->part, share->parts);
+    begin_work(&w, s, row, scratch, workspace, share->part, share->parts);
     if (w.size == 0) {
         float *norms = s->rows[row].metrics;
         if (share->part == 0) norms[0] = 0, norms[1] = norms[2] = 1;
@@ -345,7 +386,7 @@ static void step(CameStep *s, int64_t row, const RowShare *share, double *scratc
 }
 
 const CameArithmetic PER_TYPE(came_arithmetic) = {
-    .scratch = sizeof(CameScratch) / sizeof(double),
+    .scratch = scratch_of,
     .workspace = workspace_of,
     .step = step,
 };

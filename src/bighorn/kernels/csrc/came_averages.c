@@ -34,9 +34,9 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
-    memset(s->elements, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : t->columns) * sizeof(real));
-    memset(s->ratios, 0, (size_t)(g->read_once ? t->columns : 0) * sizeof(real));
-    if (is_narrow(g)) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
+    memset(s->elements, 0, (size_t)(is_narrow(g) ? 2 * PIECE_ELEMS : t->columns) * sizeof(real));
+    memset(s->ratios, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : g->read_once ? t->columns : 0) * sizeof(real));
+    if (g->whole) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
 }
 
 /* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
@@ -91,26 +91,62 @@ FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width,
         }
 }
 
-/* Computes out = r c for `matrices` one after the other. Infinity is clamped, since 0 times infinity would be NaN. */
+/* Computes the sums of the rows of a narrow matrix; the values are at most a piece. Neighbours are added as long as a
+ * row has pairs of them, since the sums of short rows one after the other would wait for each addition. */
+static void fold_rows(int height, int width, const real *values, double *restrict rows) {
+    real halves[2][PIECE_ELEMS / 2];
+    for (int k = 0; width % 2 == 0; k = !k) {
+        const real *restrict pairs = values;
+        real *restrict sums = halves[k];
+        width /= 2;
+#pragma omp simd
+        for (int i = 0; i < height * width; i++) sums[i] = pairs[2 * i] + pairs[2 * i + 1];
+        values = sums;
+    }
+    for (int i = 0; i < height; i++) {
+        real sum = values[i * width];
+        for (int j = 1; j < width; j++) sum += values[i * width + j];
+        rows[i] = sum;
+    }
+}
+
+/* Adds q / row of a narrow matrix, for each element. */
+FORCE_INLINE_TEMPLATE void add_ratios(int height, const int width, const real *restrict values,
+                                      const real *restrict row, real *restrict ratios) {
+    real r[PIECE_ELEMS];
+    for (int i = 0; i < height; i++) r[i] = (real)ROOT_SCALE / square_root_of(row[i]);
+    for (int i = 0; i < height; i++)
+#pragma omp simd
+        for (int j = 0; j < width; j++) ratios[i * width + j] += values[i * width + j] * r[i] * r[i];
+}
+
+/* Computes out = r c. Infinity is clamped, since 0 times infinity would be NaN. */
+FORCE_INLINE_TEMPLATE void expand_rows(int height, const int width, const real *restrict r, const real *restrict c,
+                                       real *restrict out) {
+    for (int i = 0; i < height; i++)
+#pragma omp simd
+        for (int j = 0; j < width; j++) {
+            real product = r[i] * c[j];
+            out[i * width + j] = product > REAL_MAX ? REAL_MAX : product;
+        }
+}
+
+/* The same for `matrices` one after the other. */
 FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const real *restrict r,
                                   const real *restrict c, real *restrict out) {
     for (int k = 0; k < matrices; k++)
-        for (int i = 0; i < height; i++)
-            for (int j = 0; j < width; j++) {
-                real product = r[k * height + i] * c[k * width + j];
-                out[(k * height + i) * width + j] = product > REAL_MAX ? REAL_MAX : product;
-            }
+        expand_rows(height, width, r + k * height, c + k * width, out + k * height * width);
 }
 
-/* Computes for each row the mean of its matrix. */
+/* Computes for each row the root of the mean of its matrix. */
 FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const real *restrict row,
-                                        double *restrict means) {
+                                        real *restrict root_means) {
     (void)width;
     for (int k = 0; k < matrices; k++) {
         double mean = 0;
         for (int i = 0; i < height; i++) mean += row[k * height + i];
-        mean /= height;
-        for (int i = 0; i < height; i++) means[k * height + i] = mean;
+        const real root = (real)sqrt(mean / height);
+        for (int i = 0; i < height; i++) root_means[k * height + i] = root;
     }
 }
 
@@ -120,6 +156,38 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
      : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__) \
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
+/* The usual widths of tall matrices get specialized loops. */
+#define FOR_WIDTH(function, height, width, ...)         \
+    ((width) == 16  ? function(height, 16, __VA_ARGS__) \
+     : (width) == 8 ? function(height, 8, __VA_ARGS__)  \
+     : (width) == 4 ? function(height, 4, __VA_ARGS__)  \
+                    : function(height, (int)(width), __VA_ARGS__))
+
+/* Adds the sums of a span of rows of a narrow matrix. The sums of columns grow for each element of the span, since
+ * adding up short columns takes longer. */
+static void add_narrow_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+                            CameTileSums *s) {
+    const CameGrid *g = &job->grid;
+    const int64_t first = t->matrix * g->height + t->row + s->row;
+    fold_rows(span->lines, (int)g->width, s->elements, s->rows);
+    for (int i = 0; i < span->n; i++) s->elements[PIECE_ELEMS + i] += s->elements[i];
+    s->lines = span->lines;
+    came_flush_rows(job, average, t, s);
+    if (g->read_once && average == &job->square)
+        FOR_WIDTH(add_ratios, span->lines, g->width, s->elements, average->row.values + first, s->ratios);
+    memset(s->elements, 0, (size_t)span->n * sizeof(real));
+}
+
+/* Adds up the rows of a narrow tile's sums, halves at a time, into the first row. */
+static void fold_columns(int width, real *sums) {
+    for (int height = PIECE_ELEMS / width; height > 1; height -= height / 2) {
+        real *restrict first = sums;
+        const real *restrict second = sums + (height - height / 2) * width;
+#pragma omp simd
+        for (int i = 0; i < height / 2 * width; i++) first[i] += second[i];
+    }
+}
+
 /* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
 void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
                    const real *row_sums, CameTileSums *s) {
@@ -128,14 +196,12 @@ void came_add_span(const CameJob *job, const CameAverage *average, const CameTil
         for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
         return;
     }
-    s->lines = span->lines;
-    if (g->whole) {
-        FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
-    } else { /* first added up over the span, since a sum of fewer terms is rounded less */
-        double columns[NARROW_COLUMNS] = {0};
-        FOR_SHAPE(fold, 1, span->lines, g->width, s->elements, s->rows, columns);
-        for (int64_t i = 0; i < g->width; i++) s->columns[i] += columns[i];
+    if (!g->whole) {
+        add_narrow_span(job, average, t, span, s);
+        return;
     }
+    s->lines = span->lines;
+    FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
     memset(s->elements, 0, (size_t)span->n * sizeof(real));
     came_flush_rows(job, average, t, s);
 }
@@ -148,16 +214,17 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
         s->lines = (int)(t->rows - s->row);
         came_flush_rows(job, average, t, s);
     }
-    if (is_narrow(g)) {
+    if (g->whole) {
         const int n = (int)(t->matrices * t->columns);
-        const int64_t first = t->matrix * g->width + t->column;
-        if (g->blocks == 1) {
-            update_averages(&average->col, first, n, s->columns);
-        } else {
-            real *out = job->col_sums + t->block * g->matrices * g->width + first;
-            for (int i = 0; i < n; i++) out[i] = (real)s->columns[i];
-        }
-    } else if (g->blocks == 1) {
+        update_averages(&average->col, t->matrix * g->width, n, s->columns);
+        return 0;
+    }
+    if (is_narrow(g)) {
+        fold_columns((int)t->columns, s->elements + PIECE_ELEMS);
+        fold_columns((int)t->columns, s->ratios);
+        memcpy(s->elements, s->elements + PIECE_ELEMS, (size_t)t->columns * sizeof(real));
+    }
+    if (g->blocks == 1) {
         for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
             int n = (int)(t->columns - i < SUMMED_COLUMNS ? t->columns - i : SUMMED_COLUMNS);
             total += update_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
@@ -170,18 +237,28 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
     return total;
 }
 
-void came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block) {
+/* Adds up the sums of rows in all strips. */
+static void add_strips(const CameGrid *g, const real *strips, int n, double *restrict sums) {
+    for (int i = 0; i < n; i++) sums[i] = 0;
+    for (int64_t strip = 0; strip < g->strips; strip++)
+        for (int i = 0; i < n; i++) sums[i] += strips[strip * g->matrices * g->height + i];
+}
+
+double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block) {
     const CameGrid *g = &job->grid;
     const int64_t from = share_of(g->height, block, g->blocks), to = share_of(g->height, block + 1, g->blocks);
-    double sums[PIECE_ELEMS];
+    const int has_ratios = g->ratios_of_columns && average == &job->square;
+    double sums[PIECE_ELEMS], total = 0;
     for (int64_t row = from; row < to; row += PIECE_ELEMS) {
         int n = (int)(to - row < PIECE_ELEMS ? to - row : PIECE_ELEMS);
         int64_t first = matrix * g->height + row;
-        for (int i = 0; i < n; i++) sums[i] = 0;
-        for (int64_t strip = 0; strip < g->strips; strip++)
-            for (int i = 0; i < n; i++) sums[i] += job->row_sums[strip * g->matrices * g->height + first + i];
+        add_strips(g, job->row_sums + first, n, sums);
         update_averages(&average->row, first, n, sums);
+        if (!has_ratios) continue;
+        add_strips(g, job->ratio_sums + first, n, sums);
+        for (int i = 0; i < n; i++) total += sums[i] / average->row.values[first + i];
     }
+    return has_ratios ? total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE) : 0;
 }
 
 double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece) {
@@ -202,7 +279,7 @@ static void column_factors(const real *restrict columns, int64_t first, int n, r
 void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns) {
     const CameGrid *g = &job->grid;
     if (g->whole || (columns->matrix == t->matrix && columns->strip == t->strip)) return;
-    if (columns->matrix != t->matrix) columns->row_mean = came_row_mean(job, average, t->matrix);
+    if (columns->matrix != t->matrix) columns->root_mean = (real)sqrt(came_row_mean(job, average, t->matrix));
     columns->matrix = t->matrix;
     columns->strip = t->strip;
     column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
@@ -219,22 +296,27 @@ void came_set_factors(const CameJob *job, const CameAverage *average, const Came
     const int64_t first = t->matrix * g->height + t->row + span->row;
     if (!is_narrow(g)) {
         f->c = columns->factor + span->column, f->sum = span->column == 0 ? columns->sum : 0;
-        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->row_mean, rows, first + k * span->apart);
+        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->root_mean, rows, first + k * span->apart);
         return;
     }
     real r[PIECE_ELEMS], c[PIECE_ELEMS];
     if (!g->whole) {
-        for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->row_mean, rows, first + i);
-        FOR_SHAPE(expand, 1, span->lines, g->width, r, columns->factor, f->buffer);
-    } else {
-        double means[PIECE_ELEMS];
-        column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
-        if (is_split(job->shard))
-            for (int i = 0; i < span->lines; i++) means[i] = came_row_mean(job, average, t->matrix + i / g->height);
-        else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, means);
-        for (int i = 0; i < span->lines; i++) r[i] = row_factor(means[i], rows, first + i);
-        FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
+        real sum = 0;
+        for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->root_mean, rows, first + i);
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < span->lines; i++) sum += r[i];
+        FOR_WIDTH(expand_rows, span->lines, g->width, r, columns->factor, f->buffer);
+        f->c = f->buffer, f->r[0] = 1, f->sum = sum * columns->sum;
+        return;
     }
+    real root_means[PIECE_ELEMS];
+    column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
+    if (is_split(job->shard))
+        for (int i = 0; i < span->lines; i++)
+            root_means[i] = (real)sqrt(came_row_mean(job, average, t->matrix + i / g->height));
+    else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, root_means);
+    for (int i = 0; i < span->lines; i++) r[i] = row_factor(root_means[i], rows, first + i);
+    FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     real sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < span->n; i++) sum += f->buffer[i];

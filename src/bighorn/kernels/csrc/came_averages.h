@@ -36,7 +36,7 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
 
 /* Adds up partial sums of the rows of a tile, or of some columns, for lines that extend over several tiles
  * (CameLoops). */
-void came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
+double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
 double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
@@ -49,10 +49,10 @@ typedef struct {
     real buffer[PIECE_ELEMS];
 } CameFactors;
 
-/* The factor of a row: sqrt(mean(row) / row), in double, since for a row of zeros beside large ones the ratio is
- * 1e42. */
-static inline real row_factor(double mean, const real *rows, int64_t i) {
-    return (real)sqrt(rows ? mean / rows[i] : mean);
+/* The factor of a row: sqrt(mean(row) / row), as a quotient of roots, since for a row of zeros beside large ones the
+ * ratio is 1e42. */
+static inline real row_factor(real root_mean, const real *rows, int64_t i) {
+    return rows ? root_mean / square_root_of(rows[i]) : root_mean;
 }
 
 static inline real column_factor(real col) { return 1 / square_root_of(col); }

@@ -9,7 +9,7 @@
 
 enum {
     NARROW_COLUMNS = 32,  /* columns: a span has several shorter rows */
-    WIDE_COLUMNS = 8192,  /* columns: longer rows are divided into strips of PIECE_ELEMS */
+    WIDE_COLUMNS = 8192,  /* columns: longer rows are divided into strips, which have at most as many */
     SUMMED_COLUMNS = 256, /* columns whose sums are added up at a time */
     INTERLEAVED_ROWS = 4, /* rows of a wide matrix in one loop */
 };
@@ -20,9 +20,12 @@ enum {
 typedef struct {
     int64_t matrices, height, width;
     int64_t per_tile, blocks, strips, tiles;
+    int64_t strip_columns;
     int64_t pieces; /* groups of SUMMED_COLUMNS columns in a matrix, for adding up the sums of its tiles */
     int whole;      /* whether tiles have whole matrices */
-    int read_once;  /* whether one read of the gradient serves both its squares and the size of u */
+    /* Whether one read of the gradient serves both its squares and the size of u: rows are complete in a tile, so that
+     * q / row is added up for each column, or columns are, so that q / col is added up for each row. */
+    int read_once, ratios_of_columns;
 } CameGrid;
 
 /* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
@@ -40,16 +43,18 @@ typedef struct {
 /* Values that the tiles of a strip share, kept from one tile to the next. */
 typedef struct {
     int64_t matrix, strip;                  /* -1: no values yet */
-    double row_mean;                        /* of the whole matrix */
+    real root_mean;                         /* the root of the mean of all row averages of the matrix */
     double sum;                             /* of the factors */
     _Alignas(64) real factor[WIDE_COLUMNS]; /* 1 / sqrt(col) */
 } CameColumns;
 
-/* A tile's sums of rows and columns while they grow: per element of a span or, in a wide matrix, per column. */
+/* A tile's sums of rows and columns while they grow. In a wide matrix, `elements` and `ratios` (sums of q / row) are
+ * per column. In others, `elements` has one span, and if rows extend over several tiles, its second piece and `ratios`
+ * have the sums of all spans, per element. `columns` is for tiles of whole matrices. */
 typedef struct {
     double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
-    _Alignas(64) real elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS]; /* ratios: sums of q / row */
-    int64_t row;                                                    /* the first of the `lines` in `rows` */
+    _Alignas(64) real elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS];
+    int64_t row; /* the first of the `lines` in `rows` */
     int lines;
 } CameTileSums;
 
@@ -85,7 +90,7 @@ typedef struct {
     double *means;    /* for a shard that is split: the `means` of its `CameAverage` */
     real *row_sums;   /* per strip and row; not used if the matrix has one strip */
     real *col_sums;   /* per row range (`block`) and column; not used if the matrix has one row range */
-    real *ratio_sums; /* the same of q / row, if the gradient is read once */
+    real *ratio_sums; /* the same of q / row, or like `row_sums` of q / col, if the gradient is read once */
 } CameJob;
 
 /* The factor of roots of the ratios q / row and q / col, which can be small if the other average is small, and are at
@@ -96,9 +101,9 @@ typedef struct {
     /* Adds q = g^2 to the averages of rows and columns, or to partial sums if a line extends over several tiles.
      * Returns the sum of u^2, before clipping, if the tile is a whole matrix and the gradient is read once. */
     double (*squares)(const CameJob *job, int64_t tile);
-    /* Update the averages from the partial sums of `squares`, `ratios` and `momentum`. `finish_columns` returns the
-     * columns' share of the sum of u^2, if the gradient is read once. */
-    void (*finish_rows)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
+    /* Update the averages from the partial sums of `squares`, `ratios` and `momentum`. If the gradient is read once,
+     * they return their share of the sum of u^2. */
+    double (*finish_rows)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
     double (*finish_columns)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
     /* Computes q / known, by another read of the gradient. */
     void (*ratios)(const CameJob *job, int64_t tile, CameColumns *columns);

@@ -142,6 +142,23 @@ static void add_ratios(const CameJob *job, const CameTile *part, CameGradBuffer 
     }
 }
 
+/* Adds up q / col of each row of a tile that has whole columns, and that is still in the second-level cache. */
+static void add_ratios_of_columns(const CameJob *job, const CameTile *t, CameGradBuffer *buffer, CameTileSums *sums) {
+    const CameGrid *g = &job->grid;
+    const real *col = job->square.col.values + t->matrix * g->width + t->column;
+    real *restrict factors = sums->ratios, *out = job->ratio_sums + t->strip * g->matrices * g->height;
+    out += t->matrix * g->height + t->row;
+    memset(out, 0, (size_t)t->rows * sizeof(real));
+    for (int i = 0; i < t->columns; i++) factors[i] = (real)ROOT_SCALE / square_root_of(col[i]);
+    for (CameSpan s = {.count = 1}; next_span(g, t, &s);) {
+        const real *restrict values = grad_at(job, s.start, s.n, buffer), *restrict f = factors + s.column;
+        real sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < s.n; i++) sum += square_of(values[i] * f[i]);
+        out[s.row] += sum;
+    }
+}
+
 static double squares(const CameJob *job, int64_t index) {
     const CameGrid *g = &job->grid;
     const CameTile t = tile_at(g, index);
@@ -163,7 +180,9 @@ static double squares(const CameJob *job, int64_t index) {
         came_flush_rows(job, &job->square, &t, sums);
         if (g->read_once) add_ratios(job, &part, buffers, sums);
     }
-    return came_end_tile(job, &job->square, &t, sums);
+    const double total = came_end_tile(job, &job->square, &t, sums);
+    if (g->ratios_of_columns) add_ratios_of_columns(job, &t, buffers, sums);
+    return total;
 }
 
 static double update_square_sum(const CameJob *job, int64_t index, CameColumns *columns) {
@@ -304,8 +323,8 @@ static void momentum_apart(const CameJob *job, real clip, int64_t first, int64_t
     const CameRow *row = job->row;
     const CameAverage *average = &job->square;
     const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
-    int64_t known = -1; /* the matrix of `mean` */
-    double mean = 0;
+    int64_t known = -1; /* the matrix of `root_mean` */
+    real root_mean = 0;
     CameGradBuffer buffer;
     start_buffers(&buffer, 1);
     for (int64_t block = first; block < last; block++) {
@@ -316,9 +335,9 @@ static void momentum_apart(const CameJob *job, real clip, int64_t first, int64_t
         read_m(row, start, n, m);
         for (int i = 0; i < n;) {
             const int64_t line = (start + i) / width, matrix = line / height;
-            if (matrix != known) mean = came_row_mean(job, average, matrix), known = matrix;
+            if (matrix != known) root_mean = (real)sqrt(came_row_mean(job, average, matrix)), known = matrix;
             const real *col = average->col.values + matrix * width;
-            const real r = row_factor(mean, average->row.values, line) * clip;
+            const real r = row_factor(root_mean, average->row.values, line) * clip;
             for (int64_t j = (start + i) % width; j < width && i < n; i++, j++)
                 m[i] = averaged(job, m[i], update_of(g[i], r, column_factor(col[j])));
         }
@@ -365,7 +384,8 @@ static double apply(const CameJob *job, int64_t index, real step, real decay, Ca
     const CameTile t = tile_at(&job->grid, index);
     const CameRow *row = job->row;
     const Weights *w = &row->weights;
-    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(row->state_type);
+    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST && !w->memory,
+              m_ready = is_ready(row->state_type);
     real(*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
     CameFactors f;
     double total = 0;

@@ -23,8 +23,9 @@ static CameNeeds needs_of(const CameRow *rows, const CameShard *shards, const Gr
     CameNeeds needs = {0, 0, 0};
     for (int64_t i = 0; i < count; i++) {
         const CameArithmetic *arithmetic = arithmetic_of(&rows[i]);
-        const int64_t need = arithmetic->workspace(&rows[i], shards ? &shards[i] : NULL);
-        needs.scratch = larger(needs.scratch, arithmetic->scratch);
+        const CameShard *shard = shards ? &shards[i] : NULL;
+        const int64_t need = arithmetic->workspace(&rows[i], shard, &gradients[i]);
+        needs.scratch = larger(needs.scratch, arithmetic->scratch(&rows[i], shard, &gradients[i]));
         needs.shared = larger(needs.shared, need);
         if (gradients[i].size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
     }

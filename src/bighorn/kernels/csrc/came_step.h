@@ -20,10 +20,10 @@ typedef struct {
 } CameStep;
 
 typedef struct {
-    /* The doubles of a thread's buffers. */
-    int64_t scratch;
-    /* Returns the doubles of workspace for one tensor; `shard` is NULL if it is whole. */
-    int64_t (*workspace)(const CameRow *row, const CameShard *shard);
+    /* Return the doubles of a thread's buffers, and those of workspace, for one tensor; `shard` is NULL if it is
+     * whole. */
+    int64_t (*scratch)(const CameRow *row, const CameShard *shard, const Gradient *gradient);
+    int64_t (*workspace)(const CameRow *row, const CameShard *shard, const Gradient *gradient);
     /* Steps one row, or one thread's share of it. */
     void (*step)(CameStep *s, int64_t row, const RowShare *share, double *scratch, double *workspace);
 } CameArithmetic;

@@ -16,8 +16,8 @@ static inline CameTile tile_at(const CameGrid *g, int64_t index) {
     t.matrices = g->matrices - t.matrix < g->per_tile ? g->matrices - t.matrix : g->per_tile;
     t.row = share_of(g->height, t.block, g->blocks);
     t.rows = share_of(g->height, t.block + 1, g->blocks) - t.row;
-    t.column = t.strip * PIECE_ELEMS;
-    t.columns = g->strips == 1 ? g->width : g->width - t.column < PIECE_ELEMS ? g->width - t.column : PIECE_ELEMS;
+    t.column = t.strip * g->strip_columns;
+    t.columns = g->width - t.column < g->strip_columns ? g->width - t.column : g->strip_columns;
     return t;
 }
 

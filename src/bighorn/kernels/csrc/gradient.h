@@ -2,7 +2,7 @@
 #ifndef BIGHORN_GRADIENT_H
 #define BIGHORN_GRADIENT_H
 
-#include "numbers.h"
+#include "strided.h"
 
 static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
     int64_t elements = 0;
@@ -10,28 +10,17 @@ static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
     return elements;
 }
 
-static inline real element(const void *data, int type, int64_t at) {
-    switch (type) {
-        case FLOAT32: return ((const float *)data)[at];
-        case FLOAT64: return (real)((const double *)data)[at];
-        case FLOAT16: return from_float16(((const uint16_t *)data)[at]);
-        default: return from_bits((uint32_t)((const uint16_t *)data)[at] << 16);
-    }
-}
-
-/* Returns elements [start, start + n) in the parameter's order, in the type of the arithmetic, whatever their order in
+/* Returns elements [start, start + n) in the order of the state, in the type of the arithmetic, whatever their order in
  * memory. */
 static inline const real *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
                                     real *restrict buffer) {
-    const int64_t *layout = gradient->layout;
+    double copies[PIECE_ELEMS]; /* of any dtype */
     const int type = gradient->type;
-    if (!layout) return widen(data, type, start, n, buffer);
-    const int64_t stride = layout_last_stride(layout);
-    for (int i = 0; i < n;) {
-        int64_t count, offset = layout_offset(layout, start + i, &count);
-        for (; i < n && count > 0; i++, count--, offset += stride) buffer[i] = element(data, type, offset);
-    }
-    return buffer;
+    const void *elements = consecutive(gradient->layout, data, type, start, n);
+    if (elements) return widen(elements, type, 0, n, buffer);
+    void *copy = type == REAL_TYPE ? (void *)buffer : copies;
+    strided_copy(gradient->layout, (void *)data, type, start, n, copy, STRIDED_GATHER);
+    return widen(copy, type, 0, n, buffer);
 }
 
 /* Returns the mean of elements [start, start + size). */

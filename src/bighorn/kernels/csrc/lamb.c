@@ -8,6 +8,7 @@
 TABLE_PER_ISA(LambLoops, lamb_loops)
 TABLE_PER_ISA(LambLoops, lamb_loops_double)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
+TABLE_PER_ISA(StridedLoops, strided_loops)
 
 /* All threads share a larger tensor, because their caches together hold more of it; one thread gets a smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 18 };
@@ -87,6 +88,7 @@ static double factors_of(const LambOptions *o, const LambRow *row, double grad_s
 
 typedef struct {
     const LambLoops *loops, *loops_double, *blocks; /* for moments in floats, float64 weights, quantization blocks */
+    const StridedLoops *strided;
     const LambOptions *options;
     const LambRow *rows;
     const Gradient *gradients;
@@ -94,29 +96,61 @@ typedef struct {
     double grad_scale;
 } LambStep;
 
-/* Values that a thread computes once per row. */
+/* Values that a thread computes once per row. If a gradient or weights are transposed, the loops use copies of a window
+ * of them; the addresses of these copies are NULL otherwise. */
 typedef struct {
     const LambLoops *loops;
     LambFactors factors;
     double lr;
+    char *grad_copy, *weights_copy;
+    LambRow row;
+    Gradient gradient;
+    const void *grad;
 } LambLocals;
 
 _Static_assert(sizeof(LambLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");
 
 static const LambOptions *options_of(const LambStep *s, int64_t row) { return &s->options[s->rows[row].options]; }
 
-static LambBlock block_at(const LambStep *s, int64_t row, int64_t block) {
+static LambBlock block_at(const LambStep *s, const LambLocals *l, int64_t row, int64_t block) {
     const int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, block);
     return (LambBlock){
-        .row = &s->rows[row],
-        .gradient = &s->gradients[row],
-        .grad = s->grads[row],
+        .row = l->weights_copy ? &l->row : &s->rows[row],
+        .gradient = l->grad_copy ? &l->gradient : &s->gradients[row],
+        .grad = l->grad_copy ? l->grad : s->grads[row],
         .start = start,
         .size = start_of(&s->rows[row], size, block + 1) - start,
     };
 }
 
-static LayerInfo prepare(const void *step, int64_t row, void *locals) {
+/* Reserves memory for copies of a window, if the row is transposed and the scratch has space for whole rows of `fan`
+ * elements, which are centred together. */
+static void plan_copies(const LambStep *s, int64_t row, char *scratch, int64_t bytes, LambLocals *l, LayerInfo *info) {
+    const Gradient *g = &s->gradients[row];
+    const Weights *w = &s->rows[row].weights;
+    const int64_t g_bytes = is_transposed(g->layout) ? dtype_bytes(g->type) : 0;
+    const int64_t x_bytes = is_transposed(w->memory) ? dtype_bytes(w->type) : 0;
+    l->grad_copy = l->weights_copy = NULL;
+    if (!g_bytes && !x_bytes) return;
+    int64_t most = (bytes - CACHE_LINE_BYTES - 2 * g->fan * g_bytes) / (g_bytes + x_bytes);
+    if (most > STAGED_ELEMS) most = STAGED_ELEMS;
+    info->window = most / BLOCK_ELEMS;
+    if (info->window <= 0) {
+        info->window = 0;
+        return;
+    }
+    const int64_t elements = info->window * BLOCK_ELEMS;
+    if (x_bytes) l->weights_copy = scratch;
+    if (g_bytes) l->grad_copy = scratch + elements * x_bytes;
+    const int64_t used = elements * x_bytes + (elements + 2 * g->fan) * g_bytes;
+    info->used_bytes = (used + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+    l->row = s->rows[row];
+    l->row.weights.memory = NULL;
+    l->gradient = *g;
+    l->gradient.layout = NULL;
+}
+
+static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals) {
     const LambStep *s = step;
     const LambOptions *o = options_of(s, row);
     LambLocals *l = locals;
@@ -124,17 +158,49 @@ static LayerInfo prepare(const void *step, int64_t row, void *locals) {
     const bool in_double = r->weights.type == FLOAT64;
     l->loops = in_double ? s->loops_double : r->inner > 0 ? s->blocks : s->loops;
     l->lr = factors_of(o, r, s->grad_scale, &l->factors);
-    return (LayerInfo){
+    LayerInfo info = {
         .blocks = blocks_of(r, s->gradients[row].size),
         .update_bytes = in_double ? sizeof(double) : sizeof(float),
         .needs_ratio = o->adapt || o->cautious,
     };
+    plan_copies(s, row, scratch, bytes, l, &info);
+    return info;
+}
+
+static void copy_weights(const LambStep *s, int64_t row, int64_t first, int64_t last, const LambLocals *l,
+                         enum StridedCopy direction) {
+    const Weights *w = &s->rows[row].weights;
+    const int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, first);
+    s->strided->copy(w->memory, w->data, w->type, start, start_of(&s->rows[row], size, last) - start, l->weights_copy,
+                     direction);
+}
+
+static void open_window(const void *step, int64_t row, int64_t first, int64_t last, void *locals, bool second) {
+    const LambStep *s = step;
+    const Gradient *g = &s->gradients[row];
+    LambLocals *l = locals;
+    int64_t start = start_of(&s->rows[row], g->size, first), end = start_of(&s->rows[row], g->size, last);
+    if (l->weights_copy) {
+        copy_weights(s, row, first, last, l, STRIDED_GATHER);
+        l->row.weights.data = l->weights_copy - start * dtype_bytes(l->row.weights.type);
+    }
+    if (!l->grad_copy || (second && !l->factors.cautious)) return;
+    if (g->fan) start = start / g->fan * g->fan, end = (end + g->fan - 1) / g->fan * g->fan;
+    s->strided->copy(g->layout, s->grads[row], g->type, start, end - start, l->grad_copy, STRIDED_GATHER);
+    l->grad = l->grad_copy - start * dtype_bytes(g->type);
+}
+
+static void close_window(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second) {
+    const LambLocals *l = locals;
+    const LambOptions *o = options_of(step, row);
+    if (l->weights_copy && (second || !(o->adapt || o->cautious)))
+        copy_weights(step, row, first, last, l, STRIDED_SCATTER);
 }
 
 static LayerSums first(const void *step, int64_t row, int64_t block, const void *locals, void *update) {
     const LambOptions *o = options_of(step, row);
     const LambLocals *l = locals;
-    const LambBlock b = block_at(step, row, block);
+    const LambBlock b = block_at(step, l, row, block);
     return o->adapt || o->cautious ? l->loops->moments(&b, &l->factors, o->second_moment, update)
                                    : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
 }
@@ -168,12 +234,14 @@ static double ratio(const void *step, int64_t row, void *locals, LayerSums total
 
 static void second(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
-    const LambBlock b = block_at(step, row, block);
+    const LambBlock b = block_at(step, l, row, block);
     l->loops->apply(&b, &l->factors, l->lr * ratio, update);
 }
 
 static const LayerwiseRule RULE = {
     .prepare = prepare,
+    .open_window = open_window,
+    .close_window = close_window,
     .first = first,
     .ratio = ratio,
     .second = second,
@@ -197,6 +265,7 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
         .loops = lamb_loops_for(run->isa),
         .loops_double = lamb_loops_double_for(run->isa),
         .blocks = lamb_blocks_for(run->isa),
+        .strided = strided_loops_for(run->isa),
         .options = options,
         .rows = rows,
         .gradients = gradients,

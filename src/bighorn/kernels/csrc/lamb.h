@@ -27,7 +27,9 @@ typedef struct {
 } LambBlock;
 
 /* Whether weights are bfloat16 that can be used in place; and whether gradients are, too. */
-static inline int lies_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST; }
+static inline int lies_in_bfloat16(const Weights *w) {
+    return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST && !w->memory;
+}
 
 static inline int all_in_bfloat16(const LambBlock *b) {
     return lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;

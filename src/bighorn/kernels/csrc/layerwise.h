@@ -25,7 +25,7 @@ static inline void add_sums(LayerSums *total, LayerSums sums) {
 }
 
 /* The bytes of a thread for values that are computed once per row, before the loops. */
-enum { LAYER_LOCALS_BYTES = 128 };
+enum { LAYER_LOCALS_BYTES = 384 };
 
 /* A thread's part of the scratch begins at a multiple of this. */
 enum { CACHE_LINE_BYTES = 64 };
@@ -33,15 +33,21 @@ enum { CACHE_LINE_BYTES = 64 };
 /* The properties of a row that the schedule needs. */
 typedef struct {
     int64_t blocks;
-    int update_bytes; /* of one element of a stored update */
-    bool needs_ratio; /* false: the first loop finishes the row */
+    int update_bytes;   /* of one element of a stored update */
+    bool needs_ratio;   /* false: the first loop finishes the row */
+    int64_t window;     /* chunks that are prepared together; 0: none need to be */
+    int64_t used_bytes; /* of the thread's scratch */
 } LayerInfo;
 
 /* The functions that an optimizer supplies. `step` is the optimizer's data; rows and chunks are indices. A chunk has at
  * most BLOCK_ELEMS elements, and chunks do not depend on the number of threads. */
 typedef struct {
-    /* Computes a row's locals, and returns the properties of the row that the schedule needs. */
-    LayerInfo (*prepare)(const void *step, int64_t row, void *locals);
+    /* Computes a row's locals, and returns the properties of the row that the schedule needs. The rule can use the
+     * first of the thread's bytes of scratch. */
+    LayerInfo (*prepare)(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals);
+    /* Called before and after a loop over chunks [first, last), which are a window of a row that needs them. */
+    void (*open_window)(const void *step, int64_t row, int64_t first, int64_t last, void *locals, bool second);
+    void (*close_window)(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
     LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, void *update);
@@ -58,7 +64,7 @@ typedef struct {
     RowQueue queue;
     int phase;       /* LayerwisePhase */
     LayerSums *sums; /* one per row, kept between two calls that run one phase each; else NULL */
-    char *scratch;   /* stored updates; the team divides it evenly */
+    char *scratch;   /* stored updates, and memory of the rule; the team divides it evenly */
     int64_t scratch_bytes;
     LayerSums *partial[2]; /* one per chunk of a shared row; two arrays, so that a fast thread can begin the next row */
     RunBarrier barrier;
@@ -86,56 +92,69 @@ FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t block) {
 /* Returns the sums of the whole row. They are added up chunk by chunk, so that they do not depend on the number of
  * threads. */
 FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, LayerwiseStep *s,
-                                                      const LayerSlice *slice, int64_t blocks, const void *locals) {
+                                                      const LayerSlice *slice, const LayerInfo info, void *locals) {
     LayerSums total = {0}, *partial = slice->partial;
-    for (int64_t b = slice->first; b < slice->last; b++) {
-        const LayerSums sums = rule.first(s->step, slice->row, b, locals, layerwise_update(slice, b));
-        if (partial) partial[b] = sums;
-        add_sums(&total, sums);
+    const int64_t window = info.window ? info.window : slice->last - slice->first;
+    for (int64_t from = slice->first; from < slice->last; from += window) {
+        const int64_t to = slice->last - from < window ? slice->last : from + window;
+        if (info.window) rule.open_window(s->step, slice->row, from, to, locals, false);
+        for (int64_t b = from; b < to; b++) {
+            const LayerSums sums = rule.first(s->step, slice->row, b, locals, layerwise_update(slice, b));
+            if (partial) partial[b] = sums;
+            add_sums(&total, sums);
+        }
+        if (info.window) rule.close_window(s->step, slice->row, from, to, locals, false);
     }
     if (!partial) return total;
     wait_for_all(&s->barrier, slice->team);
     total = (LayerSums){0};
-    for (int64_t b = 0; b < blocks; b++) add_sums(&total, partial[b]);
+    for (int64_t b = 0; b < info.blocks; b++) add_sums(&total, partial[b]);
     return total;
 }
 
 /* Runs the second loop over the slice. */
 FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, LayerwiseStep *s, const LayerSlice *slice,
-                                                  const void *locals, double ratio) {
-    const int64_t count = slice->last - slice->first, group = count > CACHED_BLOCKS ? count : REVERSED_BLOCKS;
-    for (int64_t end = slice->last; end > slice->first; end -= group)
-        for (int64_t b = end - group > slice->first ? end - group : slice->first; b < end; b++)
+                                                  const LayerInfo info, void *locals, double ratio) {
+    const int64_t count = slice->last - slice->first;
+    int64_t group = count > CACHED_BLOCKS ? count : REVERSED_BLOCKS;
+    if (info.window && info.window < group) group = info.window;
+    for (int64_t end = slice->last; end > slice->first; end -= group) {
+        const int64_t start = end - group > slice->first ? end - group : slice->first;
+        if (info.window) rule.open_window(s->step, slice->row, start, end, locals, true);
+        for (int64_t b = start; b < end; b++)
             rule.second(s->step, slice->row, b, locals, ratio, layerwise_update(slice, b));
+        if (info.window) rule.close_window(s->step, slice->row, start, end, locals, true);
+    }
 }
 
 /* Steps one row, or one thread's share of it. `rule` is a constant, so that its functions are inlined. */
 FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, LayerwiseStep *s, int64_t row,
                                               const RowShare *share) {
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];
-    const LayerInfo info = rule.prepare(s->step, row, locals);
     const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+    char *scratch = s->scratch + share->thread * own_bytes;
+    const LayerInfo info = rule.prepare(s->step, row, scratch, own_bytes, locals);
     const int64_t chunk_bytes = BLOCK_ELEMS * info.update_bytes;
-    const int64_t room = s->phase == PHASE_BOTH ? own_bytes / chunk_bytes : 0;
+    const int64_t room = s->phase == PHASE_BOTH ? (own_bytes - info.used_bytes) / chunk_bytes : 0;
     const bool leads = share->part == 0;
     LayerSlice slice = {
         .row = row,
         .first = share_of(info.blocks, share->part, share->parts),
         .last = share_of(info.blocks, share->part + 1, share->parts),
-        .scratch = s->scratch + share->thread * own_bytes,
+        .scratch = scratch + info.used_bytes,
         .chunk_bytes = chunk_bytes,
         .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,
         .team = share->team,
     };
     slice.stored = slice.last - slice.first < room ? slice.first : slice.last - room;
     const LayerSums total =
-        s->phase == PHASE_SECOND ? s->sums[row] : layerwise_first_phase(rule, s, &slice, info.blocks, locals);
+        s->phase == PHASE_SECOND ? s->sums[row] : layerwise_first_phase(rule, s, &slice, info, locals);
     if (s->phase == PHASE_FIRST) {
         if (leads) s->sums[row] = total;
         return;
     }
     const double ratio = rule.ratio(s->step, row, locals, total, leads);
-    if (info.needs_ratio) layerwise_second_phase(rule, s, &slice, locals, ratio);
+    if (info.needs_ratio) layerwise_second_phase(rule, s, &slice, info, locals, ratio);
 }
 
 #endif

@@ -2,7 +2,7 @@
 #ifndef BIGHORN_ROUNDING_H
 #define BIGHORN_ROUNDING_H
 
-#include "numbers.h"
+#include "strided.h"
 
 /* ---- random bits ----------------------------------------------------------------------------------------- */
 
@@ -93,8 +93,8 @@ FORCE_INLINE_TEMPLATE float with_master(const int type, float near, float master
 
 /* ---- pieces ---------------------------------------------------------------------------------------------- */
 
-FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, int64_t start, int n, real *restrict out) {
-    const uint16_t *restrict x = (const uint16_t *)w->data + start;
+FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, const uint16_t *restrict x, int64_t start,
+                                       int n, real *restrict out) {
     const int16_t *restrict lost = (const int16_t *)w->aux + start;
     const float *restrict master = (const float *)w->aux + start;
     if (w->rounding == ROUND_KAHAN) {
@@ -106,9 +106,8 @@ FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, int64_t
     }
 }
 
-FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32_t rng_key, int64_t start, int n,
-                                        const real *restrict values) {
-    uint16_t *restrict x = (uint16_t *)w->data + start;
+FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32_t rng_key, uint16_t *restrict x,
+                                        int64_t start, int n, const real *restrict values) {
     int16_t *restrict lost = (int16_t *)w->aux + start;
     if (w->rounding == ROUND_KAHAN) {
 #pragma omp simd
@@ -125,21 +124,29 @@ FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32
 }
 
 /* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they have the type of the
- * arithmetic, else in the buffer. Arithmetic in float64 is for float64 weights, which are always in place. */
+ * arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
 static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
-    if (REAL_TYPE == FLOAT64 || w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC)
-        return widen(w->data, w->type, start, n, buffer);
-    if (w->type == BFLOAT16) read_halves(BFLOAT16, w, start, n, buffer);
-    else read_halves(FLOAT16, w, start, n, buffer);
+    uint16_t halves[PIECE_ELEMS];
+    void *in_place = consecutive(w->memory, w->data, w->type, start, n);
+    if (w->type == REAL_TYPE && in_place) return in_place;
+    void *x = in_place ? in_place : w->type == REAL_TYPE ? (void *)buffer : halves;
+    if (!in_place) strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_GATHER);
+    if (w->type == REAL_TYPE) return buffer;
+    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC) widen(x, w->type, 0, n, buffer);
+    else if (w->type == BFLOAT16) read_halves(BFLOAT16, w, x, start, n, buffer);
+    else read_halves(FLOAT16, w, x, start, n, buffer);
     return buffer;
 }
 
 /* Stores values that `read_weights` returned and that were changed since; `rng_key` is from `rng_key_at`. */
-static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, const real *values) {
-    if (REAL_TYPE == FLOAT64) return;
-    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, w->data, w->type, start);
-    else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, start, n, values);
-    else write_halves(FLOAT16, w, rng_key, start, n, values);
+static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
+    uint16_t halves[PIECE_ELEMS];
+    void *in_place = consecutive(w->memory, w->data, w->type, start, n);
+    void *x = in_place ? in_place : w->type == REAL_TYPE ? (void *)values : halves;
+    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, x, w->type, 0);
+    else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, x, start, n, values);
+    else write_halves(FLOAT16, w, rng_key, x, start, n, values);
+    if (!in_place) strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_SCATTER);
     if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(real));
 }
 

@@ -101,6 +101,7 @@ LARGE = (
     Leaf("blocks.odd", (8193,), layout="misaligned"),
     Leaf("blocks.transposed", (130, 129), layout="transposed"),
     Leaf("blocks.gaps", (67, 130), layout="gaps", grad_layout="transposed"),
+    Leaf("blocks.wide", (3, 20_001)),
 )
 
 BLOCKS = (

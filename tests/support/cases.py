@@ -214,6 +214,7 @@ class Rows:
             yield self._case(f"mixed-{option}", self.options[option], MIXED)
             yield self._case(f"large-{option}", self.options[option], LARGE)
         yield self._case("large-stacked", {}, _stackable(LARGE), stacked_group)
+        yield self._case("large-centralised", {}, LARGE, ({"grad_centralization": True},))
         for name, options in self.huge.items():
             yield self._case(f"huge-{name}", options, HUGE)
         yield self._case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)

@@ -203,8 +203,11 @@ RUNS: Mapping[str, Run] = {
         compares_state=True,
         **BITWISE,
     ),
-    "lamb-auto": Run(
-        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="auto", tolerance=1e-5
+    "lamb-cpu-means": Run(
+        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
+    ),
+    "lamb-cpu-float64": Run(
+        Lamb, {"cautious": True, "decay_mode": "l2"}, {"grad_centralization": True}, backend="cpu", compares_state=True
     ),
     "lamb-foreach": Run(Lamb, dtype=torch.float32, backend="foreach", tolerance=1e-5),
     "came-cpu": Run(
@@ -214,6 +217,9 @@ RUNS: Mapping[str, Run] = {
         backend="cpu",
         tolerance=1e-5,
         compares_state=True,
+    ),
+    "came-cpu-float64": Run(
+        Came, {"eps": (1e-3, 1e-3)}, {"grad_centralization": True}, backend="cpu", compares_state=True
     ),
     "came-cpu-last-two": Run(
         Came,

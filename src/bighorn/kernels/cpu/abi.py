@@ -36,7 +36,14 @@ class RunConfig(ctypes.Structure):
 class Gradient(ctypes.Structure):
     """The memory layout of one row's gradient."""
 
-    _fields_ = [("layout", POINTER), ("size", INT64), ("fan", INT64), ("type", INT32)]
+    _fields_ = [
+        ("layout", POINTER),
+        ("means", POINTER),
+        ("size", INT64),
+        ("fan", INT64),
+        ("whole_fan", INT64),
+        ("type", INT32),
+    ]
 
 
 class Weights(ctypes.Structure):

@@ -16,7 +16,7 @@ from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.came_shards import Shards
 from bighorn.kernels.cpu.library import address, loaded
 from bighorn.kernels.cpu.stepper import Stepper, words
-from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, weights
 from bighorn.kernels.options import CameOptions
 
 STATE = (
@@ -25,11 +25,6 @@ STATE = (
     "exp_avg_sq",
     *(f"exp_avg_{of}_{line}" for of in ("sq", "res") for line in ("row", "col")),
 )
-
-
-def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
-    """The reason why the library cannot serve a tensor, or None."""
-    return unsupported(param, options)
 
 
 class Came(Stepper[CameOptions]):
@@ -86,6 +81,8 @@ class Came(Stepper[CameOptions]):
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, shards = self._grads(), float(grad_scale), self.shards
+        self.centre(grads)
+        yield from self.means.reduced()
         table = self.tables.shards  # None if all tensors are whole
         if table is None:
             table = words(list(shards.table))[self.tables.indices]

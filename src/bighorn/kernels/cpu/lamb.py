@@ -29,7 +29,7 @@ UNMASKED_SUMS = 2
 
 def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     """The reason why the library cannot serve a tensor, or None."""
-    reason = unsupported(param, options)
+    reason = unsupported(param)
     if reason is None and options.blocks and param.dtype == torch.float64:
         return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
     return reason
@@ -74,10 +74,12 @@ class Lamb(Stepper[LambOptions]):
         self._run(grads, grad_scale, BOTH, None)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """Make one step of shards, as `reference.Lamb.sharded_step`, in one round, with the sums of each row."""
+        """Make one step of shards, as `reference.Lamb.sharded_step`: in one round, after that of `RowMeans`."""
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, tables = self._grads(), float(grad_scale), self.tables
+        self.centre(grads)
+        yield from self.means.reduced()
         needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
         sums = torch.zeros(len(self.all_rows.indices), needed, dtype=torch.float64, device="cpu")
         present = torch.empty(len(grads), SUMS, dtype=torch.float64, device="cpu")

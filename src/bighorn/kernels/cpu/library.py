@@ -69,6 +69,9 @@ def declare(library: ctypes.CDLL) -> None:
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
+    library.bighorn_row_means_units.argtypes = [address, count]
+    library.bighorn_row_means_units.restype = count
+    library.bighorn_row_means.argtypes = [run, address, address, count, address]
     library.bighorn_lamb_blocks.argtypes = [address, address, count]
     library.bighorn_lamb_blocks.restype = count
     library.bighorn_lamb_step.argtypes = [

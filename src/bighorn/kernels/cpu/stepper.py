@@ -16,6 +16,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.cpu.abi import Gradient
 from bighorn.kernels.cpu.library import address, loaded, run
+from bighorn.kernels.cpu.row_means import RowMeans
 from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, describe_gradient, memory_layout, place_layout
 from bighorn.kernels.options import Options
 
@@ -63,6 +64,7 @@ class Stepper(Generic[Options]):
         """The layouts of gradients by row, kept alive: the tables have only their addresses."""
         self.grad_kinds: dict[int, object] = {}
         """The dtypes and strides of gradients by row."""
+        self.means = RowMeans(buckets)
         self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
         self.memories = [
             memory_layout(state, x)
@@ -85,6 +87,7 @@ class Stepper(Generic[Options]):
             torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
             self._addresses_of_counts(),
         )
+        self.means.reserve(self.all_rows.gradients)
         self.blocks = [-(-size // BLOCK_ELEMS) for size in sizes]
         self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
         self.threads = 0
@@ -102,16 +105,13 @@ class Stepper(Generic[Options]):
 
     def _new_gradients(self) -> Iterator[tuple[int, Gradient]]:
         """Yield the rows whose gradients are of other kinds than before, with the structures that describe them."""
-        rows = [
-            (x, grad, bucket.options.centre, state)
-            for bucket in self.buckets
-            for x, grad, state in zip(bucket.params, bucket.grads, bucket.state["exp_avg"], strict=True)
-        ]
-        for i, (x, grad, centre, state) in enumerate(rows):
+        rows = [(bucket, i, grad) for bucket in self.buckets for i, grad in enumerate(bucket.grads)]
+        for row, (bucket, i, grad) in enumerate(rows):
             kind = None if grad is None else (grad.dtype, grad.stride())
-            if kind is not None and kind != self.grad_kinds.get(i):
-                self.grad_kinds[i], self.layouts[i] = kind, memory_layout(state, grad)
-                yield i, describe_gradient(x, grad, centre, self.layouts[i])
+            if kind is not None and kind != self.grad_kinds.get(row):
+                layout = memory_layout(bucket.state["exp_avg"][i], grad)
+                self.grad_kinds[row], self.layouts[row] = kind, layout
+                yield row, describe_gradient(bucket, i, grad, layout, self.means.each[row])
 
     @staticmethod
     def make_row(
@@ -151,8 +151,15 @@ class Stepper(Generic[Options]):
         """Make one step of all buckets, as `reference.Lamb.step`."""
         if apply_mask is not None and not apply_mask:
             return
-        self.launch(self._grads(), float(grad_scale))
+        grads = self._grads()
+        self.centre(grads)
+        self.launch(grads, float(grad_scale))
         self.advance()
+
+    def centre(self, grads: array[int]) -> None:
+        """Compute the means of gradients that the loops do not compute."""
+        with self.lock:
+            self.means.compute(self.how, self.tables.gradients, grads)
 
     def advance(self) -> None:
         """Count the step."""

@@ -9,22 +9,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.abi import Gradient, Weights
-from bighorn.kernels.options import CameOptions, LambOptions, Options
+from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import draws
 from bighorn.kernels.rounding import AUX_STATE
 
 BLOCK_ELEMS = 8192  # BLOCK_ELEMS of csrc/run.h
-LONGEST_FAN = 1 << 16  # a mean is computed again for each chunk that it covers, so foreach serves longer rows
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 STATE_TYPES = {**TYPES, torch.int8: 4}
 ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
 
-def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None:
+def unsupported(param: Tensor) -> str | None:
     """The reason why no algorithm of the library can serve a tensor, or None."""
     if library.LIBRARY is None:
         return library.LIBRARY_DETAIL
@@ -32,24 +31,21 @@ def unsupported(param: Tensor, options: LambOptions | CameOptions) -> str | None
         return f"it lies on {param.device}"
     if param.dtype not in TYPES:
         return f"its dtype is {param.dtype}"
-    if options.centre and param.numel() > LONGEST_FAN * param.shape[0]:
-        return f"gradient centralisation over more than {LONGEST_FAN} elements is not in the C library"
     return None
 
 
-def unsupported_shard(shard: Shard, options: LambOptions | CameOptions) -> str | None:
-    """The reason why no algorithm of the library can serve a shard of a tensor that it would serve whole, or None."""
-    if options.centre and shard.splits(range(1, len(shard.shape))):
-        return "gradients that are cut up along the dims over which they are centred are not in the C library"
-    return None
-
-
-def describe_gradient(x: Tensor, g: Tensor, centre: bool, layout: array[int] | None) -> Gradient:
-    """Return the structure of a gradient, which is centred if `centre` is set."""
+def describe_gradient(
+    bucket: Bucket[Options], i: int, g: Tensor, layout: array[int] | None, means: Tensor | None
+) -> Gradient:
+    """Return the structure of the gradient of row `i` of a bucket; `means` is from `RowMeans`."""
+    x = bucket.params[i]
+    whole = bucket.shards[i].shape if bucket.shards else x.shape
     return Gradient(
         layout=layout.buffer_info()[0] if layout else None,
+        means=None if means is None else means.data_ptr(),
         size=x.numel(),
-        fan=x.numel() // x.shape[0] if centre and x.numel() else 0,
+        fan=x.numel() // x.shape[0] if bucket.options.centre and x.numel() else 0,
+        whole_fan=math.prod(whole[1:]),
         type=TYPES[g.dtype],
     )
 

@@ -14,7 +14,7 @@ enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(real) }; /* elements that stay in the
 
 /* Marks the means as unknown. The values are not cleared, since that would take longer than a small tensor's step. */
 static void start_buffers(CameGradBuffer *buffers, int count) {
-    for (int k = 0; k < count; k++) buffers[k].last.first = -1;
+    for (int k = 0; k < count; k++) buffers[k].last.row = -1;
 }
 
 /* Whether loops read elements of a type in place: the type of the arithmetic and, in float32, bfloat16. */

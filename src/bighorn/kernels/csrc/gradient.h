@@ -23,8 +23,8 @@ static inline const real *read_grad(const Gradient *gradient, const void *data, 
     return widen(copy, type, 0, n, buffer);
 }
 
-/* Returns the mean of elements [start, start + size). */
-static inline real mean(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
+/* Returns the sum of elements [start, start + size). */
+static inline double grad_sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
     real buffer[PIECE_ELEMS];
     double total = 0;
     for (int64_t done = 0; done < size; done += PIECE_ELEMS) {
@@ -35,24 +35,31 @@ static inline real mean(const Gradient *gradient, const void *data, int64_t star
         for (int i = 0; i < n; i++) piece += g[i];
         total += piece;
     }
-    return (real)(total / (double)size);
+    return total;
 }
 
-/* The mean that was computed last, since several pieces can need the same one; `first` is -1 at the start. */
+/* The mean that was computed last, since several pieces can need the same one; `row` is -1 at the start. */
 typedef struct {
-    int64_t first;
+    int64_t row;
     real value;
 } GradientMean;
+
+static inline real row_mean(const Gradient *gradient, const void *data, int64_t row, GradientMean *last) {
+    const int64_t fan = gradient->fan;
+    if (gradient->means) return (real)gradient->means[row];
+    if (last->row != row) *last = (GradientMean){row, (real)(grad_sum(gradient, data, row * fan, fan) / (double)fan)};
+    return last->value;
+}
 
 /* Computes g - mean(g over dims 1..) for elements [start, start + n). */
 static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const real *g, real *out,
                           GradientMean *last) {
     int64_t fan = gradient->fan;
     for (int i = 0; i < n;) {
-        int64_t first = (start + i) / fan * fan;
-        int end = (int)(first + fan - start < n ? first + fan - start : n);
-        if (last->first != first) *last = (GradientMean){first, mean(gradient, data, first, fan)};
-        for (; i < end; i++) out[i] = g[i] - last->value;
+        const int64_t row = (start + i) / fan, next = (row + 1) * fan - start;
+        const int end = (int)(next < n ? next : n);
+        const real mean = row_mean(gradient, data, row, last);
+        for (; i < end; i++) out[i] = g[i] - mean;
     }
 }
 

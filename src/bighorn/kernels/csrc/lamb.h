@@ -38,9 +38,10 @@ static inline int all_in_bfloat16(const LambBlock *b) {
 /* lamb_loops.c has these functions for moments in floats, lamb_loops_double.c for float64 weights, and lamb_blocks.c
  * for moments in quantization blocks. */
 typedef struct {
-    /* Updates the moments and computes u; r, masked if updates are cautious, is stored unless `update` is NULL. */
+    /* Updates the moments and computes u; if updates are cautious, the masked r. It is stored unless `update` is NULL.
+     */
     LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, void *update);
-    /* Updates x from a stored r; if `update` is NULL, r is computed again. */
+    /* Updates x from what is stored; if `update` is NULL, it is computed again. */
     void (*apply)(const LambBlock *block, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */
     LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, double step);

@@ -13,10 +13,10 @@ typedef struct {
     const void *x, *g;
     float grad_scale;
     void *m_codes, *v_codes;
-    float *r, *wanted; /* r: where the ratio is written; wanted: its final address, or NULL */
+    float *u, *wanted; /* u: where u, or the masked r, is written; wanted: its final address, or NULL */
     CodecScale m_scale, v_scale;
     _Alignas(64) float m[CODEC_BLOCK_ELEMS], v[CODEC_BLOCK_ELEMS]; /* values between `advance_as` and `encode_as` */
-    float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], r_buffer[CODEC_BLOCK_ELEMS];
+    float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], u_buffer[CODEC_BLOCK_ELEMS];
     float m_buffer[CODEC_BLOCK_ELEMS / 2], v_buffer[CODEC_BLOCK_ELEMS / 2];
 } LambQuantBlock;
 
@@ -108,15 +108,15 @@ static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) 
     return buffer;
 }
 
-static void load_block(LambQuantBlock *block, const LambRow *row, CodecPart part, float *r) {
+static void load_block(LambQuantBlock *block, const LambRow *row, CodecPart part, float *u) {
     const int64_t start = part.start, bytes = code_bytes(row);
     block->row = row, block->start = start, block->scale = part.scale, block->n = part.size;
     block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
-    block->r = r ? r : block->r_buffer, block->wanted = r;
+    block->u = u ? u : block->u_buffer, block->wanted = u;
     if (block->n % LANES) {
         block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
         block->v_codes = padded(block->v_buffer, block->v_codes, block->n * bytes, sizeof block->v_buffer);
-        block->r = block->r_buffer;
+        block->u = block->u_buffer;
     }
 }
 
@@ -131,7 +131,7 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
     if (block->n % LANES) block->x = padded(block->x_buffer, block->x, block->n * 4, sizeof block->x_buffer);
 }
 
-static void load_block_grad(LambQuantBlock *block, const LambBlock *b, const LambReals *f, GradientMean *last) {
+FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambBlock *b, const LambReals *f, GradientMean *last) {
     block->grad_scale = f->grad_scale;
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
@@ -173,14 +173,15 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     block->v_scale = new_scale(second, largest(v_top));
 }
 
-/* Stores the moments' codes, and computes r from the numbers that these stand for. */
+/* Stores the moments' codes, and computes u, or the masked r, from the numbers that these stand
+ * for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                      LambQuantBlock *block, const LambReals f, LambLaneSums *sums, const int cautious) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
     const float v_root_unit = root_unit(second, v_scale.unit), grad_scale = block->grad_scale;
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
     const void *all_x = block->x, *all_g = block->g;
-    float *all_r = block->r;
+    float *all_u = block->u;
     const int n = block->n;
     LaneWords dither = counted(f.dither + (uint32_t)block->start * DITHER_STRIDE,
                                DITHER_STRIDE); /* a block's elements are consecutive in the whole tensor, too */
@@ -197,7 +198,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
             kept -= (LaneWords)(r != 0);
         }
         Lanes u = cautious ? r : updates(f, x, r);
-        store(all_r + i, r);
+        store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
     }
@@ -207,7 +208,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
     }
 }
 
-/* Stores the moments and computes r. */
+/* Stores the moments and computes u, or the masked r. */
 static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
     const LambRow *row = block->row;
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
@@ -219,37 +220,41 @@ static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSum
         const int64_t bytes = code_bytes(row);
         memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
         memcpy((char *)row->exp_avg_sq + block->start * bytes, block->v_codes, (size_t)(block->n * bytes));
-        if (block->wanted) memcpy(block->wanted, block->r, (size_t)block->n * sizeof(float));
+        if (block->wanted) memcpy(block->wanted, block->u, (size_t)block->n * sizeof(float));
     }
 }
 
-/* Computes r from the stored moments. */
-FORCE_INLINE_TEMPLATE void ratio_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                    LambQuantBlock *block, const LambReals f) {
+/* Computes u, or the masked r, from the stored moments. */
+FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum CodecForm second, const int type,
+                                     LambQuantBlock *block, const LambReals f) {
     const float m_unit = scale_of(first, block->row->exp_avg_scale[block->scale]).unit;
     const float v_root_unit = root_unit(second, scale_of(second, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(first, block->m_codes, i), v = load_powers(second, block->v_codes, i);
         Lanes r = ratios(second, f, m_unit, v_root_unit, m, v);
-        store(block->r + i, f.cautious ? masked_lanes(r, block->grad_scale * load_as(type, block->g, i)) : r);
+        store(block->u + i, f.cautious ? masked_lanes(r, block->grad_scale * load_as(type, block->g, i))
+                                       : updates(f, load_as(type, block->x, i), r));
     }
 }
 
-static void apply_update(const LambReals *f, float step, LambQuantBlock *block, const float *restrict r) {
+/* Updates x from u, or from the masked r. */
+static void apply_update(const LambReals f, float step, LambQuantBlock *block, const float *restrict stored) {
     const Weights *w = &block->row->weights;
-    if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since r is computed from codes */
+    if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
 #pragma omp simd
         for (int i = 0; i < block->n; i++) {
-            const float old_x = load_element(BFLOAT16, x, i), u = update_of(*f, old_x, f->caution * r[i]);
-            store_element(BFLOAT16, x, i, round_bfloat16(moved(*f, step, old_x, u), 0));
+            const float old_x = load_element(BFLOAT16, x, i);
+            const float u = f.cautious ? update_of(f, old_x, f.caution * stored[i]) : stored[i];
+            store_element(BFLOAT16, x, i, round_bfloat16(moved(f, step, old_x, u), 0));
         }
         return;
     }
     float *restrict x = read_weights(w, block->start, block->n, block->x_buffer);
 #pragma omp simd
-    for (int i = 0; i < block->n; i++) x[i] = moved(*f, step, x[i], update_of(*f, x[i], f->caution * r[i]));
-    write_weights(w, f->rng_key, block->start, block->n, x);
+    for (int i = 0; i < block->n; i++)
+        x[i] = moved(f, step, x[i], f.cautious ? update_of(f, x[i], f.caution * stored[i]) : stored[i]);
+    write_weights(w, f.rng_key, block->start, block->n, x);
 }
 
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
@@ -259,12 +264,12 @@ static int type_of(const LambBlock *b, const LambReals *f) {
     return all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
 }
 
-/* Computes the r of a block again, from weights that have not changed. */
-static void load_block_ratio(LambQuantBlock *block, const LambBlock *b, const LambReals *f, const int type,
-                             GradientMean *last) {
+/* Computes the u, or the masked r, of a block again, from weights that have not changed. */
+static void load_block_update(LambQuantBlock *block, const LambBlock *b, const LambReals *f, const int type,
+                              GradientMean *last) {
     load_block_weights(block, type);
     if (f->cautious) load_block_grad(block, b, f, last);
-    FOR_FORMS(block, ratio_as, *f);
+    FOR_FORMS(block, update_as, *f);
 }
 
 /* Computes the sums again in double, if squares leave the range of float32. */
@@ -274,17 +279,16 @@ static LayerSums careful_sums(const LambBlock *b, const LambReals *f) {
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        load_block_ratio(&block, b, f, FLOAT32, &last);
+        load_block_update(&block, b, f, FLOAT32, &last);
         for (int i = 0; i < block.n; i++) {
-            const float x = ((const float *)block.x)[i], r = block.r[i];
-            const double u = f->cautious ? r : update_of(*f, x, r);
-            add_sums(&sums, (LayerSums){(double)x * x, u * u, u * x, f->cautious && u != 0});
+            const double x = ((const float *)block.x)[i], u = block.u[i];
+            add_sums(&sums, (LayerSums){x * x, u * u, u * x, f->cautious && u != 0});
         }
     }
     return sums;
 }
 
-/* Updates the moments and computes r, and updates x if `step` is not NULL. Two blocks are processed together, since the
+/* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
  * codes of a block depend on its scales: this saves 4% of the time. */
 static LayerSums step_block(const LambBlock *b, const LambReals *f, const float *step, float *update) {
     const int type = type_of(b, f);
@@ -303,7 +307,7 @@ static LayerSums step_block(const LambBlock *b, const LambReals *f, const float 
         }
         for (int i = 0; i < count; i++) {
             store_moments(&blocks[i], f, &lane_sums);
-            if (step) apply_update(f, *step, &blocks[i], blocks[i].r);
+            if (step) apply_update(*f, *step, &blocks[i], blocks[i].u);
         }
     }
     LayerSums sums = {0};
@@ -336,8 +340,8 @@ static void apply(const LambBlock *b, const LambFactors *factors, double step, c
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        if (!stored) load_block_ratio(&block, b, &f, type, &last);
-        apply_update(&f, (float)step, &block, stored ? stored + (part.start - b->start) : block.r);
+        if (!stored) load_block_update(&block, b, &f, type, &last);
+        apply_update(f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
     }
 }
 

@@ -2,7 +2,7 @@
  * the type of the arithmetic are read and written in place, and so are bfloat16 and the moments of float64 weights. */
 #include "lamb.h"
 
-/* The use of u: none but its square, or r is stored, x is updated, or r is masked and stored. */
+/* The use of u: none but its square, or it is stored, or it is applied, or the masked r is stored in its place. */
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY, UPDATE_MASK };
 
 enum { REAL_SUM_ELEMS = 1024 }; /* elements whose squares are added up in the type of the arithmetic */
@@ -73,7 +73,7 @@ FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const int second_mo
             weight = FMA(old_x, old_x, weight);
             update = FMA(new_u, new_u, update);
             if (after == UPDATE_MASK) product = FMA(old_x, r, product), kept += r != 0;
-            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = r;
+            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = new_u;
             if (after == UPDATE_APPLY)
                 store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
         }
@@ -112,7 +112,7 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const int second_m
             weight = FMA(x1, x1, FMA(x2, x2, weight));
             update = FMA(u1, u1, FMA(u2, u2, update));
             if (after == UPDATE_MASK) product = FMA(x1, r1, FMA(x2, r2, product)), kept += (r1 != 0) + (r2 != 0);
-            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = r1, stored[half + i] = r2;
+            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = u1, stored[half + i] = u2;
             if (after == UPDATE_APPLY)
                 x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
         }
@@ -218,33 +218,40 @@ FORCE_INLINE_TEMPLATE void mask_loop(const LambReals f, const int x_type, const 
     }
 }
 
-/* Updates x from a stored r or, if `r` is NULL, from the moments. */
-FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,
-                                      const real *restrict r, const void *restrict m, const void *restrict v,
-                                      void *restrict x) {
+/* Returns u: what is stored, or what follows from a masked r that is stored, or computed from the moments. */
+FORCE_INLINE_TEMPLATE real update_again(const LambReals f, const int is_masked, const real *stored, int i, real x,
+                                        real m, real v) {
+    if (is_masked) return update_of(f, x, f.caution * stored[i]);
+    return stored ? stored[i] : update_of(f, x, ratio_of(f, m, square_root_of(v)));
+}
+
+FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, const int is_masked,
+                                      real step, int n, const real *restrict stored, const void *restrict m,
+                                      const void *restrict v, void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         real old_x = load_element(x_type, x, i);
-        real new_r =
-            r ? r[i] : ratio_of(f, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i)));
-        real new_u = update_of(f, old_x, f.caution * new_r);
-        store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
+        real old_m = stored ? 0 : load_element(state_type, m, i), old_v = stored ? 0 : load_element(state_type, v, i);
+        real u = update_again(f, is_masked, stored, i, old_x, old_m, old_v);
+        store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, u)));
     }
 }
 
-/* The same for pairs of bfloat16, with `r` in the order of `step_pairs`. */
-FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, const real *restrict r,
-                                       const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
-                                       Bfloat16Pair *restrict x) {
+/* The same for pairs of bfloat16, with `stored` in the order of `step_pairs`. */
+FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, real step, int n,
+                                       const real *restrict stored, const Bfloat16Pair *restrict m,
+                                       const Bfloat16Pair *restrict v, Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
-        real x1 = low(x[i]), r1 = r ? r[i] : ratio_of(f, low(m[i]), square_root_of(low(v[i])));
-        real x2 = high(x[i]), r2 = r ? r[half + i] : ratio_of(f, high(m[i]), square_root_of(high(v[i])));
-        real u1 = update_of(f, x1, f.caution * r1), u2 = update_of(f, x2, f.caution * r2);
+        const Bfloat16Pair old_m = stored ? 0 : m[i], old_v = stored ? 0 : v[i];
+        real x1 = low(x[i]), u1 = update_again(f, is_masked, stored, i, x1, low(old_m), low(old_v));
+        real x2 = high(x[i]), u2 = update_again(f, is_masked, stored, half + i, x2, high(old_m), high(old_v));
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
-    if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, r ? r + n - 1 : NULL, m + half, v + half, x + half);
+    if (n % 2)
+        apply_loop(f, BFLOAT16, BFLOAT16, is_masked, step, 1, stored ? stored + n - 1 : NULL, m + half, v + half,
+                   x + half);
 }
 
 /* The loops of each combination of types, with further arguments. */
@@ -273,13 +280,15 @@ static void mask_again(const LambBlock *b, const LambReals *f, const LambPiece *
     FOR_TYPES(p, MASK_LOOP, MASK_LOOP);
 }
 
-#define APPLY_LOOP(x_type, state_type)                                        \
-    (r ? apply_loop(f, x_type, state_type, (real)step, n, r, NULL, NULL, p.x) \
-       : apply_loop(f, x_type, state_type, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
-#define APPLY_PAIRS(x_type, state_type)                    \
-    (r ? apply_pairs(f, (real)step, n, r, NULL, NULL, p.x) \
-       : apply_pairs(f, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x))
-#define APPLY_MASKED(x_type, state_type) apply_loop(f, x_type, state_type, (real)step, n, masked_r, NULL, NULL, p.x)
+#define APPLY_LOOP(x_type, state_type)                                                                           \
+    (!stored      ? apply_loop(f, x_type, state_type, 0, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x) \
+     : f.cautious ? apply_loop(f, x_type, state_type, 1, (real)step, n, stored, NULL, NULL, p.x)                 \
+                  : apply_loop(f, x_type, state_type, 0, (real)step, n, stored, NULL, NULL, p.x))
+#define APPLY_PAIRS(x_type, state_type)                                                       \
+    (!stored      ? apply_pairs(f, 0, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x) \
+     : f.cautious ? apply_pairs(f, 1, (real)step, n, stored, NULL, NULL, p.x)                 \
+                  : apply_pairs(f, 0, (real)step, n, stored, NULL, NULL, p.x))
+#define APPLY_MASKED(x_type, state_type) apply_loop(f, x_type, state_type, 1, (real)step, n, masked_r, NULL, NULL, p.x)
 
 static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
@@ -288,7 +297,7 @@ static void apply(const LambBlock *b, const LambFactors *factors, double step, c
     real masked_r[PIECE_ELEMS];
     for (int64_t done = 0; done < b->size; done += piece) {
         const int n = (int)(b->size - done < piece ? b->size - done : piece);
-        const real *r = update ? (const real *)update + done : NULL;
+        const real *stored = update ? (const real *)update + done : NULL;
         LambPiece p;
         load_piece(&p, b->row, b->start + done, n);
         if (again) {

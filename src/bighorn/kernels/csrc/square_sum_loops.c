@@ -15,4 +15,8 @@ static double square_sum(const Gradient *gradient, const void *data, int64_t sta
     return total;
 }
 
-const SquareSumLoops PER_ISA(square_sum_loops) = {.square_sum = square_sum};
+static double sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
+    return grad_sum(gradient, data, start, size);
+}
+
+const SquareSumLoops PER_ISA(square_sum_loops) = {.square_sum = square_sum, .sum = sum};

@@ -93,7 +93,7 @@ TRAINERS = (
         "[OneTrainer](with-sd-scripts.md)",
         (),
         "not installed: `modules/trainer/GenericTrainer.py` `__grad_hook` and `modules/util/optimizer` were read",
-        "a subclass, on the page",
+        "one line in a copy, on the page",
     ),
     Trainer(
         "[diffusion-pipe](with-sd-scripts.md)",

@@ -260,7 +260,7 @@ def test_exclusions_that_are_not_complained_about(kind: Kind, group: None) -> No
     kind(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["LayerNorm", "layer_norm", "bias"])
     kind(net["dense"].parameters(), lr=0.1, names=net, exclude_from_weight_decay=["LayerNorm"])
     stage: dict[str, Any] = {
-        "process_group": dist.group.WORLD,
+        "grad_norm_group": dist.group.WORLD,
         "max_grad_norm": 1.0,
         "exclude_from_weight_decay": ["embedding"],
     }

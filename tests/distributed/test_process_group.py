@@ -1,4 +1,4 @@
-"""`process_group`: the global gradient norm if each rank has whole tensors of its own, as under ZeRO."""
+"""`grad_norm_group`: the global gradient norm if each rank has whole tensors of its own, as under ZeRO."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCRIPT = """
         all_here = [0, 1] if rank == 0 else []
         indices = all_here if mode == "empty" else [rank]
         mine = [parameters()[i] for i in indices]
-        sharded = kind([{"params": mine}], process_group=dist.group.WORLD, **options)
+        sharded = kind([{"params": mine}], grad_norm_group=dist.group.WORLD, **options)
         for bad in (False, mode == "nonfinite", False):
             grads = gradients(bad)
             for p, g in zip(whole, grads):
@@ -108,7 +108,7 @@ ZERO = """
     own = {Lamb: dict(betas=(0.8, 0.9)), Came: dict(betas=(0.8, 0.9, 0.99), eps=(1e-2, 1e-16), bias_correction=True)}
     clip = dict(max_grad_norm=0.5)
     def cases(kind):
-        grouped = functools.partial(kind, process_group=dist.group.WORLD, **clip)
+        grouped = functools.partial(kind, grad_norm_group=dist.group.WORLD, **clip)
         yield kind, large, kind, {}, {}
         if world == 1:  # two ranks would clip by the norm of their own parameters, and are refused
             yield kind, large, kind, clip, clip
@@ -166,11 +166,17 @@ REFUSED = """
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for kind in (Lamb, Came):
         for option in (dict(max_grad_norm=0.5), dict(skip_nonfinite=True)):
-            for group in ({}, dict(process_group=dist.group.WORLD)):
+            for make, given, said in (
+                (kind, option, next(iter(option))),
+                (kind, dict(process_group=dist.group.WORLD, **option), next(iter(option))),
+                (kind, dict(grad_norm_group=dist.group.WORLD, **option), "cannot be saved"),
+                (functools.partial(kind, **option), {}, next(iter(option))),
+            ):
                 try:
-                    ZeroRedundancyOptimizer(net.parameters(), kind, lr=0.1, **option, **group)
+                    ZeroRedundancyOptimizer(net.parameters(), make, lr=0.1, **given)
                 except ValueError as error:
-                    assert str(error).startswith(next(iter(option))) and "shard_update" in str(error), error
+                    assert said in str(error), error
+                    assert "shard_update" in str(error) and "grad_norm_group=" in str(error), error
                 else:
                     raise AssertionError("it was not refused")
             shard_update(kind(net.named_parameters(), lr=0.1, **option))
@@ -180,7 +186,7 @@ REFUSED = """
 
 
 def test_a_zero_redundancy_optimizer_that_would_clip_by_rank(tmp_path: Path) -> None:
-    """Each rank once clipped its own parameters, and skipped its own part of a step; `process_group` prevents this."""
+    """Each rank once clipped its own parameters, and skipped its part of a step; `grad_norm_group` prevents this."""
     run_ranks(REFUSED, 2, str(tmp_path / "store"))
 
 
@@ -193,26 +199,26 @@ def group() -> Iterator[Any]:
 
 
 def test_a_group_that_nothing_uses(group: Any, kind: Kind) -> None:
-    with pytest.raises(ValueError, match=r"(?s)process_group.*max_grad_norm"):
-        kind([Parameter(torch.ones(3))], lr=0.1, process_group=group)
-    kind([Parameter(torch.ones(3))], lr=0.1, process_group=group, skip_nonfinite=True)
+    with pytest.raises(ValueError, match=r"(?s)grad_norm_group.*max_grad_norm"):
+        kind([Parameter(torch.ones(3))], lr=0.1, grad_norm_group=group)
+    kind([Parameter(torch.ones(3))], lr=0.1, grad_norm_group=group, skip_nonfinite=True)
 
 
 def test_a_copy_has_the_same_group(group: Any) -> None:
     parameter = Parameter(torch.ones(3))
-    both = (parameter, Lamb([parameter], lr=0.1, max_grad_norm=0.5, process_group=group))
+    both = (parameter, Lamb([parameter], lr=0.1, max_grad_norm=0.5, grad_norm_group=group))
     copied = copy.deepcopy(both)
     for tensor, optimizer in (both, copied):
         tensor.grad = torch.arange(3.0)
         optimizer.step()
-        assert optimizer._settings.process_group is group
+        assert optimizer._settings.grad_norm_group is group
         assert optimizer.state[tensor]["exp_avg"].norm() == pytest.approx(0.05)
     assert copied[0] is not parameter
     assert copied[0].equal(parameter)
 
 
 def test_a_group_cannot_be_pickled(group: Any, kind: Kind) -> None:
-    optimizer = kind([Parameter(torch.ones(3))], lr=0.1, max_grad_norm=0.5, process_group=group)
-    with pytest.raises(TypeError, match=r"(?s)process_group.*state_dict"):
+    optimizer = kind([Parameter(torch.ones(3))], lr=0.1, max_grad_norm=0.5, grad_norm_group=group)
+    with pytest.raises(TypeError, match=r"(?s)grad_norm_group.*state_dict"):
         pickle.dumps(optimizer)
     pickle.dumps(optimizer.state_dict())

@@ -149,8 +149,8 @@ WHOLE: list[Value] = [
     ("exclude_from_weight_decay", torch.nn.LayerNorm, TypeError),
     ("names", 3, TypeError),
     ("names", ["a", "b"], TypeError),
-    ("process_group", "WORLD", TypeError),
-    ("process_group", 0, TypeError),
+    ("grad_norm_group", "WORLD", TypeError),
+    ("grad_norm_group", 0, TypeError),
 ]
 OWN_WHOLE: dict[Kind, list[Value]] = {
     Lamb: [

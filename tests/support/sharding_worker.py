@@ -372,11 +372,11 @@ def process_group() -> None:
     alone, sharded = Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64)
     fully_shard(sharded)
     run = Run(Lamb, {"max_grad_norm": 0.5})
-    with pytest.raises(ValueError, match=r"(?s)process_group.*leave"):
-        run.optimizer(sharded, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"(?s)grad_norm_group.*leave"):
+        run.optimizer(sharded, grad_norm_group=dist.group.WORLD)
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     advance(alone, run.optimizer(alone), range(1), run.dtype)
-    advance(sharded, run.optimizer(sharded, process_group=own), range(1), run.dtype)
+    advance(sharded, run.optimizer(sharded, grad_norm_group=own), range(1), run.dtype)
     for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
         assert_close(p, q, run.tolerance, name)
 

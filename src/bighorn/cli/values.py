@@ -20,7 +20,7 @@ MOST = 3.4e38
 """The largest float32, the dtype of the kernels' arithmetic."""
 
 COMMAND_ARGUMENTS = (
-    *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "process_group", "names"),
+    *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "grad_norm_group", "names"),
 )
 """Arguments of an optimizer that other options of the command set, so that ``--optimizer-option`` cannot."""
 

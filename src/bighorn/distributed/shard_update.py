@@ -32,10 +32,8 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
     number of ranks, in whole tensors; a rank may have none.
 
     A ZeroRedundancyOptimizer that you construct with either option is refused, since each rank would use its own
-    gradients alone. This check is impossible for options that are not passed to it:
-    `functools.partial(Lamb, max_grad_norm=1.0)` is called with parameters of one rank as it would be with those of a
-    whole model. Use `shard_update`, or add the ranks:
-    `functools.partial(Lamb, max_grad_norm=1.0, process_group=torch.distributed.group.WORLD)`.
+    gradients alone. Use `shard_update`, or add the ranks:
+    `functools.partial(Lamb, max_grad_norm=1.0, grad_norm_group=torch.distributed.group.WORLD)`.
 
     Args:
         optimizer: An optimizer of Bighorn or of `torch.optim` that has not stepped yet; it is not used any more.

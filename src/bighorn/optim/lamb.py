@@ -144,9 +144,9 @@ class Lamb(KernelOptimizer):
             Default: "nearest".
         rounding_seed: The seed of the random bits of "stochastic" and of "int8", which otherwise depend only on the
             step, the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
-        process_group: The ranks over which max_grad_norm sums, if each rank holds whole tensors of its own. Under
-            ZeroRedundancyOptimizer, which does not pass this argument on, use `bighorn.shard_update`.
-            *Whole optimizer.* Default: None.
+        grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a
+            part of the model's parameters: pipeline stages, or ZeroRedundancyOptimizer, for which
+            `bighorn.shard_update` sets it. *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
             *Whole optimizer.* Default: None.
         backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
@@ -196,7 +196,7 @@ class Lamb(KernelOptimizer):
         min_8bit_size: int = MIN_8BIT_SIZE,
         weight_rounding: Rounding = "nearest",
         rounding_seed: int = 0,
-        process_group: Any = None,
+        grad_norm_group: Any = None,
         names: Names | None = None,
         backend: str = "auto",
         **unknown: Any,

@@ -117,7 +117,7 @@ class KernelOptimizer(StepParameter, Optimizer):
             process_group: The ranks over which a global norm is summed, if an option needs one.
         """
         arguments = {**self.defaults, **self._default_schedules, **vars(self._settings), "names": None}
-        arguments["process_group"] = process_group if self._settings.needs_all_grads else None
+        arguments["grad_norm_group"] = process_group if self._settings.needs_all_grads else None
         part = type(self).__new__(type(self))
         mine = [self._as_given(group, own) for group, own in zip(groups, self._scheduled, strict=True)]
         KernelOptimizer.__init__(part, mine, arguments, {}, partial=True)

@@ -108,7 +108,6 @@ def joining(
         raise ValueError("order_params belongs among the groups that the constructor is given")
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
-    settings.refuse_zero(given)
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
     check_keys(group, algorithm, "a parameter group")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,6 +26,9 @@ from bighorn.names import (
     needs_names,
     unwrapped,
 )
+
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
+"""The module of torch's ZeroRedundancyOptimizer."""
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
 
@@ -55,17 +60,18 @@ class Settings:
     skip_nonfinite: Annotated[bool, Option(flag)]
     exclude_from_weight_decay: Annotated[Exclusion | None, Option(check_exclusion)]
     exclude_from_layer_adaptation: Annotated[Exclusion | None, Option(check_exclusion)]
-    process_group: Annotated[Any, Option(check_process_group)]
+    grad_norm_group: Annotated[Any, Option(check_process_group)]
     names: Annotated[Names | None, Option(check_names)]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
         """Return the checked settings from a constructor's arguments; options that it does not have are None."""
         settings = cls(**{name: check(name, arguments.get(name)) for name, check in CHECKS.items()})
-        if settings.process_group is not None and not settings.needs_all_grads:
+        if settings.grad_norm_group is not None and not settings.needs_all_grads:
             raise ValueError(
-                "process_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it"
+                "grad_norm_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it"
             )
+        settings.refuse_rank_alone()
         return settings
 
     @property
@@ -84,22 +90,36 @@ class Settings:
 
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group without options that equal these, which ZeroRedundancyOptimizer writes into every group."""
-        return {name: value for name, value in group.items() if name not in vars(self) or value != vars(self)[name]}
+        return {name: value for name, value in group.items() if not self._writes(name, value)}
 
-    def refuse_zero(self, group: dict[str, Any]) -> None:
-        """Raise under ZeroRedundancyOptimizer, where each rank would clip, or skip, by its own gradients alone."""
-        if self.process_group is not None or not dist.is_available() or not dist.is_initialized():
+    def _writes(self, name: str, value: object) -> bool:
+        saved = name != "grad_norm_group" or value is None
+        return name in vars(self) and saved and bool(value == vars(self)[name])
+
+    def refuse_rank_alone(self) -> None:
+        """Raise if ZeroRedundancyOptimizer constructs the optimizer: each rank would use its own gradients alone.
+
+        The wrapper calls a constructor with one rank's share of the parameters, which looks like a whole model, so the
+        callers are searched for it.
+        """
+        if self.grad_norm_group is not None or not self.needs_all_grads or not _in_zero_redundancy_optimizer():
             return
-        for name in ("max_grad_norm", "skip_nonfinite"):
-            if group.get(name) and dist.get_world_size() > 1:
-                raise ValueError(
-                    f"{name}={group[name]!r} is in a parameter group, as ZeroRedundancyOptimizer writes it, and "
-                    "would look at the gradients of one rank alone, since its process_group is not handed on. Use "
-                    f"bighorn.shard_update(optimizer) with an optimizer that has {name}, which looks at all of them"
-                )
+        name = "max_grad_norm" if self.max_grad_norm is not None else "skip_nonfinite"
+        raise ValueError(
+            f"{name}={getattr(self, name)!r} would use the gradients of one rank alone, since "
+            "ZeroRedundancyOptimizer gives each rank a part of the parameters: use "
+            f"bighorn.shard_update(optimizer) with an optimizer that has {name}, or give the ranks as "
+            "grad_norm_group=torch.distributed.group.WORLD"
+        )
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
         """Raise if one of these options was written into a group, where it would have no effect."""
+        if group.get("grad_norm_group") is not None:
+            raise ValueError(
+                f"{what} has grad_norm_group, as ZeroRedundancyOptimizer writes it, but process groups cannot be saved: "
+                "use bighorn.shard_update(optimizer), or give functools.partial(Lamb, grad_norm_group=...) to "
+                "ZeroRedundancyOptimizer"
+            )
         for name in OF_THE_WHOLE & self.without_own(group).keys():
             raise ValueError(
                 f"{what} has {name}={group[name]!r}, which belongs to the whole optimizer and changes nothing there: "
@@ -114,7 +134,7 @@ class Settings:
 
     def check_exclusions(self, names: Sequence[str]) -> None:
         """Raise for exclusions that match no parameter name, unless a process group is set: a rank may lack it."""
-        if self.process_group is not None or not names:
+        if self.grad_norm_group is not None or not names:
             return
         others = [] if self.names is None else list(names_of(self.names).values())
         prefix = common_prefix(others)
@@ -124,18 +144,18 @@ class Settings:
 
     def refuse_to_add_up_twice(self, param: Tensor) -> None:
         """Raise if the process group contains ranks over which shards are summed without it."""
-        if self.process_group is not None and sharding.adds_up_over(param, self.process_group):
+        if self.grad_norm_group is not None and sharding.adds_up_over(param, self.grad_norm_group):
             raise ValueError(
-                "process_group holds several ranks of a sharded parameter's mesh, over which max_grad_norm sums by "
-                "itself: leave process_group out, or give one whose ranks hold different parameters (of a pipeline)"
+                "grad_norm_group holds several ranks of a sharded parameter's mesh, over which max_grad_norm sums by "
+                "itself: leave grad_norm_group out, or give one whose ranks hold different parameters (of a pipeline)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self
 
     def __reduce__(self) -> Any:
-        if self.process_group is not None:
-            raise TypeError("an optimizer with a process_group cannot be pickled: save state_dict() instead")
+        if self.grad_norm_group is not None:
+            raise TypeError("an optimizer with a grad_norm_group cannot be pickled: save state_dict() instead")
         return Settings, tuple(vars(self).values())
 
 
@@ -144,3 +164,13 @@ CHECKS = checks_of(Settings)
 
 OF_THE_WHOLE = frozenset(CHECKS)
 """The names of the options of the whole optimizer."""
+
+
+def _in_zero_redundancy_optimizer() -> bool:
+    """Whether a caller is torch's ZeroRedundancyOptimizer, with several ranks."""
+    if ZERO_REDUNDANCY not in sys.modules or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != ZERO_REDUNDANCY:
+        frame = frame.f_back
+    return frame is not None

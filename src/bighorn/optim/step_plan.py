@@ -272,6 +272,6 @@ def square_sum_of(
     else:
         devices = [param.device for group in groups for param in group["params"]]
         total = torch.zeros((), dtype=torch.float64, device=devices[0] if devices else "cpu")
-    if settings.process_group is not None:
-        torch.distributed.all_reduce(total, group=settings.process_group)
+    if settings.grad_norm_group is not None:
+        torch.distributed.all_reduce(total, group=settings.grad_norm_group)
     return total

@@ -1,7 +1,7 @@
 """Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters are on."""
 
 from bighorn import groups, schedules, telemetry
-from bighorn.distributed import TailOverlap, release_gradients, shard_update
+from bighorn.distributed import FlatLayout, Fragment, TailOverlap, release_gradients, shard_update
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.checkpointing import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
@@ -16,6 +16,8 @@ __all__ = [
     "ConvertedStateWarning",
     "ExponentialScale",
     "FixedScale",
+    "FlatLayout",
+    "Fragment",
     "Lamb",
     "LambTelemetry",
     "LossScaler",

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from bighorn.kernels import codec
 from bighorn.optim import plan_builder
-from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.state import MOMENT_DTYPES
 from tests.support.case_tensors import BLOCKS, ZOO, Leaf, arranged
 from tests.support.cases import Case, Kind, Optimizer
@@ -92,9 +91,9 @@ def test_a_plan_serves_parameters_that_change_at_every_step(
     built: list[int] = []
     build = plan_builder.build
 
-    def counted(infos: list[ParamInfo], *rest: Any) -> Any:
-        built.append(len(infos))
-        return build(infos, *rest)
+    def counted(params: list[Tensor], *rest: Any) -> Any:
+        built.append(len(params))
+        return build(params, *rest)
 
     monkeypatch.setattr(plan_builder, "build", counted)
     results = []

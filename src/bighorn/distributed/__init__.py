@@ -5,8 +5,9 @@ then the optimizer starts. With TailOverlap, `backward()` returns at once, and t
 arrive. The idea is the tailing optimisation of Ascend's NPUOptimizer.
 """
 
+from bighorn.distributed.flat import FlatLayout, Fragment
 from bighorn.distributed.gradient_release import Release, release_gradients
 from bighorn.distributed.overlap import TailOverlap
 from bighorn.distributed.shard_update import shard_update
 
-__all__ = ["Release", "TailOverlap", "release_gradients", "shard_update"]
+__all__ = ["FlatLayout", "Fragment", "Release", "TailOverlap", "release_gradients", "shard_update"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,18 +68,31 @@ class ShardedDims(NamedTuple):
     along: tuple[int, ...]
 
 
-class ReduceGroup(NamedTuple):
-    """The ranks that add up their sums for tensors on one mesh, along all mesh dims that shard any of the tensors."""
+class RankSums(ABC):
+    """Some ranks that add up their sums."""
 
-    mesh: DeviceMesh
-    along: tuple[int, ...]
+    device_type: str
+    """The type of the devices between which sums are sent."""
 
-    @classmethod
-    def of(cls, dims: Sequence[ShardedDims]) -> ReduceGroup:
-        """Return the reduce group of tensors on one mesh."""
-        return cls(dims[0].mesh, tuple(sorted({dim for cut in dims for dim in cut.along})))
+    @property
+    @abstractmethod
+    def ranks(self) -> list[int]:
+        """The ranks, in the order of their process group."""
 
-    def all_reduce(self, parts: Sequence[tuple[ShardedDims, Tensor]]) -> None:
+    @property
+    @abstractmethod
+    def order(self) -> tuple[list[int], tuple[int, ...]]:
+        """A key that sorts such objects in the same way on every rank."""
+
+    @abstractmethod
+    def _counts(self, dims: Any) -> bool:
+        """Whether this rank contributes its sums, if several hold the same shards."""
+
+    @abstractmethod
+    def _group(self) -> Any:
+        """The process group. All of its ranks create it together when it is first needed."""
+
+    def all_reduce(self, parts: Sequence[tuple[Any, Tensor]]) -> None:
         """Replace each tensor, in place, by its sum over the ranks, with one collective for all tensors.
 
         If several ranks hold the same shard, only one of them contributes.
@@ -89,22 +103,20 @@ class ReduceGroup(NamedTuple):
         ):
             part.copy_(total.view(part.shape))
 
-    def total(self, parts: Sequence[tuple[ShardedDims, Tensor]]) -> Tensor:
+    def total(self, parts: Sequence[tuple[Any, Tensor]]) -> Tensor:
         """Return the sum of all numbers over the ranks, 0-dim, with one collective."""
         return self._all_reduce(
             torch.stack([part if self._counts(dims) else torch.zeros_like(part) for dims, part in parts]).sum()
         )
 
-    def _all_reduce(self, sums: Tensor) -> Tensor:
-        sums = sums.to(self.mesh.device_type)
-        dist.all_reduce(sums, group=self._group())
+    def _all_reduce(self, sums: Tensor, op: Any = None) -> Tensor:
+        sums = sums.to(self.device_type)
+        dist.all_reduce(sums, dist.ReduceOp.SUM if op is None else op, self._group())
         return sums
 
     def any(self, here: bool) -> bool:
         """Whether `here` is True on any of the ranks."""
-        flag = torch.tensor(float(here), device=self.mesh.device_type)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
-        return bool(flag)
+        return bool(self._all_reduce(torch.tensor(float(here), device=self.device_type), dist.ReduceOp.MAX))
 
     def check_same(self, lines: list[str]) -> None:
         """Compare lines of text, with one collective of two numbers if all ranks have the same.
@@ -113,30 +125,54 @@ class ReduceGroup(NamedTuple):
             ValueError: The ranks differ. Every rank raises, and the message names the first difference.
         """
         digest = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=6).digest(), "big")
-        ends = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, self._group())
-        most, least = ends.tolist()
+        ends = torch.tensor([digest, -digest], device=self.device_type)
+        most, least = self._all_reduce(ends, dist.ReduceOp.MAX).tolist()
         if most == -least:
             return
-        group = self._group()
-        everyone: list[list[str]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, lines, group)
+        everyone: list[list[str]] = [[]] * len(self.ranks)
+        dist.all_gather_object(everyone, lines, self._group())
         for entries in itertools.zip_longest(*everyone, fillvalue="nothing more"):
             other = next((rank for rank, entry in enumerate(entries) if entry != entries[0]), None)
             if other is not None:
-                first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
                 raise ValueError(
-                    "the ranks of a mesh would add up sums of different tensors, or step them with different options. "
-                    f"The first difference: rank {first} has {entries[0]}, rank {second} has {entries[other]}. Make "
-                    "the optimizer in the same way on every rank"
+                    "ranks would add up sums of different tensors, or step them with different options. The first "
+                    f"difference: rank {self.ranks[0]} has {entries[0]}, rank {self.ranks[other]} has "
+                    f"{entries[other]}. Make the optimizer in the same way on every rank"
                 )
+
+
+@dataclass(frozen=True)
+class ReduceGroup(RankSums):
+    """The ranks that add up their sums for tensors on one mesh, along all mesh dims that shard any of the tensors."""
+
+    mesh: DeviceMesh
+    along: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dims: Sequence[ShardedDims]) -> ReduceGroup:
+        """Return the reduce group of tensors on one mesh."""
+        return cls(dims[0].mesh, tuple(sorted({dim for cut in dims for dim in cut.along})))
+
+    @property
+    def device_type(self) -> str:  # type: ignore[override]
+        """The type of the mesh's devices."""
+        return self.mesh.device_type
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in the order of their process group."""
+        return list(dist.get_process_group_ranks(self._group()))
+
+    @property
+    def order(self) -> tuple[list[int], tuple[int, ...]]:
+        """The ranks of the mesh, and the dims."""
+        return self.mesh.mesh.flatten().tolist(), self.along
 
     def _counts(self, dims: ShardedDims) -> bool:
         here = self.mesh.get_coordinate() or ()
         return all(here[dim] == 0 for dim in self.along if dim not in dims.along)
 
     def _group(self) -> Any:
-        """The process group. All of its ranks create it together when it is first needed."""
         if len(self.along) == 1:
             return self.mesh.get_group(self.along[0])
         here, every = self.mesh.get_coordinate() or (), slice(None)
@@ -182,12 +218,13 @@ def unsupported_reason(param: Tensor) -> str | None:
     return None
 
 
-def adds_up_over(param: Tensor, group: Any) -> bool:
-    """Whether sums over a parameter already include several ranks of a group."""
+def ranks_of_shards(param: Tensor) -> list[int]:
+    """The ranks of the mesh over which a parameter is sharded."""
     layout = layout_of(param)
     if layout is None or layout.sharded_dims is None:
-        return False
-    return len(set(layout.mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group))) > 1
+        return []
+    ranks: list[int] = layout.mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A check that the ranks of a mesh step the same parameters, in the same order and with the same options.
+"""A check that ranks step the same parameters, in the same order and with the same options.
 
 Sums of several tensors are sent in one message, so ranks with different orders would add up sums of different tensors
 without an error.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bighorn.distributed.sharding import ReduceGroup
+from bighorn.distributed.sharding import RankSums, ReduceGroup
 from bighorn.optim.algorithm import Group
 from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.settings import Settings
-from bighorn.optim.state import whole_view
 
 
 def check_agreement(
@@ -31,16 +30,19 @@ def check_agreement(
     """
     on_meshes: dict[object, list[ParamInfo]] = {}
     for info in infos:
-        if info.sharded_dims is not None:
-            on_meshes.setdefault(info.sharded_dims.mesh, []).append(info)
-    meshes = [
-        (ReduceGroup.of([info.sharded_dims for info in mine if info.sharded_dims is not None]), mine)
-        for mine in on_meshes.values()
-    ]
+        if info.summed_over is not None:
+            key = info.sharded_dims.mesh if info.sharded_dims is not None else info.flat_group
+            on_meshes.setdefault(key, []).append(info)
+    pairs = [(_ranks(mine), mine) for mine in on_meshes.values()]
     names = list(options)
     whole = [f"{name}={getattr(settings, name)!r}" for name in ("max_grad_norm", "skip_nonfinite")]
-    for reduce_group, mine in sorted(meshes, key=lambda pair: (pair[0].mesh.mesh.flatten().tolist(), pair[0].along)):
-        reduce_group.check_same([*whole, *_described(mine, groups, names)])
+    for ranks, mine in sorted(pairs, key=lambda pair: pair[0].order):
+        ranks.check_same([*whole, *_described(mine, groups, names)])
+
+
+def _ranks(infos: list[ParamInfo]) -> RankSums:
+    """The ranks that add up the sums of parameters on one mesh, or in flat tensors of one process group."""
+    return infos[0].flat_group or ReduceGroup.of([info.sharded_dims for info in infos if info.sharded_dims is not None])
 
 
 def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) -> Iterator[str]:
@@ -52,5 +54,5 @@ def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) 
             seen.add(index)
             yield from (f"{what}: {name}={groups[index][name]!r}" for name in options)
         flags = [name for name, value in info.variant._asdict().items() if value is True]
-        shape = tuple(whole_view(info.param).shape)
-        yield f"{what}: {info.label} of shape {shape} as {info.layout} ({', '.join(flags)})"
+        layout = info.layout or "a part of a flat tensor"
+        yield f"{what}: {info.label} of shape {info.shape} as {layout} ({', '.join(flags)})"

@@ -79,6 +79,13 @@ class Algorithm(ABC, Generic[Options]):
         """The reason why a parameter cannot be optimized with a group's options, with the remedy, or None."""
         return unsupported_reason(param, group["state_dtype"], group["weight_rounding"])
 
+    def unsupported_flat_reason(self, group: Group) -> str | None:
+        """The reason why the parameters in flat tensors cannot be optimized with a group's options, or None."""
+        for name in ("stacked", "grad_centralization"):
+            if group[name]:
+                return f"{name}={group[name]!r} needs rows, and flat tensors cut these: leave it out of the group"
+        return None
+
     def shared_options(self, group: Group, variant: Variant) -> dict[str, Any]:
         """The options that kernels of every algorithm receive."""
         lr = group["lr"]

@@ -84,6 +84,14 @@ class CameAlgorithm(Algorithm[CameOptions]):
             factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
         return factored, leading if factored else stacked
 
+    def unsupported_flat_reason(self, group: Group) -> str | None:
+        """The reason why flat tensors cannot be optimized: CAME keeps averages of rows and columns."""
+        del group
+        return (
+            "Came keeps averages of rows and columns, and flat tensors cut these: use Lamb, or shard with "
+            "torch.distributed.fsdp.fully_shard, which leaves rows whole"
+        )
+
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The momentum, and averages of rows and columns, or the whole second moment of an unfactored parameter."""
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from bighorn import kernels
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.param_info import ParamInfo, row_shard
+from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.state import STEP_BYTES, local_view
 from bighorn.optim.step_plan import StepPlan
 
@@ -26,9 +26,9 @@ def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algori
     """
     kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
     for info in infos:
-        view, index = local_view(info.param), info.variant.group
+        view, index = info.here(local_view(info.param)), info.variant.group
         options = algorithm.kernel_options(groups[index], info.variant)
-        name, why = kernels.pick(backend, view, options, row_shard(info.param, info.stacked))
+        name, why = kernels.pick(backend, view, options, info.row_shard)
         kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
     lines = [
         f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
@@ -44,7 +44,7 @@ def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: A
     for info in infos:
         if isinstance(info.param, Parameter) and not info.param.requires_grad:
             continue
-        spec, here = algorithm.state_spec(groups[info.variant.group], info.param), local_view(info.param)
+        spec, here = algorithm.state_spec(groups[info.variant.group], info.param), info.here(local_view(info.param))
         size = STEP_BYTES + sum(kept.like(here).nbytes for kept in spec.values())
         sizes[info.label] = sizes.get(info.label, 0) + size
     return sizes

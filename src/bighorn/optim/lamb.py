@@ -69,6 +69,15 @@ class LambAlgorithm(Algorithm[LambOptions]):
             )
         return super().unsupported_reason(group, param)
 
+    def unsupported_flat_reason(self, group: Group) -> str | None:
+        """The reason why flat tensors cannot be optimized, or None; blocks are inside rows, which flat tensors cut."""
+        if group["state_dtype"] in IN_BLOCKS:
+            return (
+                f'state_dtype="{group["state_dtype"]}" keeps blocks of rows, and flat tensors cut these: use '
+                'state_dtype="bfloat16" or None'
+            )
+        return super().unsupported_flat_reason(group)
+
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """Both moments, in one dtype or in blocks, and the running maximum of amsgrad."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")

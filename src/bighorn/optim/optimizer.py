@@ -6,28 +6,28 @@ gradients and the apply mask, and runs the kernels.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn import arguments as checks
 from bighorn.distributed import sharding
-from bighorn.optim import explain, param_groups, plan_builder
+from bighorn.distributed.flat import FlatParams
+from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.algorithm import Algorithm, Variant
 from bighorn.optim.checkpointing import check_structure, converted, loaded_states, only_initialises, wrap
 from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
-from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, parameters
+from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams
+from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
 from bighorn.optim.step_options import (
@@ -35,7 +35,6 @@ from bighorn.optim.step_options import (
     OptionGuard,
     ScheduledOptions,
     ScheduleStep,
-    attach_all,
     attach_schedules,
     begin_step,
     value_at,
@@ -50,7 +49,7 @@ NO_OPTIONS = ("self", "params", "unknown", "__class__")
 """The entries of a constructor's `locals()` that are not options."""
 
 
-class KernelOptimizer(StepParameter, Optimizer):
+class KernelOptimizer(StepParameter, Reports):
     """A `torch.optim.Optimizer` whose mathematics is in `bighorn.kernels`."""
 
     algorithm: ClassVar[Algorithm[Any]]
@@ -68,6 +67,8 @@ class KernelOptimizer(StepParameter, Optimizer):
     _scheduled: list[ScheduledOptions]
     """The scheduled options of each group."""
     _order: Order
+    _flat: list[FlatParams | None]
+    """The parameters in the flat tensors of each group; None for a group of parameters."""
     _guard: OptionGuard
     _plans: PlanCache
     _prefix: str | None = None
@@ -92,7 +93,7 @@ class KernelOptimizer(StepParameter, Optimizer):
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(checks.asked_for(unknown), arguments, type(self).__name__)
         self._settings = Settings.of(arguments)
-        self._scheduled, self._order = [], []
+        self._scheduled, self._order, self._flat = [], [], []
         self._forget()
         params, ordered = param_groups.split_order(params)
         params = param_groups.in_lists(params)
@@ -105,9 +106,8 @@ class KernelOptimizer(StepParameter, Optimizer):
         super().__init__(params, checked)
         self._order = param_groups.order_indices(ordered, self.param_groups)
         if not partial:
-            self._settings.check_exclusions(
-                [name for group in self.param_groups for name in group.get("param_names", ())]
-            )
+            names = [name for group in self.param_groups for name in group.get("param_names", ())]
+            self._settings.check_exclusions([*names, *flat_tensors.names_in(self._flat)])
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
         """Return a fresh optimizer with the same options for this rank's share of the parameters.
@@ -141,9 +141,12 @@ class KernelOptimizer(StepParameter, Optimizer):
                 here.
         """
         defaults = {**self.defaults, **self._default_schedules}
+        param_group, layout = flat_tensors.split_layout(param_group)
+        settings = self._settings if layout is None else self._settings.without_exclusions()
         group, tensors = param_groups.joining(
-            param_group, self.param_groups, defaults, self.algorithm, self._settings, self._prefix
+            param_group, self.param_groups, defaults, self.algorithm, settings, self._prefix
         )
+        flat = flat_tensors.joining(layout, group, tensors, len(self.param_groups), self.algorithm, self._settings)
         scheduled: ScheduledOptions = {}
         attach_schedules(group, scheduled)
         if self._settings.backend != "auto":
@@ -151,6 +154,7 @@ class KernelOptimizer(StepParameter, Optimizer):
         super().add_param_group(group)
         self._agreed = False
         self._scheduled.append(scheduled)
+        self._flat.append(flat)
         if self._order:
             self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
         self._forget_plans()
@@ -205,6 +209,8 @@ class KernelOptimizer(StepParameter, Optimizer):
             RuntimeError: As for `step`.
             ValueError: As for `step`.
         """
+        if any(self._flat):
+            raise ValueError(f"no step can be taken in parts: {flat_tensors.WHOLE_STEP}")
         self._step(parts, wait)
 
     @eager
@@ -245,7 +251,7 @@ class KernelOptimizer(StepParameter, Optimizer):
         for name in ("max_grad_norm", "skip_nonfinite"):
             if getattr(self._settings, name):
                 return f"{name}={getattr(self._settings, name)!r} looks at all gradients first; leave it out"
-        return None
+        return flat_tensors.WHOLE_STEP if any(self._flat) else None
 
     def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
         """Take one step, of all parameters together if there are no parts."""
@@ -301,7 +307,7 @@ class KernelOptimizer(StepParameter, Optimizer):
             self._forget_plans()
         try:
             if not self._agreed:
-                if sharding.any_distributed(self.in_order()):
+                if any(self._flat) or sharding.any_distributed(self.in_order()):
                     check_agreement(self._param_infos(), self.param_groups, self.algorithm.options, self._settings)
                 self._agreed = True
         except BaseException:
@@ -325,6 +331,8 @@ class KernelOptimizer(StepParameter, Optimizer):
         built: list[tuple[StepParams, StepPlan, dict[Tensor, Any]]] = []
         schedule = schedule or self._begin()
         try:
+            if any(self._flat):
+                flat_tensors.check_grads(self.param_groups, self._flat)
             divided = StepParams.of(params, self.state).divided(parts)
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
@@ -363,13 +371,14 @@ class KernelOptimizer(StepParameter, Optimizer):
             return present, *self._build(present, indices)
 
     def _build(self, mine: StepParams, indices: Indices) -> tuple[StepPlan, dict[Tensor, Any]]:
-        infos = [self._param_info(*indices[id(param)], param) for param in mine.params]
+        parameters = [(*indices[id(param)], param) for param in mine.params]
+        infos = list(infos_of(parameters, self.param_groups, self._flat, self.algorithm, self._settings))
         options = self._options_of({info.variant for info in infos})
         plan, states = plan_builder.build(
-            infos, mine.expected(), options, self._guard.version, self._init_state, self._settings.backend
+            mine.params, mine.expected(), infos, options, self._guard.version, self._init_state, self._settings.backend
         )
         plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads])
-        return plan, {info.param: state for info, state in zip(infos, states, strict=True)}
+        return plan, dict(zip(mine.params, states, strict=True))
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:
         return {
@@ -393,7 +402,8 @@ class KernelOptimizer(StepParameter, Optimizer):
         return info_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
 
     def _param_infos(self) -> Iterator[ParamInfo]:
-        return itertools.starmap(self._param_info, parameters(self.param_groups, self._order))
+        each = parameters(self.param_groups, self._order)
+        return infos_of(each, self.param_groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
         self._guard, self._begun = OptionGuard(), None
@@ -402,61 +412,11 @@ class KernelOptimizer(StepParameter, Optimizer):
     def _forget_plans(self) -> None:
         self._last, self._plans = (), PlanCache()
 
-    # ---- reports ------------------------------------------------------------------------------------------
-
-    def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The fields of telemetry: labels, three metrics of each, the learning rate, and a count of skipped steps."""
-        skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
-        return (*explain.figures(self._last), skipped)
-
-    @classmethod
-    def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:
-        """Return the bytes of state that each parameter will have. They are computed from shapes; nothing is allocated.
-
-        Args:
-            params: A module, or parameters as the constructor takes them; they may be on the meta device.
-            **options: Options of the constructor; a learning rate is not needed.
-
-        Returns:
-            Bytes by the parameter's name, or by its indices in `param_groups`, without frozen parameters, which have no
-            state. The sum is the memory that the first step allocates permanently.
-
-        Raises:
-            TypeError: As for the constructor.
-            ValueError: As for the constructor.
-
-        Example:
-            >>> import torch
-            >>> from bighorn import Came, Lamb
-            >>> model = torch.nn.Linear(1000, 500, device="meta")
-            >>> Lamb.state_bytes(model)
-            {'weight': 4000004, 'bias': 4004}
-            >>> Came.state_bytes(model, state_dtype="int8")
-            {'weight': 520004, 'bias': 4004}
-        """
-        if isinstance(params, nn.Module):
-            params = params.named_parameters()
-        for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
-            options.setdefault(name, 0.0)
-        optimizer = cls(params=params, **options)
-        return explain.bytes_of_state(optimizer._param_infos(), optimizer.param_groups, cls.algorithm)
-
-    def explain(self) -> str:
-        """Return one line for each kind of tensor: the backend that serves it, and the reason.
-
-        Raises:
-            ValueError: The requested backend does not serve a tensor, for which `step` raises too.
-        """
-        attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
-        if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
-            self._forget_plans()
-        return explain.explained(self._param_infos(), self.param_groups, self.algorithm, self._settings.backend)
-
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # The groups hold the names; a module here would be copied with the optimizer.
-        own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_order", "_prefix")}
+        own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_order", "_flat", "_prefix")}
         return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

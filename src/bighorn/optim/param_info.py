@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bighorn import kernels
 from bighorn.distributed import sharding
+from bighorn.distributed.flat import FlatGroup, FlatParam, FlatParams
 from bighorn.distributed.sharding import Layout, ShardedDims
 from bighorn.kernels.bucket import Shard
 from bighorn.names import excludes
@@ -38,11 +40,38 @@ class ParamInfo:
     """The number of leading dims that must be outermost in memory, since kernels split the tensor along them."""
     layout: Layout | None
     """The layout of a distributed parameter, else None."""
+    flat: FlatParam | None = None
+    """The fragment of the parameter in `param`, if that is a flat tensor."""
+    flat_group: FlatGroup | None = None
 
     @property
     def sharded_dims(self) -> ShardedDims | None:
         """The mesh dims along which the parameter is sharded; None if this rank holds all of it."""
         return self.layout.sharded_dims if self.layout else None
+
+    @property
+    def summed_over(self) -> ShardedDims | FlatGroup | None:
+        """The ranks over which norms are summed; None if this rank holds the whole parameter."""
+        return self.flat_group or self.sharded_dims
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter, as a real tensor."""
+        return self.flat.shape if self.flat else tuple(whole_view(self.param).shape)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The shard of the parameter on this rank; None if this rank holds all of it."""
+        return self.flat.shard if self.flat else sharding.shard_of(self.param)
+
+    @property
+    def row_shard(self) -> Shard | None:
+        """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
+        return self.flat.shard if self.flat else row_shard(self.param, self.stacked)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """Return the fragment of a flat tensor, or of its gradient or state; any other tensor unchanged."""
+        return tensor[self.flat.span] if self.flat else tensor
 
 
 def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Tensor]]:
@@ -86,6 +115,41 @@ def info_of(
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
     leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
     return ParamInfo(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
+
+
+def infos_of(
+    parameters: Iterable[tuple[int, int, Tensor]],
+    groups: list[Group],
+    flat: list[FlatParams | None],
+    algorithm: Algorithm[Any],
+    settings: Settings,
+) -> Iterator[ParamInfo]:
+    """Yield the ParamInfo of each parameter; those in flat tensors follow at the first flat tensor of their group.
+
+    Raises:
+        ValueError: As for `info_of`.
+    """
+    for index, position, param in parameters:
+        held = flat[index]
+        if held is None:
+            yield info_of(param, groups[index], (index, position), algorithm, settings)
+        elif position == 0:
+            yield from _flat_infos(groups[index], index, held, settings)
+
+
+def _flat_infos(group: Group, index: int, held: FlatParams, settings: Settings) -> Iterator[ParamInfo]:
+    for each in held.params:
+        tensor = group["params"][each.tensor]
+        whole = torch.empty(each.shape, dtype=tensor.dtype, device="meta")
+        variant = Variant(
+            group=index,
+            decays=not excludes(settings.exclude_from_weight_decay, each.name, whole),
+            adapts=not excludes(settings.exclude_from_layer_adaptation, each.name, whole),
+            centres=False,
+            factored=False,
+            blocks=False,
+        )
+        yield ParamInfo(tensor, each.name, variant, False, 0, None, each, held.group)
 
 
 def row_shard(param: Tensor, stacked: bool) -> Shard | None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.arguments import about
 from bighorn.distributed import sharding
-from bighorn.distributed.sharding import ReduceGroup, ShardedDims
+from bighorn.distributed.flat import FlatGroup
+from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
 from bighorn.kernels import Bucket
 from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Variant
-from bighorn.optim.param_info import ParamInfo, row_shard
+from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.state import REAL_DTYPES, is_dense, local_view, overlaps, refuse_freed
 from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepPlan
 
@@ -26,8 +27,9 @@ State = dict[str, Any]
 
 
 def build(
-    infos: list[ParamInfo],
+    params: list[Tensor],
     grads: list[Tensor],
+    infos: list[ParamInfo],
     options: dict[Variant, Any],
     options_version: int,
     init_state: Callable[[ParamInfo, Tensor], tuple[State, list[str]]],
@@ -36,8 +38,9 @@ def build(
     """Return a plan for the parameters, and the complete state of each. The optimizer itself is not changed.
 
     Args:
-        infos: The parameters that take part, in the optimizer's order.
+        params: The parameters that take part, in the optimizer's order; some may be flat tensors.
         grads: Their gradients, or tensors like the expected gradients; the plan is bound to them.
+        infos: The ParamInfos of the parameters, or of those in flat tensors.
         options: The options of each variant.
         options_version: The version of these options.
         init_state: A function of a ParamInfo and the dense tensor that kernels will use for its parameter. It returns
@@ -50,35 +53,41 @@ def build(
             serve one.
     """
     bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
-    backends: dict[tuple[str, torch.device, ShardedDims | None], list[Bucket[Any]]] = {}
-    states: list[State] = []
+    backends: dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]] = {}
+    indices = {id(param): index for index, param in enumerate(params)}
+    states: dict[int, tuple[State, list[str]]] = {}
     bindings: list[tuple[ParamBinding, BucketPlan]] = []
     wrappers: list[tuple[BucketPlan, str]] = []
-    for index, (info, grad) in enumerate(zip(infos, grads, strict=True)):
-        _check_grad(info, grad)
-        view, grad = local_view(info.param), sharding.local(grad)
+    for info in infos:
+        index = indices[id(info.param)]
+        _check_grad(info, grads[index])
+        view, grad = info.here(local_view(info.param)), info.here(sharding.local(grads[index]))
         dense = view if is_dense(view, info.leading) else _dense_copy(view, info.label)
-        state, kept = init_state(info, dense)
-        states.append(state)
-        mine = {entry: sharding.local(state[entry]) for entry in kept}
-        shard, solid = row_shard(info.param, info.stacked), all(map(has_memory, (dense, grad, *mine.values())))
+        counts = index not in states
+        if counts:
+            states[index] = init_state(info, info.param if info.flat else dense)
+        state, kept = states[index]
+        mine = {entry: info.here(sharding.local(state[entry])) for entry in kept}
+        shard, solid = info.row_shard, all(map(has_memory, (dense, grad, *mine.values())))
         if not solid:
             refuse_freed(view, info.label)
             refuse_freed(grad, f"the gradient of {info.label}")
         with about(info.label):
             name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
         wrapper = None if solid else index  # each such tensor has its own bucket
-        key = (info.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, info.sharded_dims, wrapper, *kept)
+        key = (info.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, info.summed_over, wrapper, *kept)
         if key not in bucket_plans:
             bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
-            backends.setdefault((name, dense.device, info.sharded_dims), []).append(bucket_plans[key].bucket)
+            backends.setdefault((name, dense.device, info.summed_over), []).append(bucket_plans[key].bucket)
         bucket_plan = bucket_plans[key]
         if not solid:
             wrappers.append((bucket_plan, info.label))
         used = view if name == kernels.SERVES_STRIDED else dense
-        binding = ParamBinding(index, view, used, state["step"], info.stacked, sharding.shard_of(info.param))
+        span = info.flat.span if info.flat else None
+        binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, span, counts)
         bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
-        bucket_plan.direct &= not info.stacked and used is view and not info.param.is_complex() and not grad.is_neg()
+        plain = not (info.stacked or info.flat or info.param.is_complex())
+        bucket_plan.direct &= plain and used is view and not grad.is_neg()
         bindings.append((binding, bucket_plan))
     _check_disjoint([(info, binding) for info, (binding, _) in zip(infos, bindings, strict=True)])
 
@@ -87,26 +96,38 @@ def build(
             bucket.metrics = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
     sizes = [len(bucket_plan.bucket.params) for bucket_plan in bucket_plans.values()]
     starts = dict(zip(map(id, bucket_plans.values()), itertools.accumulate(sizes, initial=0), strict=False))
+    labels: list[list[str]] = [[] for _ in params]
+    row_indices: list[list[int]] = [[] for _ in params]
+    homes: dict[int, int] = {}
+    for info, (binding, bucket_plan) in zip(infos, bindings, strict=True):
+        # Reports have the parameters in all flat tensors of a group in one order on every rank.
+        home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
+        labels[home] += _labels(info, len(binding.rows))
+        row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
     plan = StepPlan(
         buckets=list(bucket_plans.values()),
         kernels=[],
         meshes={},
-        labels=[_labels(info, len(binding.rows)) for info, (binding, _) in zip(infos, bindings, strict=True)],
-        row_indices=[[starts[id(bucket_plan)] + row for row in binding.rows] for binding, bucket_plan in bindings],
+        labels=labels,
+        row_indices=row_indices,
         options_version=options_version,
     )
     plan.bind(list(map(sharding.local, grads)))
     for bucket_plan, label in wrappers:
         _try_on_copies(bucket_plan.bucket, label)
-    sharded_dims = [dims for _, _, dims in backends if dims is not None]
+    sharded_dims = [dims for _, _, dims in backends if isinstance(dims, ShardedDims)]
     for (name, device, dims), buckets in backends.items():
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
         if dims is None:
             plan.kernels.append((device, kernel))
         else:
-            reduce_group = ReduceGroup.of([other for other in sharded_dims if other.mesh == dims.mesh])
-            plan.meshes.setdefault(reduce_group, []).append(ShardLaunch(kernel, device, dims))
-    return plan, states
+            ranks: RankSums = dims if isinstance(dims, FlatGroup) else _reduce_group(dims, sharded_dims)
+            plan.meshes.setdefault(ranks, []).append(ShardLaunch(kernel, device, dims))
+    return plan, [states[index][0] if index in states else {} for index in range(len(params))]
+
+
+def _reduce_group(dims: ShardedDims, all_dims: list[ShardedDims]) -> ReduceGroup:
+    return ReduceGroup.of([other for other in all_dims if other.mesh == dims.mesh])
 
 
 def _labels(info: ParamInfo, rows: int) -> list[str]:

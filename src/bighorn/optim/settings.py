@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -116,7 +116,7 @@ class Settings:
         """Raise if one of these options was written into a group, where it would have no effect."""
         if group.get("grad_norm_group") is not None:
             raise ValueError(
-                f"{what} has grad_norm_group, as ZeroRedundancyOptimizer writes it, but process groups cannot be saved: "
+                f"{what} has grad_norm_group, as ZeroRedundancyOptimizer writes it, but it cannot be saved: "
                 "use bighorn.shard_update(optimizer), or give functools.partial(Lamb, grad_norm_group=...) to "
                 "ZeroRedundancyOptimizer"
             )
@@ -125,6 +125,10 @@ class Settings:
                 f"{what} has {name}={group[name]!r}, which belongs to the whole optimizer and changes nothing there: "
                 "give it to the constructor, and remove it from the group"
             )
+
+    def without_exclusions(self) -> Settings:
+        """Return these settings for flat tensors, whose parameters have names in their layout."""
+        return replace(self, exclude_from_weight_decay=None, exclude_from_layer_adaptation=None)
 
     def refuse_nameless(self) -> None:
         """Raise if an exclusion needs names and parameters have none."""
@@ -144,7 +148,13 @@ class Settings:
 
     def refuse_to_add_up_twice(self, param: Tensor) -> None:
         """Raise if the process group contains ranks over which shards are summed without it."""
-        if self.grad_norm_group is not None and sharding.adds_up_over(param, self.grad_norm_group):
+        self.refuse_to_add_up_over(sharding.ranks_of_shards(param) if self.grad_norm_group is not None else [])
+
+    def refuse_to_add_up_over(self, ranks: list[int]) -> None:
+        """Raise if the process group contains several of the ranks over which a parameter's shards are summed."""
+        if self.grad_norm_group is None:
+            return
+        if len(set(ranks) & set(dist.get_process_group_ranks(self.grad_norm_group))) > 1:
             raise ValueError(
                 "grad_norm_group holds several ranks of a sharded parameter's mesh, over which max_grad_norm sums by "
                 "itself: leave grad_norm_group out, or give one whose ranks hold different parameters (of a pipeline)"

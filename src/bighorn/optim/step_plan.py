@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.distributed.sharding import ReduceGroup, ShardedDims
+from bighorn.distributed.flat import FlatGroup
+from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
@@ -38,8 +39,16 @@ class ParamBinding:
     stacked: bool
     shard: Shard | None
     """The box of the parameter that `view` is; None if it is the whole parameter."""
+    span: slice | None = None
+    """The elements of a flat tensor that `view` is; None if it is a parameter of its own."""
+    counts: bool = True
+    """Whether this binding counts the step; the parameters in a flat tensor share a step count."""
     rows: range = range(0)
     """The rows of the bucket that the parameter becomes."""
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """Return the part of a flat tensor, or of its gradient; any other tensor unchanged."""
+        return tensor if self.span is None else tensor[self.span]
 
     def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""
@@ -68,7 +77,7 @@ class ParamBinding:
         """Return the rows of a gradient."""
         if grad is None:
             return (None,) * len(self.rows)
-        return self.slices(real_view(grad.resolve_conj()).resolve_neg())
+        return self.slices(self.here(real_view(grad.resolve_conj()).resolve_neg()))
 
 
 @dataclass
@@ -92,7 +101,7 @@ class BucketPlan:
         bucket, first = self.bucket, len(self.bucket.params)
         self.bindings.append(binding)
         self.indices.append(binding.index)
-        self.all_unique_steps.append(binding.step)
+        self.all_unique_steps += [binding.step] * binding.counts
         bucket.params += binding.slices(binding.dense)
         bucket.shards += binding.row_shards()
         for name, value in moments.items():
@@ -108,7 +117,7 @@ class BucketPlan:
         bucket.grads, bucket.unique_steps, self.bound = mine, self.all_unique_steps, self.bindings
         if missing:
             self.bound = [binding for binding, grad in zip(self.bindings, mine, strict=True) if grad is not None]
-            bucket.unique_steps = [binding.step for binding in self.bound]
+            bucket.unique_steps = [binding.step for binding in self.bound if binding.counts]
         if self.direct:
             return
         bucket.grads = [row for b, grad in zip(self.bindings, mine, strict=True) for row in b.grad_rows(grad)]
@@ -119,7 +128,7 @@ class BucketPlan:
     def refresh(self, shards: list[Tensor]) -> None:
         """Use the present memory of parameters, of which these are this rank's shards."""
         for binding in self.bindings:
-            view = real_view(shards[binding.index])
+            view = binding.here(real_view(shards[binding.index]))
             if view is not binding.view and binding.dense is binding.view:
                 binding.dense = view
                 self.bucket.params[binding.rows.start : binding.rows.stop] = binding.slices(view)
@@ -134,11 +143,11 @@ class BucketPlan:
 
 
 class ShardLaunch(NamedTuple):
-    """A kernel for shards, with its device and its sharded mesh dims."""
+    """A kernel for shards, with its device and the ranks that hold the others."""
 
     kernel: ShardKernel
     device: torch.device
-    dims: ShardedDims
+    dims: ShardedDims | FlatGroup
 
 
 @dataclass
@@ -148,7 +157,7 @@ class StepPlan:
     buckets: list[BucketPlan]
     kernels: list[tuple[torch.device, Kernel]]
     """Kernels for tensors that this rank holds completely."""
-    meshes: dict[ReduceGroup, list[ShardLaunch]]
+    meshes: dict[RankSums, list[ShardLaunch]]
     """Kernels for shards, by reduce group."""
     labels: list[list[str]]
     """The labels of the rows of each parameter."""

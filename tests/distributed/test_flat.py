@@ -1,0 +1,101 @@
+"""Flat tensors that hold fragments of parameters, in real processes, which run tests/support/flat_worker.py."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bighorn import Came, FlatLayout, Fragment, Lamb
+from tests.support import flat_worker
+from tests.support.processes import assert_ended_well, outcomes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs' reports."""
+    return tmp_path_factory.mktemp("flat")
+
+
+@cache
+def said(world: int, folder: Path) -> list[dict[str, str]]:
+    """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
+    assert_ended_well(outcomes(Path(flat_worker.__file__), [[rank, world, folder] for rank in range(world)]))
+    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("scenario", flat_worker.scenarios(2))
+def test_two_ranks(scenario: str, folder: Path) -> None:
+    assert [said[scenario] for said in said(2, folder)] == [""] * 2
+
+
+@pytest.mark.parametrize("scenario", flat_worker.scenarios(4))
+def test_four_ranks(scenario: str, folder: Path) -> None:
+    assert [said[scenario] for said in said(4, folder)] == [""] * 4
+
+
+# ---- one process ---------------------------------------------------------------------------------------------------
+
+LAYOUT = FlatLayout([[Fragment("0.weight", (2, 3), 6), Fragment("0.bias", (2,), 2, start=6)]])
+
+
+def flat() -> Parameter:
+    return Parameter(torch.arange(8.0))
+
+
+def test_exclusions_have_the_names_of_whole_parameters() -> None:
+    seen = []
+
+    def excluded(name: str, param: torch.Tensor) -> bool:
+        seen.append((name, tuple(param.shape)))
+        return param.dim() < 2
+
+    parameter = flat()
+    group: dict[str, Any] = {"params": [parameter], "flat_layout": LAYOUT}
+    optimizer = Lamb([group], lr=0.1, weight_decay=0.1, exclude_from_weight_decay=excluded)
+    assert group["flat_layout"] is LAYOUT
+    parameter.grad = torch.zeros(8)
+    optimizer.step()
+    assert set(seen) == {("0.weight", (2, 3)), ("0.bias", (2,))}
+    assert parameter[6:].equal(flat()[6:])
+    assert not parameter[1:6].equal(flat()[1:6])
+    with pytest.raises(ValueError, match=r"(?s)exclude_from_weight_decay.*'gain'"):
+        Lamb([group], lr=0.1, exclude_from_weight_decay=["gain"])
+    Lamb([group], lr=0.1, exclude_from_weight_decay=["bias"])
+
+
+def test_what_flat_tensors_cannot_have() -> None:
+    with pytest.raises(TypeError, match=r"flat_layout must be a bighorn\.FlatLayout, not list"):
+        Lamb([{"params": [flat()], "flat_layout": [[]]}], lr=0.1)
+    with pytest.raises(ValueError, match=r"fragments for 1 flat tensors, but params has 2"):
+        Lamb([{"params": [flat(), flat()], "flat_layout": LAYOUT}], lr=0.1)
+    for other in (flat().view(2, 4).detach(), flat().detach()[::2], flat().detach() + 1j):
+        with pytest.raises(ValueError, match=r"a plain, contiguous, real tensor of one dim"):
+            Lamb([{"params": [other.requires_grad_()], "flat_layout": LAYOUT}], lr=0.1)
+    with pytest.raises(ValueError, match=r"another dtype or device than params\[0\]"):
+        Lamb([{"params": [flat(), flat().half().detach()], "flat_layout": FlatLayout([[], []])}], lr=0.1)
+    with pytest.raises(ValueError, match=r"(?s)rows and columns.*use Lamb, or shard with.*fully_shard"):
+        Came([{"params": [flat()], "flat_layout": LAYOUT}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": [flat()]}, {"params": [], "flat_layout": FlatLayout([])}]
+    with pytest.raises(ValueError, match=r"gives an empty flat tensor"):
+        Lamb(groups, lr=0.1)
+
+
+def test_a_pickled_optimizer_steps_on() -> None:
+    parameter = flat()
+    optimizer = Lamb([{"params": [parameter], "flat_layout": LAYOUT}], lr=0.1)
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+    tensor, other = pickle.loads(pickle.dumps((parameter, optimizer)))
+    tensor.grad = parameter.grad.clone()
+    optimizer.step()
+    other.step()
+    assert tensor.equal(parameter)
+    assert other.telemetry().names == ("0.weight", "0.bias")
+    assert Lamb.state_bytes([{"params": [parameter], "flat_layout": LAYOUT}]) == {"0.weight": 52, "0.bias": 20}

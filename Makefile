@@ -142,6 +142,8 @@ integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --constraint constraints.txt \
 		--editable '.[dev,test-integrations]'
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
+		--constraint constraints.txt --no-build-isolation 'deepspeed==0.19.*'
 	$(BIN)/pytest -m "not slow" tests/integrations tests/docs/test_docs.py
 	$(BIN)/python -m tests.integrations.page
 

@@ -264,17 +264,70 @@ def cpu_works() -> bool:
     return kernels.status()["cpu"].available
 
 
-def test_parameters_that_were_replaced_behind_their_names(kind: Kind) -> None:
-    """DeepSpeed's ZeRO replaces all parameters by one flat tensor, whose norm is not that of a layer."""
-    pairs = [("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))]
-    optimizer = kind(pairs, lr=0.1)
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_parameters_that_were_replaced_by_a_flat_tensor(kind: Kind, named: bool, alone: bool) -> None:
+    """Some frameworks replace the parameters of a group by one tensor, whose norm is not that of a layer."""
+    pairs = [("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))][: 1 if alone else 2]
+    groups: list[dict[str, Any]] = [{"params": pairs}, {"params": [("c", Parameter(torch.ones(2)))]}]
+    for group in groups:
+        group["params"] = group["params"] if named else [p for _, p in group["params"]]
+    optimizer = kind(groups, lr=0.1)
     flat = Parameter(torch.ones(8))
     flat.grad = torch.ones(8)
     optimizer.param_groups[0]["params"] = [flat]
-    with refused(
-        [flat], optimizer, ValueError, r"2 names for 1 parameters, which were replaced: DeepSpeed.*shard_update"
-    ):
+    text = rf"the {len(pairs)} parameters of param_groups\[0\] were replaced by 1 flat.*flat_layout.*shard_update"
+    with refused([flat], optimizer, ValueError, text):
         optimizer.step()
+    with refused([flat], optimizer, ValueError, text):
+        optimizer.step()
+
+
+def test_parameters_that_were_replaced_one_by_one(kind: Kind) -> None:
+    """Accelerate puts distributed tensors into the groups, and DeepSpeed without ZeRO float32 ones."""
+    optimizer = kind([("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))], lr=0.1)
+    others = [Parameter(torch.ones(3, 2)), Parameter(torch.ones(2))]
+    optimizer.param_groups[0]["params"] = others
+    for _ in range(2):
+        for param in others:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert all(optimizer.state[param]["step"] == 2 for param in others)
+    optimizer.param_groups[0]["params"] = others[:1]
+    with pytest.raises(ValueError, match=r"2 names for 1 parameters, which were replaced"):
+        optimizer.step()
+
+
+def test_steps_of_some_groups(kind: Kind) -> None:
+    """DeepSpeed's ZeRO steps one group at a time, by an optimizer that has no others meanwhile."""
+    parameters = [Parameter(torch.arange(1.0, 7).view(3, 2) + i) for i in range(3)]
+    twins = [Parameter(param.detach().clone()) for param in parameters]
+
+    def groups(a: Parameter, b: Parameter, c: Parameter) -> list[dict[str, Any]]:
+        return [{"params": [("a", a)], "lr": 0.2}, {"params": [("b", b)]}, {"params": [("c", c)]}]
+
+    ours, theirs = (kind(groups(*mine), lr=0.1) for mine in (parameters, twins))
+    for step in range(3):
+        for param in (*parameters, *twins):
+            param.grad = torch.full_like(param, 1.0 + step)
+        everything = ours.param_groups
+        for group in everything:
+            ours.param_groups = [group]
+            ours.step()
+        ours.param_groups = everything
+        theirs.step()
+        if step == 1:
+            ours.load_state_dict(ours.state_dict())
+    assert all(param.equal(twin) for param, twin in zip(parameters, twins, strict=True))
+    assert ours.telemetry().names == ("a", "b", "c")
+    assert ours.telemetry().lr.tolist() == theirs.telemetry().lr.tolist()
+    ours.param_groups = [dict(everything[0])]
+    with pytest.raises(ValueError, match="1 groups, where 3 were added"):
+        ours.step()
+    clipping = kind([{"params": [parameters[0]]}, {"params": [parameters[1]]}], lr=0.1, max_grad_norm=1.0)
+    clipping.param_groups = clipping.param_groups[:1]
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 uses all gradients, and this step is of 1 of 2 groups"):
+        clipping.step()
 
 
 def test_groups_that_were_not_added(kind: Kind) -> None:

@@ -56,11 +56,9 @@ for a, b in zip(net.parameters(), resumed.parameters()):
     assert a.equal(b)
 
 zero = engine(Net(), zero_optimization={"stage": 1}, zero_allow_untested_optimizer=True)
-try:
-    go(zero, batches()[:2])
-except ValueError as error:
-    assert "6 names for 1 parameters" in str(error), error
-    print("trained")
+go(zero, batches())
+assert_same(zero.module, by_hand(lamb, accumulate=2, clip=0.5))
+print("trained")
 """
 
 
@@ -68,7 +66,7 @@ def test_a_client_optimizer_trains_and_resumes(tmp_path: Path) -> None:
     """The process is separate, since DeepSpeed sets up torch.distributed, environment variables and a logger."""
     run = subprocess.run(
         [sys.executable, "-c", ENGINE, str(tmp_path)],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,
         text=True,

@@ -58,8 +58,8 @@ def zero(named: Pairs) -> Held:
     return [found]
 
 
-def megatron(named: Pairs) -> Held:
-    """Return the fragments of Megatron's distributed optimizer: those of ZeRO, each in a tensor of its own."""
+def tensor_each(named: Pairs) -> Held:
+    """Return the fragments of ZeRO, each in a tensor of its own, of which ranks have different numbers."""
     return [[Fragment(each.name, each.shape, each.numel, 0, each.offset)] for each in zero(named)[0]] or [[]]
 
 
@@ -73,7 +73,7 @@ def last_rank_empty(named: Pairs) -> Held:
     return [found]
 
 
-LAYOUTS: Mapping[str, Layout] = {"zero": zero, "megatron": megatron, "last-rank-empty": last_rank_empty}
+LAYOUTS: Mapping[str, Layout] = {"zero": zero, "tensor-each": tensor_each, "last-rank-empty": last_rank_empty}
 
 
 @dataclass

@@ -18,7 +18,6 @@ from torch.optim.optimizer import ParamsT
 
 from bighorn import arguments as checks
 from bighorn.distributed import sharding
-from bighorn.distributed.flat import FlatParams
 from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.algorithm import Algorithm, Variant
@@ -27,7 +26,7 @@ from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
 from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams
-from bighorn.optim.reports import Reports
+from bighorn.optim.replaced_params import WithFlatTensors
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
 from bighorn.optim.step_options import (
@@ -49,7 +48,7 @@ NO_OPTIONS = ("self", "params", "unknown", "__class__")
 """The entries of a constructor's `locals()` that are not options."""
 
 
-class KernelOptimizer(StepParameter, Reports):
+class KernelOptimizer(StepParameter, WithFlatTensors):
     """A `torch.optim.Optimizer` whose mathematics is in `bighorn.kernels`."""
 
     algorithm: ClassVar[Algorithm[Any]]
@@ -67,8 +66,6 @@ class KernelOptimizer(StepParameter, Reports):
     _scheduled: list[ScheduledOptions]
     """The scheduled options of each group."""
     _order: Order
-    _flat: list[FlatParams | None]
-    """The parameters in the flat tensors of each group; None for a group of parameters."""
     _guard: OptionGuard
     _plans: PlanCache
     _prefix: str | None = None
@@ -93,7 +90,7 @@ class KernelOptimizer(StepParameter, Reports):
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(checks.asked_for(unknown), arguments, type(self).__name__)
         self._settings = Settings.of(arguments)
-        self._scheduled, self._order, self._flat = [], [], []
+        self._scheduled, self._order, self._flat, self._given, self._firsts = [], [], [], [], []
         self._forget()
         params, ordered = param_groups.split_order(params)
         params = param_groups.in_lists(params)
@@ -154,7 +151,7 @@ class KernelOptimizer(StepParameter, Reports):
         super().add_param_group(group)
         self._agreed = False
         self._scheduled.append(scheduled)
-        self._flat.append(flat)
+        self._add_flat(flat, group)
         if self._order:
             self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
         self._forget_plans()
@@ -255,6 +252,8 @@ class KernelOptimizer(StepParameter, Reports):
 
     def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
         """Take one step, of all parameters together if there are no parts."""
+        if len(self.param_groups) != len(self._scheduled) and self._groups_step():
+            return
         begun, grad_scale, found_inf = self._begun, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if begun is not None and found_inf is not None:
             raise RuntimeError(
@@ -300,6 +299,9 @@ class KernelOptimizer(StepParameter, Reports):
 
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
+        firsts = [id(group["params"][0]) if group["params"] else 0 for group in self.param_groups]
+        if firsts != self._firsts and len(firsts) == len(self._firsts):
+            self._adopt_replaced()
         schedule, plans_hold = begin_step(
             self.param_groups, self._scheduled, self._guard, self.defaults, self.algorithm, self._settings
         )
@@ -406,7 +408,7 @@ class KernelOptimizer(StepParameter, Reports):
         return infos_of(each, self.param_groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
-        self._guard, self._begun = OptionGuard(), None
+        self._guard, self._begun, self._partial = OptionGuard(), None, {}
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -454,6 +456,9 @@ class KernelOptimizer(StepParameter, Reports):
         states = loaded_states(groups, state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
+        self._groups = self.param_groups
+        if "_given" not in mine:  # a copy
+            self._note_params()
         for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
             for name, option in scheduled.items():
                 option.written = option.left = group[name]

@@ -95,8 +95,7 @@ def info_of(
     if "param_names" in group and len(group["param_names"]) != len(group["params"]):
         raise ValueError(
             f"param_groups[{index}] has {len(group['param_names'])} names for {len(group['params'])} parameters, "
-            "which were replaced: DeepSpeed's ZeRO does so with one flat tensor, whose norms are no layer's. Do "
-            "without ZeRO, or use bighorn.shard_update"
+            "which were replaced: construct the optimizer after whatever replaces them"
         )
     name = group["param_names"][position] if "param_names" in group else None
     centres = param.dim() - group["stacked"] >= CENTRED_FROM[group["grad_centralization"]]

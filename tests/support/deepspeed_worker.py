@@ -1,0 +1,348 @@
+"""The scenarios of test_deepspeed_zero.py, run on each rank: `python deepspeed_worker.py RANK WORLD FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.accelerator
+import deepspeed.ops
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
+
+from bighorn import Came, Lamb
+from tests.support.sharding_worker import assert_close
+
+SAMPLES = 8
+"""The samples of a step, of all ranks together."""
+
+
+class Block(nn.Module):
+    """A layer of a small vision transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, bias=False, batch_first=True)
+        self.norm2, self.mlp = nn.LayerNorm(width), nn.Sequential(nn.Linear(width, 22), nn.GELU(), nn.Linear(22, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        z: Tensor = x + self.attn(y, y, y, need_weights=False)[0]
+        return z + torch.as_tensor(self.mlp(self.norm2(z)))
+
+
+class Vit(nn.Module):
+    """A vision transformer of two layers, with sizes that no number of ranks divides. Its output is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch_embed = nn.Linear(9, 10)
+        self.blocks = nn.Sequential(Block(10), Block(10))
+        self.frozen = nn.Linear(10, 10)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.frozen(self.blocks(self.patch_embed(x))).mean(dim=1))
+        loss: Tensor = (y.float() - x.float().mean(dim=(1, 2))[:, None]).square().mean()
+        return loss
+
+
+def layerwise(net: nn.Module) -> list[dict[str, Any]]:
+    """Return groups with a learning rate for each depth, and no weight decay for vectors, as EVA-CLIP has them."""
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, p in net.named_parameters():
+        depth = 0 if name.startswith("patch_embed") else 1 + int(name.split(".")[1]) if "blocks" in name else 3
+        decays = p.dim() > 1
+        options = {"lr": 0.05 * 0.7 ** (3 - depth), "weight_decay": 0.1 if decays else 0.0}
+        if p.requires_grad:
+            groups.setdefault((depth, decays), {"params": [], **options})["params"].append((name, p))
+    return list(groups.values())
+
+
+def lamb(net: nn.Module, **options: Any) -> Lamb:
+    return Lamb(layerwise(net), exclude_from_layer_adaptation=["bias", "norm"], **options)
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(SAMPLES, 4, 9, generator=torch.Generator().manual_seed(step))
+
+
+def engine(net: nn.Module, stage: int, optimizer: Any = None, accumulate: int = 1, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size() // accumulate,
+        "gradient_accumulation_steps": accumulate,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        **more,
+    }
+    return deepspeed.initialize(model=net, optimizer=optimizer or lamb(net), config=config)[0]
+
+
+FP16: Mapping[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+GROWING: Mapping[str, Any] = {"fp16": {**FP16["fp16"], "loss_scale_window": 3}}
+"""A scale that grows in the run. In that step DeepSpeed (0.19) divides gradients by the new scale."""
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+
+
+def backward(trained: Any, step: int, spoil: float = 1.0) -> None:
+    x = inputs(step).chunk(dist.get_world_size())[dist.get_rank()]
+    trained.backward(trained(x.to(next(trained.module.parameters()).dtype)) * spoil)
+
+
+def go(trained: Any, steps: Sequence[int]) -> None:
+    for step in steps:
+        backward(trained, step)
+        trained.step()
+
+
+def equals_one_process(stage: int) -> None:
+    """Twenty steps equal those of one process with the joined batch, under accumulation and DeepSpeed's clip."""
+    ours, theirs = Vit(), Vit()
+    trained, alone = engine(ours, stage, accumulate=2, gradient_clipping=0.5), lamb(theirs)
+    for step in range(20):
+        for part in inputs(step).chunk(2):
+            trained.backward(trained(part.chunk(dist.get_world_size())[dist.get_rank()]))
+            trained.step()
+        losses = [theirs(x) for part in inputs(step).chunk(2) for x in part.chunk(dist.get_world_size())]
+        joined: Any = torch.stack(losses).mean()
+        joined.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        alone.step()
+        alone.zero_grad()
+    for (name, p), q, start in zip(ours.named_parameters(), theirs.parameters(), Vit().parameters(), strict=True):
+        assert_close(p, q, 2e-6, name)
+        assert p.equal(start) == name.startswith("frozen"), name
+    told, expected = trained.optimizer.optimizer.telemetry(), alone.telemetry()
+    assert told.names == expected.names
+    assert_close(told.trust_ratio, expected.trust_ratio, 1e-4, "trust ratios")
+    assert "group 5" in trained.optimizer.optimizer.explain()
+
+
+def masters(net: nn.Module) -> dict[str, Tensor]:
+    """Return DeepSpeed's float32 weights."""
+    named = [pair for pair in net.named_parameters() if pair[1].requires_grad]
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+
+
+def equals_lamb_of_the_masters(stage: int, precision: Mapping[str, Any]) -> None:
+    """In half precision, DeepSpeed's float32 weights move as those of one process that has its gradients."""
+    ours, theirs = Vit(), Vit()
+    trained = engine(ours, stage, **precision)
+    alone = lamb(theirs)
+    with torch.no_grad():
+        for name, value in masters(ours).items():
+            theirs.get_parameter(name).copy_(value)
+    for step in range(5):
+        backward(trained, step)
+        scale = getattr(trained.optimizer, "loss_scale", 1.0)
+        for name, p in ours.named_parameters():
+            if p.requires_grad:
+                grad = safe_get_full_grad(p)
+                assert grad is not None
+                theirs.get_parameter(name).grad = grad.float() / scale
+        trained.step()
+        alone.step()
+    for name, value in masters(ours).items():
+        assert_close(value, theirs.get_parameter(name), 2e-6, name)
+    assert next(ours.parameters()).dtype == torch.float16 if "fp16" in precision else torch.bfloat16
+
+
+def steps_whole_parameters(precision: Mapping[str, Any]) -> None:
+    """Without ZeRO, DeepSpeed replaces each parameter by one of its shape in float32, which needs no map."""
+    net = Vit()
+    trained = engine(net, 0, **precision)
+    go(trained, range(2))
+    shapes = [tuple(p.shape) for group in layerwise(net) for _, p in group["params"]]
+    optimizer = trained.optimizer.optimizer
+    assert [tuple(state["exp_avg"].shape) for state in optimizer.state.values()] == shapes
+    assert optimizer.telemetry().names[0] == "patch_embed.weight"
+
+
+def skips_an_overflow() -> None:
+    """An overflow on one rank skips the step on all of them, and lowers the scale."""
+    net = Vit()
+    trained = engine(net, 1, **FP16)
+    go(trained, range(2))
+    before, scale, world = masters(net), trained.optimizer.loss_scale, dist.get_world_size()
+    backward(trained, 2, spoil=1e6 if dist.get_rank() == world - 1 else 1.0)
+    trained.step()
+    assert all(value.equal(before[name]) for name, value in masters(net).items())
+    assert trained.optimizer.loss_scale == scale / 2
+    assert trained.skipped_steps == 1
+    go(trained, [3])
+    assert not any(value.equal(before[name]) for name, value in masters(net).items())
+    state = trained.optimizer.optimizer.state
+    assert all(each["step"] == 3 for each in state.values())
+
+
+def resumes(stage: int, precision: Mapping[str, Any], folder: Path, make: Callable[[nn.Module], Lamb] = lamb) -> None:
+    """A run that was saved and loaded continues bit for bit."""
+    nets = Vit(), Vit()
+    trained, other = (engine(net, stage, make(net), **precision) for net in nets)
+    go(trained, range(3))
+    trained.save_checkpoint(str(folder), tag="third")
+    go(trained, range(3, 7))
+    other.load_checkpoint(str(folder), tag="third")
+    go(other, range(3, 7))
+    for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert p.equal(q), name
+    if dist.get_rank() == 0:
+        torch.save({name: p.detach().clone() for name, p in nets[0].named_parameters()}, folder / "seventh.pt")
+
+
+def large_groups(net: nn.Module) -> Lamb:
+    """Return an optimizer whose groups have elements for every rank, which DeepSpeed (0.19) needs to load these."""
+    named = [pair for pair in net.named_parameters() if pair[1].requires_grad]
+    matrices = [pair for pair in named if pair[1].dim() > 1]
+    return Lamb([{"params": matrices}, {"params": [pair for pair in named if pair[1].dim() < 2]}], lr=0.05)
+
+
+def loads_a_universal_checkpoint(folder: Path) -> None:
+    """A checkpoint of other ranks, which DeepSpeed's own script has converted, continues."""
+    net = Vit()
+    trained = engine(net, 1, large_groups(net), checkpoint={"load_universal": True})
+    trained.load_checkpoint(str(folder), tag="universal")
+    go(trained, range(3, 7))
+    for name, value in torch.load(folder / "seventh.pt").items():
+        assert_close(net.get_parameter(name), value, 2e-6, name)
+
+
+def collectives() -> None:
+    """The optimizer's step of each group has one collective, with two numbers for each parameter."""
+    trained, sent = engine(Vit(), 1), []
+    go(trained, [0])
+    optimizer, all_reduce, step = trained.optimizer.optimizer, dist.all_reduce, trained.optimizer.optimizer.step
+
+    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def counted() -> None:
+        dist.all_reduce = watched
+        try:
+            step()
+        finally:
+            dist.all_reduce = all_reduce
+
+    optimizer.step = counted
+    go(trained, [1])
+    assert sent == [16 * len(group["params"]) for group in layerwise(Vit())]
+
+
+def refusals() -> None:
+    """What cannot be stepped is refused at the first step, on every rank, and nothing has changed."""
+    two = 2 * dist.get_world_size()
+
+    class Two(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)
+            return x.square().mean()
+
+    def net() -> Two:
+        torch.manual_seed(0)
+        return Two(nn.Linear(9, two), nn.Linear(two, 3))
+
+    def nameless(net: nn.Module) -> Lamb:
+        return Lamb(net.parameters(), lr=0.1)
+
+    def named(net: nn.Module) -> Lamb:
+        return Lamb(net.named_parameters(), lr=0.1)
+
+    def came(net: nn.Module) -> Came:
+        return Came(net.named_parameters(), lr=0.1)
+
+    def clipping(net: nn.Module) -> Lamb:
+        pairs = list(net.named_parameters())
+        return Lamb([{"params": pairs[:2]}, {"params": pairs[2:]}], lr=0.1, max_grad_norm=1.0)
+
+    def unmapped(optimizer: Any) -> Any:
+        for group in optimizer.param_groups:
+            flat = nn.Parameter(torch.cat([p.detach().flatten() for p in group["params"]]))
+            flat.grad = torch.ones_like(flat)
+            group["params"] = [flat]
+        return optimizer
+
+    def raises(step: Callable[[], object], text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            step()
+        dist.barrier()
+
+    for make, text in (
+        (came, r"(?s)Came keeps averages of rows and columns.*use Lamb"),
+        (clipping, r"(?s)max_grad_norm=1\.0 uses all gradients.*1 of 2 groups.*gradient_clipping"),
+    ):
+        model = net()
+        before = [p.detach().clone() for p in model.parameters()]
+        trained = engine(model, 1, make(model))
+        backward(trained, 0)
+        raises(trained.step, text)
+        assert all(p.equal(q) for p, q in zip(model.parameters(), before, strict=True))
+    for make in (named, nameless, came):
+        raises(unmapped(make(net())).step, r"(?s)4 parameters.*replaced by 1 flat.*no map.*flat_layout.*shard_update")
+    both = unmapped(Lamb([{"params": list(net().parameters())}, {"params": list(net().parameters())}], lr=0.1))
+    raises(both.step, r"(?s)4 parameters of param_groups\[0\] were replaced by 1 flat")
+    unnamed = net()
+    trained = engine(unnamed, 2, nameless(unnamed))
+    go(trained, range(2))
+    assert trained.optimizer.optimizer.telemetry().names == tuple(f"param_groups[0].params[{i}]" for i in range(4))
+    third = net()
+    raises(partial(go, engine(third, 3, named(third)), [0]), r"(?s)ZeRO-3.*use ZeRO 1 or 2")
+
+
+def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
+    """Return the scenarios of `world` ranks; two ranks must run first, since four load their checkpoint."""
+    todo: dict[str, Callable[[], None]] = {}
+    for stage in (1, 2):
+        todo[f"zero-{stage}"] = partial(equals_one_process, stage)
+        for name, precision in (("fp16", FP16), ("bf16", BF16)):
+            todo[f"zero-{stage}-{name}"] = partial(equals_lamb_of_the_masters, stage, precision)
+    todo["fp16-without-zero"] = partial(steps_whole_parameters, FP16)
+    todo["bf16-summed-in-float32"] = partial(
+        equals_lamb_of_the_masters, 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+    )
+    todo["overflow"], todo["collectives"] = skips_an_overflow, collectives
+    if world == 2:
+        todo["resumes"] = partial(resumes, 1, {}, folder / "saved", large_groups)
+        todo["resumes-zero-2"] = partial(resumes, 2, {}, folder / "saved-zero-2")
+        todo["resumes-fp16"] = partial(resumes, 1, GROWING, folder / "saved-fp16")
+        todo["refusals"] = refusals
+    else:
+        todo["universal"] = partial(loads_a_universal_checkpoint, folder / "saved")
+    return todo
+
+
+def main() -> None:
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    os.environ["LOCAL_RANK"] = str(rank)
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch computes in it on any CPU
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory between ranks: would be compiled
+    torch.set_num_threads(1)
+    store = f"file://{folder / f'store-{world}'}"
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=store, rank=rank, world_size=world)
+    said = {}
+    for name, scenario in scenarios(world, folder).items():
+        try:
+            scenario()
+        except Exception:
+            said[name] = traceback.format_exc()
+        else:
+            said[name] = ""
+        (folder / f"{world}-{rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -353,3 +353,20 @@ def test_a_parameter_taken_out_of_its_group_stays(kind: Kind, backend: str) -> N
     optimizer.step()
     assert not taken.equal(before)
     assert net.last.weight.equal(rest)
+
+
+def test_explain_says_what_makes_a_step_slower(kind: Kind, backend: str) -> None:
+    plain, gaps, turned = (
+        Parameter(torch.randn(9, 9)),
+        Parameter(torch.randn(9, 18)[:, :9]),
+        Parameter(torch.randn(9, 9)),
+    )
+    plain.grad, turned.grad = torch.randn(9, 9), torch.randn(9, 9).t()
+    optimizer = kind([plain, gaps, turned], lr=0.1, backend=backend)
+    first, second, third = optimizer.explain().splitlines()
+    assert "slower" not in first
+    way = "read and written in pieces" if backend == "cpu" else "copied at each step"
+    assert f"slower, {way}: its memory has gaps" in second
+    assert "slower: its gradient has other strides than the parameter" in third
+    gaps.data, turned.grad = gaps.data.contiguous(), torch.empty_like(turned)
+    assert "slower" not in optimizer.explain()

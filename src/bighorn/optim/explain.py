@@ -10,32 +10,47 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import kernels
+from bighorn.distributed.sharding import local
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.param_info import ParamInfo
-from bighorn.optim.state import STEP_BYTES, local_view
+from bighorn.optim.state import STEP_BYTES, is_dense, local_view, real_view, same_layout
 from bighorn.optim.step_plan import StepPlan
 
 Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
 
 
 def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str) -> str:
-    """Return one line for each kind of tensor: its backend, and the reason for it.
+    """Return one line for each kind of tensor: its backend, the reason for it, and what makes its steps slower.
 
     Raises:
         ValueError: The requested backend does not serve a tensor.
     """
-    kinds: dict[tuple[int, str, str, str, str], list[Tensor]] = {}
+    kinds: dict[tuple[int, str, str, str, str, str], list[Tensor]] = {}
     for info in infos:
         view, index = info.here(local_view(info.param)), info.variant.group
         options = algorithm.kernel_options(groups[index], info.variant)
         name, why = kernels.pick(backend, view, options, info.row_shard)
-        kinds.setdefault((index, name, str(view.device), str(view.dtype), why), []).append(view)
+        kind = index, name, str(view.device), str(view.dtype), why, _slower(info, view, name)
+        kinds.setdefault(kind, []).append(view)
     lines = [
         f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
-        f"{dtype.removeprefix('torch.')} on {device} ({why})"
-        for (index, name, device, dtype, why), tensors in kinds.items()
+        f"{dtype.removeprefix('torch.')} on {device} ({why}){slower}"
+        for (index, name, device, dtype, why, slower), tensors in kinds.items()
     ]
     return "\n".join(lines)
+
+
+def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
+    """Return what makes the steps of a parameter slower, with the remedy; empty if nothing does."""
+    if not is_dense(view, info.leading):
+        way = "read and written in pieces" if backend == kernels.SERVES_STRIDED else "copied at each step"
+        return f"; slower, {way}: its memory has gaps or another order, as p.data = p.data.contiguous() has not"
+    grad = info.param.grad
+    if grad is None or grad.layout is not torch.strided or grad.shape != info.param.shape or info.flat:
+        return ""
+    if same_layout(real_view(local(grad)), view):
+        return ""
+    return "; slower: its gradient has other strides than the parameter, which torch.empty_like(p) would have"
 
 
 def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:

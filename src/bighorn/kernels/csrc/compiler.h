@@ -8,6 +8,10 @@
 /* A function that is slower than its alternatives unless it is inlined: a few instructions on a register. */
 #define FORCE_INLINE static inline __attribute__((always_inline))
 
+/* A function with a buffer, which inlining would add to the stack of all its callers, several times: a thread of Python
+ * can have a stack of only 64 KB. */
+#define NO_INLINE static __attribute__((noinline, unused))
+
 /* FORCE_INLINE_TEMPLATE is C's substitute for a C++ template. Such a function takes some of its parameters as constants
  * (dtypes, an optimizer's variant, the number of rows), and every call passes literals for these. Inlining is
  * mandatory: the compiler then removes the branches on the constants and vectorizes one loop for each combination. The

@@ -10,17 +10,21 @@ static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
     return elements;
 }
 
+NO_INLINE const real *gather_grad(const Gradient *gradient, const void *data, int64_t start, int n, real *buffer) {
+    _Alignas(8) char copies[PIECE_ELEMS * (REAL_TYPE == FLOAT64 ? 4 : 8)]; /* of any other dtype */
+    const int type = gradient->type;
+    void *copy = type == REAL_TYPE ? (void *)buffer : copies;
+    strided_copy(gradient->layout, (void *)data, type, start, n, copy, STRIDED_GATHER);
+    if (type != REAL_TYPE) widen(copy, type, 0, n, buffer);
+    return buffer;
+}
+
 /* Returns elements [start, start + n) in the order of the state, in the type of the arithmetic, whatever their order in
  * memory. */
 static inline const real *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
                                     real *restrict buffer) {
-    double copies[PIECE_ELEMS]; /* of any dtype */
-    const int type = gradient->type;
-    const void *elements = consecutive(gradient->layout, data, type, start, n);
-    if (elements) return widen(elements, type, 0, n, buffer);
-    void *copy = type == REAL_TYPE ? (void *)buffer : copies;
-    strided_copy(gradient->layout, (void *)data, type, start, n, copy, STRIDED_GATHER);
-    return widen(copy, type, 0, n, buffer);
+    const void *elements = consecutive(gradient->layout, data, gradient->type, start, n);
+    return elements ? widen(elements, gradient->type, 0, n, buffer) : gather_grad(gradient, data, start, n, buffer);
 }
 
 /* Returns the sum of elements [start, start + size). */

@@ -123,30 +123,48 @@ FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32
     }
 }
 
-/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they have the type of the
- * arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
-static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
-    uint16_t halves[PIECE_ELEMS];
-    void *in_place = consecutive(w->memory, w->data, w->type, start, n);
-    if (w->type == REAL_TYPE && in_place) return in_place;
-    void *x = in_place ? in_place : w->type == REAL_TYPE ? (void *)buffer : halves;
-    if (!in_place) strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_GATHER);
-    if (w->type == REAL_TYPE) return buffer;
+/* Reads weights of another type than that of the arithmetic. */
+static inline void read_stored(const Weights *w, const void *x, int64_t start, int n, real *buffer) {
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC) widen(x, w->type, 0, n, buffer);
     else if (w->type == BFLOAT16) read_halves(BFLOAT16, w, x, start, n, buffer);
     else read_halves(FLOAT16, w, x, start, n, buffer);
+}
+
+static inline void write_stored(const Weights *w, uint32_t rng_key, void *x, int64_t start, int n, const real *values) {
+    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, x, w->type, 0);
+    else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, x, start, n, values);
+    else write_halves(FLOAT16, w, rng_key, x, start, n, values);
+}
+
+NO_INLINE void gather_weights(const Weights *w, int64_t start, int n, real *buffer) {
+    uint16_t halves[PIECE_ELEMS];
+    void *x = w->type == REAL_TYPE ? (void *)buffer : halves;
+    strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_GATHER);
+    if (w->type != REAL_TYPE) read_stored(w, x, start, n, buffer);
+}
+
+NO_INLINE void scatter_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
+    uint16_t halves[PIECE_ELEMS];
+    void *x = w->type == REAL_TYPE ? (void *)values : halves;
+    if (w->type != REAL_TYPE) write_stored(w, rng_key, x, start, n, values);
+    strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_SCATTER);
+}
+
+/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they have the type of the
+ * arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
+static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
+    void *x = consecutive(w->memory, w->data, w->type, start, n);
+    if (x && w->type == REAL_TYPE) return x;
+    if (x && REAL_TYPE == FLOAT32) read_stored(w, x, start, n, buffer);
+    else gather_weights(w, start, n, buffer);
     return buffer;
 }
 
 /* Stores values that `read_weights` returned and that were changed since; `rng_key` is from `rng_key_at`. */
 static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
-    uint16_t halves[PIECE_ELEMS];
-    void *in_place = consecutive(w->memory, w->data, w->type, start, n);
-    void *x = in_place ? in_place : w->type == REAL_TYPE ? (void *)values : halves;
-    if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, x, w->type, 0);
-    else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, x, start, n, values);
-    else write_halves(FLOAT16, w, rng_key, x, start, n, values);
-    if (!in_place) strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_SCATTER);
+    void *x = consecutive(w->memory, w->data, w->type, start, n);
+    if (!x) scatter_weights(w, rng_key, start, n, values);
+    else if (REAL_TYPE == FLOAT32) write_stored(w, rng_key, x, start, n, values);
     if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(real));
 }
 

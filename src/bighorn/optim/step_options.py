@@ -177,7 +177,8 @@ def begin_step(
         TypeError: A value of a wrong type, or a misspelt key.
         ValueError: An option out of range, or a schedule has ended. The groups are unchanged.
     """
-    settings.refuse_in_backward()
+    if not guard.version:  # the first step
+        settings.refuse_in_backward()
     attach_all(groups, scheduled, defaults, algorithm)
     schedule = ScheduleStep(groups, scheduled)
     try:

@@ -44,7 +44,7 @@ TRAINERS = (
         "`Trainer.fit`, resumed; `LightningCLI`",
         "`--optimizer=bighorn.Lamb`",
     ),
-    Trainer("[DeepSpeed](with-deepspeed.md)", ("deepspeed",), "its engine without ZeRO, where it is installed", "none"),
+    Trainer("[DeepSpeed](with-deepspeed.md)", ("deepspeed",), "its engine, with ZeRO 1 and 2 and without", "none"),
     Trainer(
         "[timm](with-timm.md)",
         ("timm",),

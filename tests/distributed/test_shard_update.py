@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from bighorn import Lamb, shard_update
+from bighorn import FlatLayout, Fragment, Lamb, shard_update
 from bighorn.cli.ranks import end_process_group
 from tests.distributed.test_process_group import run_ranks
 
@@ -110,6 +110,9 @@ def test_what_is_refused() -> None:
 def test_what_is_spread_already() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
+        layout = FlatLayout([[Fragment("w", (2, 1), numel=2)]])
+        with pytest.raises(ValueError, match="flat tensors, whose state is on several ranks already"):
+            shard_update(Lamb([{"params": [Parameter(torch.ones(2))], "flat_layout": layout}]))
         spread = shard_update(Lamb([Parameter(torch.ones(2))]))
         with pytest.raises(ValueError, match="is a ZeroRedundancyOptimizer, spread over ranks already"):
             shard_update(spread)

@@ -42,7 +42,8 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
     Raises:
         TypeError: An argument is not an Optimizer, or not a process group.
         ValueError: The optimizer is distributed already or has stepped already, its parameters are sharded themselves
-            (FSDP2, tensor parallelism), or they differ in dtype, which ZeroRedundancyOptimizer does not support.
+            (FSDP2, tensor parallelism, flat tensors), or they differ in dtype, which ZeroRedundancyOptimizer does not
+            support.
 
     Source: Ascend's NPUDistributedOptimizer with `is_weight_update_sharding`; torch's ZeroRedundancyOptimizer.
 

@@ -112,7 +112,12 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         Args:
             groups: This rank's share of each group.
             process_group: The ranks over which a global norm is summed, if an option needs one.
+
+        Raises:
+            ValueError: A group has flat tensors.
         """
+        if any(self._flat):
+            raise ValueError("optimizer holds flat tensors, whose state is on several ranks already: use it as it is")
         arguments = {**self.defaults, **self._default_schedules, **vars(self._settings), "names": None}
         arguments["grad_norm_group"] = process_group if self._settings.needs_all_grads else None
         part = type(self).__new__(type(self))

@@ -99,3 +99,24 @@ def test_a_pickled_optimizer_steps_on() -> None:
     assert tensor.equal(parameter)
     assert other.telemetry().names == ("0.weight", "0.bias")
     assert Lamb.state_bytes([{"params": [parameter], "flat_layout": LAYOUT}]) == {"0.weight": 52, "0.bias": 20}
+
+
+def test_every_backend_steps_flat_tensors(backend: str) -> None:
+    """The fragments of a flat tensor step as the parameters do, and the padding between them does not."""
+    torch.manual_seed(0)
+    whole = [Parameter(torch.randn(40, 30)), Parameter(torch.randn(20))]
+    layout = FlatLayout([[Fragment("0", (40, 30), 1200), Fragment("1", (20,), 20, start=1203)]])
+    flat = Parameter(torch.cat([whole[0].detach().flatten(), torch.ones(3), whole[1].detach()]))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.5, "exclude_from_weight_decay": ["1"]}
+    ours = Lamb([{"params": [flat], "flat_layout": layout}], backend=backend, **options)
+    theirs = Lamb([("0", whole[0]), ("1", whole[1])], backend="reference", **options)
+    for _ in range(3):
+        for param in whole:
+            param.grad = torch.randn_like(param)
+        grads = [param.grad.flatten() for param in whole if param.grad is not None]
+        flat.grad = torch.cat([grads[0], torch.full((3,), 9.0), grads[1]])
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(flat[:1200], whole[0].flatten(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(flat[1203:], whole[1], rtol=1e-5, atol=1e-6)
+    assert flat[1200:1203].eq(1).all()

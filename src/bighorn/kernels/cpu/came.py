@@ -81,8 +81,9 @@ class Came(Stepper[CameOptions]):
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, shards = self._grads(), float(grad_scale), self.shards
-        self.centre(grads)
-        yield from self.means.reduced()
+        if self.means.needed:
+            self.centre(grads)
+            yield from self.means.reduced()
         table = self.tables.shards  # None if all tensors are whole
         if table is None:
             table = words(list(shards.table))[self.tables.indices]

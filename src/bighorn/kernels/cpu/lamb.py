@@ -78,8 +78,9 @@ class Lamb(Stepper[LambOptions]):
         if apply_mask is not None and not apply_mask:
             return
         grads, scale, tables = self._grads(), float(grad_scale), self.tables
-        self.centre(grads)
-        yield from self.means.reduced()
+        if self.means.needed:
+            self.centre(grads)
+            yield from self.means.reduced()
         needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
         sums = torch.zeros(len(self.all_rows.indices), needed, dtype=torch.float64, device="cpu")
         present = torch.empty(len(grads), SUMS, dtype=torch.float64, device="cpu")

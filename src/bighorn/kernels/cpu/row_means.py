@@ -24,6 +24,7 @@ class RowMeans:
     a part of their means on each rank.
 
     Attributes:
+        needed: Whether any means are computed before the step.
         each: For each of the kernel's rows the means of its gradient, `[dim 0]`; None if the loops compute them.
     """
 
@@ -34,24 +35,22 @@ class RowMeans:
             for i, x in enumerate(bucket.params)
         ]
         self.each = [_memory(x, shard) if centre else None for centre, x, shard in rows]
+        self.needed = any(means is not None for means in self.each)
         self.cut = [
             (means, shard)
             for means, (_, _, shard) in zip(self.each, rows, strict=True)
             if means is not None and _is_cut(shard)
         ]
-        self.partial: Tensor | None = None
-        """Sums of parts of the rows; None if the loops compute all means."""
+        self.partial = torch.empty(0, dtype=torch.float64, device="cpu")  # sums of parts of the rows
 
     def reserve(self, gradients: Tensor) -> None:
         """Allocate memory for the table of gradients of all rows."""
-        if any(means is not None for means in self.each):
+        if self.needed:
             units = loaded().bighorn_row_means_units(gradients.data_ptr(), len(gradients))
             self.partial = torch.empty(units, dtype=torch.float64, device="cpu")
 
     def compute(self, run: RunConfig, gradients: Tensor, grads: array[int]) -> None:
         """Compute the means of the gradients at these addresses; of rows that are cut up, this rank's part of them."""
-        if self.partial is None:
-            return
         for means, _ in self.cut:
             means.zero_()  # a gradient without elements here, or none at all, has no part of them
         partial = self.partial.data_ptr()

@@ -152,7 +152,8 @@ class Stepper(Generic[Options]):
         if apply_mask is not None and not apply_mask:
             return
         grads = self._grads()
-        self.centre(grads)
+        if self.means.needed:
+            self.centre(grads)
         self.launch(grads, float(grad_scale))
         self.advance()
 

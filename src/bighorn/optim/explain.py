@@ -48,7 +48,7 @@ def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
     grad = info.param.grad
     if grad is None or grad.layout is not torch.strided or grad.shape != info.param.shape or info.flat:
         return ""
-    if same_layout(real_view(local(grad)), view):
+    if same_layout(real_view(local(grad).resolve_conj()), view):
         return ""
     return "; slower: its gradient has other strides than the parameter, which torch.empty_like(p) would have"
 

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "beta_2": "betas",
     "b1": "betas",
     "b2": "betas",
+    "process_group": "grad_norm_group",
 }
 """Names of arguments in other packages that are too different from ours for `difflib`."""
 

@@ -185,7 +185,7 @@ def test_damaged_codes(damage: str, at_hand: str | None, kind: Kind) -> None:
 def test_a_checkpoint_with_options_that_are_not_ours(key: str, kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0][key] = 0.0
+    state["param_groups"][0][key] = 0.5
     with refused(parameters, optimizer, (ValueError, TypeError), key):
         optimizer.load_state_dict(state)
 

@@ -1,5 +1,6 @@
 """The changes that make a plan invalid are detected, by torch's guards and, without these, by attributes."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +66,15 @@ def test_another_number_of_tensors_is_never_alike(
 @BOTH
 def test_no_tensors_are_alike(ask: Callable[[list[Tensor]], Guard]) -> None:
     assert ask([])([])
+
+
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's", "by attributes"])
+def test_a_check_of_one_tensor_does_not_keep_its_memory(guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not guards:
+        monkeypatch.setattr(plan_cache, "TensorGuards", None)
+    tensor = base()
+    check, kept = plan_cache.alike_one(tensor), weakref.ref(tensor)
+    assert check(base())
+    assert not check(base().bfloat16())
+    del tensor
+    assert kept() is None

@@ -264,7 +264,8 @@ def alike(tensors: Sequence[Tensor]) -> Guard:
 def alike_one(tensor: Tensor) -> Callable[[Tensor], bool]:
     """The same check for one tensor."""
     if TensorGuards is None:
-        return lambda other: _attributes([tensor]) == _attributes([other])
+        guard = alike_by_attributes([tensor])
+        return lambda other: guard([other])
     check: Callable[[Tensor], bool] = TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 

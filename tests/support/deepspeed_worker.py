@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb
+from tests.support.processes import run_scenarios
 from tests.support.sharding_worker import assert_close
 
 SAMPLES = 8
@@ -333,15 +332,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / f'store-{world}'}"
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=store, rank=rank, world_size=world)
-    said = {}
-    for name, scenario in scenarios(world, folder).items():
-        try:
-            scenario()
-        except Exception:
-            said[name] = traceback.format_exc()
-        else:
-            said[name] = ""
-        (folder / f"{world}-{rank}.json").write_text(json.dumps(said))
+    run_scenarios(scenarios(world, folder), folder / f"{world}-{rank}.json")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +20,7 @@ from torch.nn import Parameter
 
 from bighorn import FlatLayout, Fragment, Lamb
 from tests.support.cases import Optimizer
+from tests.support.processes import run_scenarios
 from tests.support.sharding_worker import (
     ALONE,
     BITWISE,
@@ -349,15 +348,7 @@ def main() -> None:
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
-    said = {}
-    for name, scenario in scenarios(world).items():
-        try:
-            scenario()
-        except Exception:
-            said[name] = traceback.format_exc()
-        else:
-            said[name] = ""
-        (folder / f"{world}-{rank}.json").write_text(json.dumps(said))
+    run_scenarios(scenarios(world), folder / f"{world}-{rank}.json")
 
 
 if __name__ == "__main__":

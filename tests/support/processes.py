@@ -6,6 +6,7 @@ Each is forked from a process that has only imported torch and bighorn, because 
 from __future__ import annotations
 
 import faulthandler
+import json
 import multiprocessing
 import os
 import runpy
@@ -14,7 +15,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +95,19 @@ def outcomes(
         if late:
             pytest.fail(f"not done after {LIMIT} seconds:\n" + "\n\n".join(errors for _, errors in texts))
         return [Outcome(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def run_scenarios(scenarios: Mapping[str, Callable[[], object]], report: Path) -> None:
+    """Run scenarios in order, and write after each the traceback of every one so far, or an empty string, as JSON."""
+    said: dict[str, str] = {}
+    for name, scenario in scenarios.items():
+        try:
+            scenario()
+        except Exception:
+            said[name] = traceback.format_exc()
+        else:
+            said[name] = ""
+        report.write_text(json.dumps(said))
 
 
 def assert_ended_well(processes: Sequence[Outcome]) -> None:

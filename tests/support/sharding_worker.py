@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from bighorn.optim import plan_builder
 from tests.support.cases import ExactCame, ExactLamb, Kind, Optimizer
-from tests.support.processes import LIMIT
+from tests.support.processes import LIMIT, run_scenarios
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "prime": (13, 11),
@@ -535,15 +533,7 @@ def main() -> None:
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
-    said = {}
-    for name, scenario in scenarios(world, folder).items():
-        try:
-            scenario()
-        except Exception:
-            said[name] = traceback.format_exc()
-        else:
-            said[name] = ""
-        (folder / f"{world}-{rank}.json").write_text(json.dumps(said))
+    run_scenarios(scenarios(world, folder), folder / f"{world}-{rank}.json")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 
 
 @interpreted
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k == "wide" else []) for k in KINDS])
 def test_numbers_may_be_tensors(kind: str) -> None:
     """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
     shapes, options = KINDS[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -39,9 +40,13 @@ def traits(case: Case) -> set[tuple[object, ...]]:
 
 def cost(case: Case) -> float:
     """Return the approximate time in seconds: each row of each launch takes time, however short it is."""
-    stacked = any(group.get("stacked") for group in case.groups)
-    rows = sum(leaf.shape[0] if stacked else 1 for leaf in case.leaves if leaf.shape)
-    return 0.04 * rows + 1e-5 * case.size
+    options = {**case.options, **case.groups[0]}
+    stacked, matrices = bool(options.get("stacked")), options.get("factor") == "last_two"
+    rows = sum(
+        math.prod(leaf.shape[:-2]) if matrices else leaf.shape[0] if stacked else 1 for leaf in case.leaves if leaf.shape
+    )
+    centred = 2 if options.get("grad_centralization") else 1
+    return centred * (0.04 * rows + 1e-5 * case.size)
 
 
 def covering(cases: Iterable[Case]) -> set[str]:

@@ -43,7 +43,9 @@ def cost(case: Case) -> float:
     options = {**case.options, **case.groups[0]}
     stacked, matrices = bool(options.get("stacked")), options.get("factor") == "last_two"
     rows = sum(
-        math.prod(leaf.shape[:-2]) if matrices else leaf.shape[0] if stacked else 1 for leaf in case.leaves if leaf.shape
+        math.prod(leaf.shape[:-2]) if matrices else leaf.shape[0] if stacked else 1
+        for leaf in case.leaves
+        if leaf.shape
     )
     centred = 2 if options.get("grad_centralization") else 1
     return centred * (0.04 * rows + 1e-5 * case.size)

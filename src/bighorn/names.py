@@ -160,7 +160,7 @@ def named(params: object, names: Names | None) -> list[Any]:
     known = names_of(names)
     missing = [i for i, param in enumerate(params) if id(param) not in known]
     if missing:
-        raise ValueError(f"names knows nothing of params[{missing[0]}]; pass the module that owns all of them")
+        raise ValueError(f"names has no name for params[{missing[0]}]; pass the module that owns all of them")
     return [(known[id(param)], param) for param in params]
 
 

@@ -56,13 +56,13 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
         >>> telemetry.scalars(optimizer)["effective_lr/weight"]
         0.5
     """
-    told = vars(_telemetric(optimizer).telemetry())
-    names, skipped = told.pop("names"), told.pop("skipped")
+    figures_by_name = vars(_telemetric(optimizer).telemetry())
+    names, skipped = figures_by_name.pop("names"), figures_by_name.pop("skipped")
     if not names:
         return {}
-    columns = torch.stack(list(told.values()))
+    columns = torch.stack(list(figures_by_name.values()))
     *rows, count = torch.cat([columns.flatten(), skipped.to(columns).reshape(1)]).tolist()
-    figures = {figure: rows[i * len(names) : (i + 1) * len(names)] for i, figure in enumerate(told)}
+    figures = {figure: rows[i * len(names) : (i + 1) * len(names)] for i, figure in enumerate(figures_by_name)}
     multiplier = next(figures[name] for name in MULTIPLIERS if name in figures)
     figures["effective_lr"] = [lr * by for lr, by in zip(figures["lr"], multiplier, strict=True)]
     by_tag = {f"{figure}/{name}": v for figure, of in figures.items() for name, v in zip(names, of, strict=True)}

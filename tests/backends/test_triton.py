@@ -295,7 +295,7 @@ GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this
 
 @compiled
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lamb.unsupported_reason(CPU, OPTIONS) == "it lies on cpu, not on a GPU"
+    assert lamb.unsupported_reason(CPU, OPTIONS) == "it is on cpu, not on a GPU"
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
     assert lamb.unsupported_reason(GPU, OPTIONS) is None
@@ -309,7 +309,7 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
         picked = kernels.pick("auto", GPU, OPTIONS)
-    assert picked == ("foreach", "not cpu: it lies on meta; not triton: Triton 2.0.0 is older than 3.3")
+    assert picked == ("foreach", "not cpu: it is on meta; not triton: Triton 2.0.0 is older than 3.3")
     assert kernels.pick("auto", GPU, OPTIONS) == picked  # without another warning
     with pytest.raises(ValueError, match=r'backend="triton" cannot serve .* older than 3\.3'):
         kernels.pick("triton", GPU, OPTIONS)

@@ -90,7 +90,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
         "lamb at batch 128: the end of the grid was the best, so it went on to 0.4, 0.8.",
         "sgd at batch 128: the end of the grid was the best, so it went on to 0.4, 0.8, 1.6, 3.2.",
     ]
-    assert "sgd at batch 128, 3.2, lies on the edge" in warnings([lamb, sgd])[0]
+    assert "sgd at batch 128, 3.2, is on the edge" in warnings([lamb, sgd])[0]
 
 
 def test_a_grid_goes_on_downwards_too() -> None:
@@ -162,7 +162,7 @@ def test_the_words_say_what_the_figures_say() -> None:
         "At batch 64: sgd 85.0%, lamb 80.0%; no seed overlaps.",
     ]
     [warning] = warnings(cells)
-    assert "sgd at batch 64, 0.1, lies on the edge of its grid" in warning
+    assert "sgd at batch 64, 0.1, is on the edge of its grid" in warning
 
 
 @pytest.mark.parametrize(

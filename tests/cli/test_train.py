@@ -314,7 +314,7 @@ def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
         ),
         (["--optimizer", "adamw", "--state-dtype", "bf16"], "--state-dtype bf16 is for lamb and came"),
         (["--optimizer", "sgd", "--backend", "foreach"], "--backend foreach is for lamb and came"),
-        (["--backend", "triton"], 'backend="triton" cannot serve this tensor: it lies on cpu, not on a GPU'),
+        (["--backend", "triton"], 'backend="triton" cannot serve this tensor: it is on cpu, not on a GPU'),
         (["--optimizer-option", "amsgrad"], "'amsgrad' is not of the form NAME=VALUE"),
         (["--optimizer-option", "lr=1"], "lr is set by the command itself"),
         (["--optimizer", "came", "--optimizer-option", "relative_step=True"], "an option of Adafactor"),

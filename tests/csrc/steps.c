@@ -11,7 +11,7 @@
 
 void bighorn_advance(float *const *, int64_t);
 double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
-int64_t bighorn_lamb_blocks(const LambRow *, const Gradient *, int64_t);
+int64_t bighorn_lamb_chunks(const LambRow *, const Gradient *, int64_t);
 void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LambRow *, const Gradient *, void *const *,
                        const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
 int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
@@ -139,7 +139,7 @@ static void add_gradient(int64_t height, int64_t width, int type, bool transpose
 
 static void check_square_sum(void) {
     int64_t blocks = 0;
-    for (int i = 0; i < rows; i++) blocks += blocks_in(gradients[i].size);
+    for (int i = 0; i < rows; i++) blocks += chunks_in(gradients[i].size);
     check(bighorn_square_sum(&RUN, gradients, grads, rows, zeros(blocks, sizeof(double))) > 0, "gradients have a norm");
 }
 
@@ -226,7 +226,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
              stored++)
             for (int k = 0; k < 2 + doubles; k++)
                 add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
-    double *partial = zeros(2 * LAYER_SUMS * bighorn_lamb_blocks(lamb_rows, gradients, rows), sizeof(double));
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_lamb_chunks(lamb_rows, gradients, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();

@@ -60,7 +60,7 @@ class CompareConfig:
         at_least("--tuning-seeds", self.tuning_seeds, 1)
         at_least("--processes", self.processes, 1)
         if self.target is not None and not 0 < self.target <= 1:
-            raise InputError(f"--target is {self.target}, but an accuracy lies above 0 and is at most 1.")
+            raise InputError(f"--target is {self.target}, but an accuracy is above 0 and at most 1.")
 
     def cells(self) -> dict[str, tuple[int, ...]]:
         """The batch sizes of each optimizer."""
@@ -284,7 +284,7 @@ def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]])
 def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
     """Warnings for cells whose best learning rate is the first or last that was tried: a better one may be outside."""
     return [
-        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, lies on the "
+        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, is on the "
         f"edge of its grid: give a wider one with --lrs {cell.optimizer}=..."
         for cell in cells
         if cell.on_edge

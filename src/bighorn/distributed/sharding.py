@@ -209,10 +209,10 @@ def unsupported_reason(param: Tensor) -> str | None:
         if not placement.is_replicate() and _split(placement) < 0:
             return f"it is a DTensor with the placement {placement!r}, which is not known here: use Shard or Replicate"
     with torch.no_grad():
-        lies, expected = tuple(local(param).shape), layout.shard(param.shape).size
-    if lies != expected:
+        held, expected = tuple(local(param).shape), layout.shard(param.shape).size
+    if held != expected:
         return (
-            f"it is a DTensor with {layout}, of which a part of shape {lies} lies on this rank where {expected} would "
+            f"it is a DTensor with {layout}, of which this rank holds a part of shape {held} where {expected} would "
             "be regular: distribute it with distribute_tensor, parallelize_module or fully_shard"
         )
     return None

@@ -16,7 +16,7 @@ __all__ = ["OptimizersContainer"]
 class OptimizersContainer(Container):  # type: ignore[misc]
     """torchtitan's container, with dotted paths such as `bighorn.Lamb` as `optimizer_name`.
 
-    torchtitan knows the names of a few optimizers, and passes `fused` and `foreach` to all of them. Here
+    torchtitan accepts the names of a few optimizers, and passes `fused` and `foreach` to all of them. Here
     `implementation` has no effect: torch's optimizers choose one themselves.
     """
 

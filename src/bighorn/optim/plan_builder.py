@@ -175,7 +175,7 @@ def _check_grad(info: ParamInfo, grad: Tensor) -> None:
     layout, its = info.layout, sharding.layout_of(grad)
     if layout != its:
         raise ValueError(
-            f"the gradient of {info.label} lies as {its or 'a plain tensor'}, the parameter as "
+            f"the gradient of {info.label} is {its or 'a plain tensor'}, the parameter is "
             f"{layout or 'a plain tensor'}: redistribute it first, "
             "p.grad = p.grad.redistribute(placements=p.placements)"
         )

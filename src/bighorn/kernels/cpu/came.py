@@ -41,13 +41,13 @@ class Came(Stepper[CameOptions]):
 
     @staticmethod
     def make_row(
-        bucket: Bucket[CameOptions], i: int, index: int, places: array[int] | None, memory: array[int] | None
+        bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
     ) -> abi.CameRow:
         """See `Stepper.make_row`."""
         x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
         matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
         return abi.CameRow(
-            weights=weights(bucket, i, places, memory),
+            weights=weights(bucket, i, positions, memory),
             **{name: state[name].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics[i].data_ptr(),

@@ -26,7 +26,7 @@ class Shards:
     """
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
-        self.places: list[Tensor] = []  # kept alive, because the table has only their addresses
+        self.positions: list[Tensor] = []  # kept alive, because the table has only their addresses
         rows = [
             (bucket, i, bucket.shards[i] if bucket.shards else Shard.whole(tuple(x.shape)))
             for bucket in buckets
@@ -77,7 +77,7 @@ class Shards:
         at = positions(size, offset, whole, torch.device("cpu")).expand(size)
         if like is not None:
             at = torch.empty_like(like, dtype=torch.int64).copy_(at.view(like.shape))
-        self.places.append(at)
+        self.positions.append(at)
         return at.data_ptr()
 
 

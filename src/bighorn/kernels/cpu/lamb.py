@@ -44,13 +44,13 @@ class Lamb(Stepper[LambOptions]):
 
     @staticmethod
     def make_row(
-        bucket: Bucket[LambOptions], i: int, index: int, places: array[int] | None, memory: array[int] | None
+        bucket: Bucket[LambOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
     ) -> abi.LambRow:
         """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
         return abi.LambRow(
-            weights=weights(bucket, i, places, memory),
+            weights=weights(bucket, i, positions, memory),
             **{name: tensor.data_ptr() for name, tensor in state.items()},
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics[i].data_ptr(),
@@ -66,7 +66,7 @@ class Lamb(Stepper[LambOptions]):
         scratch()
         rows, gradients = self.all_rows.rows, self.all_rows.gradients
         # Two sets of sums, with one entry per chunk of a row that all threads share.
-        most = loaded().bighorn_lamb_blocks(rows.data_ptr(), gradients.data_ptr(), len(rows))
+        most = loaded().bighorn_lamb_chunks(rows.data_ptr(), gradients.data_ptr(), len(rows))
         self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:

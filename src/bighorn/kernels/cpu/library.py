@@ -72,8 +72,8 @@ def declare(library: ctypes.CDLL) -> None:
     library.bighorn_row_means_units.argtypes = [address, count]
     library.bighorn_row_means_units.restype = count
     library.bighorn_row_means.argtypes = [run, address, address, count, address]
-    library.bighorn_lamb_blocks.argtypes = [address, address, count]
-    library.bighorn_lamb_blocks.restype = count
+    library.bighorn_lamb_chunks.argtypes = [address, address, count]
+    library.bighorn_lamb_chunks.restype = count
     library.bighorn_lamb_step.argtypes = [
         run,
         *[address] * 5,

@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu.abi import RunConfig
 from bighorn.kernels.cpu.library import address, loaded
-from bighorn.kernels.cpu.tensors import BLOCK_ELEMS
+from bighorn.kernels.cpu.tensors import CHUNK_ELEMS
 
 
 class RowMeans:
@@ -68,7 +68,7 @@ class RowMeans:
 
 
 def _memory(x: Tensor, shard: Shard) -> Tensor | None:
-    long = math.prod(x.shape[1:]) > BLOCK_ELEMS
+    long = math.prod(x.shape[1:]) > CHUNK_ELEMS
     return torch.zeros(x.shape[0], dtype=torch.float64, device="cpu") if long or _is_cut(shard) else None
 
 

@@ -17,7 +17,7 @@ from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.cpu.abi import Gradient
 from bighorn.kernels.cpu.library import address, loaded, run
 from bighorn.kernels.cpu.row_means import RowMeans
-from bighorn.kernels.cpu.tensors import BLOCK_ELEMS, describe_gradient, memory_layout, place_layout
+from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout
 from bighorn.kernels.options import Options
 
 DATA = 0
@@ -65,7 +65,7 @@ class Stepper(Generic[Options]):
         self.grad_kinds: dict[int, object] = {}
         """The dtypes and strides of gradients by row."""
         self.means = RowMeans(buckets)
-        self.places = [place_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
+        self.positions = [position_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
         self.memories = [
             memory_layout(state, x)
             for bucket in buckets
@@ -78,8 +78,8 @@ class Stepper(Generic[Options]):
             list(range(len(sizes))),
             words(
                 [
-                    self.make_row(*row, places, memory)
-                    for row, places, memory in zip(each, self.places, self.memories, strict=True)
+                    self.make_row(*row, positions, memory)
+                    for row, positions, memory in zip(each, self.positions, self.memories, strict=True)
                 ]
             ),
             words([gradient for _, gradient in self._new_gradients()]),
@@ -88,8 +88,8 @@ class Stepper(Generic[Options]):
             self._addresses_of_counts(),
         )
         self.means.reserve(self.all_rows.gradients)
-        self.blocks = [-(-size // BLOCK_ELEMS) for size in sizes]
-        self.sums = torch.empty(sum(self.blocks), dtype=torch.float64, device="cpu")
+        self.chunks = [-(-size // CHUNK_ELEMS) for size in sizes]
+        self.sums = torch.empty(sum(self.chunks), dtype=torch.float64, device="cpu")
         self.threads = 0
         """The number of threads for which `reserve` was called, since the tables were made or refreshed."""
 
@@ -115,7 +115,7 @@ class Stepper(Generic[Options]):
 
     @staticmethod
     def make_row(
-        bucket: Bucket[Options], i: int, index: int, places: array[int] | None, memory: array[int] | None
+        bucket: Bucket[Options], i: int, index: int, positions: array[int] | None, memory: array[int] | None
     ) -> Any:
         """Return the structure of row `i` of a bucket, which is the `index`-th bucket."""
         raise NotImplementedError

@@ -13,10 +13,10 @@ from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.abi import Gradient, Weights
 from bighorn.kernels.options import Options
-from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE
 
-BLOCK_ELEMS = 8192  # BLOCK_ELEMS of csrc/run.h
+CHUNK_ELEMS = 8192  # CHUNK_ELEMS of csrc/run.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 STATE_TYPES = {**TYPES, torch.int8: 4}
@@ -28,7 +28,7 @@ def unsupported(param: Tensor) -> str | None:
     if library.LIBRARY is None:
         return library.LIBRARY_DETAIL
     if param.device.type != "cpu":
-        return f"it lies on {param.device}"
+        return f"it is on {param.device}"
     if param.dtype not in TYPES:
         return f"its dtype is {param.dtype}"
     return None
@@ -50,15 +50,15 @@ def describe_gradient(
     )
 
 
-def weights(bucket: Bucket[Options], i: int, places: array[int] | None, memory: array[int] | None) -> Weights:
-    """Return how the weights of row `i` of a bucket are stored: `place_layout` and `memory_layout` of them."""
+def weights(bucket: Bucket[Options], i: int, positions: array[int] | None, memory: array[int] | None) -> Weights:
+    """Return how the weights of row `i` of a bucket are stored: `position_layout` and `memory_layout` of them."""
     x, way = bucket.params[i], bucket.options.weight_rounding
-    offset, param_id = (first_place(bucket, i), bucket.param_ids[i]) if draws(bucket) else (0, 0)
+    offset, param_id = (first_position(bucket, i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
     return Weights(
         data=x.data_ptr(),
         memory=memory.buffer_info()[0] if memory else None,
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
-        layout=places.buffer_info()[0] if places else None,
+        layout=positions.buffer_info()[0] if positions else None,
         offset=offset,
         param_id=param_id,
         type=TYPES[x.dtype],
@@ -66,7 +66,7 @@ def weights(bucket: Bucket[Options], i: int, places: array[int] | None, memory: 
     )
 
 
-def first_place(bucket: Bucket[Options], i: int) -> int:
+def first_position(bucket: Bucket[Options], i: int) -> int:
     """Return the position of the first element of row `i` in its parameter."""
     if not bucket.shards:
         return bucket.row_offsets[i]
@@ -75,7 +75,7 @@ def first_place(bucket: Bucket[Options], i: int) -> int:
     return bucket.row_offsets[i] + sum(offset * stride for offset, stride in along)
 
 
-def place_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
+def position_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
     """Return the layout of row `i` in its parameter; None if its elements are consecutive there."""
     if not bucket.shards:
         return None

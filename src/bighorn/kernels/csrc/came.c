@@ -18,17 +18,18 @@ TABLE_PER_ISA(StridedLoops, strided_loops)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
-/* A range of rows (`block`) has at least this many rows and elements, so that its column sums are few compared with its
- * elements. In a narrow matrix it has more elements: the first ones of a range are not fetched ahead. */
-enum { BLOCK_MIN_ROWS = 128, BLOCK_MIN_ELEMS = 8192, NARROW_BLOCK_MIN_ELEMS = 65536, TILE_ELEMS = 65536 };
+/* A tile has at least this many rows and elements, so that its column sums are few compared with its elements. In a
+ * narrow matrix it has more elements: the first ones of a tile are not fetched ahead. A tile of long rows has at most
+ * TILE_MAX_ELEMS: it stays in the second-level cache. */
+enum { TILE_MIN_ROWS = 128, TILE_MIN_ELEMS = 8192, NARROW_TILE_MIN_ELEMS = 65536, TILE_MAX_ELEMS = 65536 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* A strip of a matrix that has few rows is wider, since memory serves long streams faster than short ones, and its
- * tiles stay in the second-level cache. */
-static int64_t strip_columns_of(const CameGrid *g) {
-    const int64_t most = TILE_ELEMS / g->height / PIECE_ELEMS * PIECE_ELEMS;
-    if (g->blocks > 1 || most < PIECE_ELEMS) return PIECE_ELEMS;
+/* Returns the columns of a tile of long rows: more if the matrix has few rows, since memory serves long streams faster
+ * than short ones. */
+static int64_t tile_columns_of(const CameGrid *g) {
+    const int64_t most = TILE_MAX_ELEMS / g->height / PIECE_ELEMS * PIECE_ELEMS;
+    if (g->tiles_down > 1 || most < PIECE_ELEMS) return PIECE_ELEMS;
     return most < WIDE_COLUMNS ? most : WIDE_COLUMNS;
 }
 
@@ -38,9 +39,9 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard, const Gradie
         .height = row->height,
         .width = row->width,
         .per_tile = 1,
-        .blocks = 1,
-        .strips = 1,
-        .strip_columns = row->width,
+        .tiles_down = 1,
+        .tiles_across = 1,
+        .tile_columns = row->width,
     };
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
@@ -48,17 +49,18 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard, const Gradie
     if (g.whole) {
         g.per_tile = PIECE_ELEMS / size;
     } else {
-        const int64_t least = g.width < NARROW_COLUMNS ? NARROW_BLOCK_MIN_ELEMS : BLOCK_MIN_ELEMS;
-        g.blocks = larger(1, g.height / larger(BLOCK_MIN_ROWS, least / g.width));
-        if (g.width > WIDE_COLUMNS) g.strip_columns = strip_columns_of(&g);
-        g.strips = (g.width + g.strip_columns - 1) / g.strip_columns;
+        const int64_t least = g.width < NARROW_COLUMNS ? NARROW_TILE_MIN_ELEMS : TILE_MIN_ELEMS;
+        g.tiles_down = larger(1, g.height / larger(TILE_MIN_ROWS, least / g.width));
+        if (g.width > WIDE_COLUMNS) g.tile_columns = tile_columns_of(&g);
+        g.tiles_across = (g.width + g.tile_columns - 1) / g.tile_columns;
         const int64_t most = STAGED_ELEMS / g.width; /* rows of a copy */
-        if (is_copied(row, gradient) && g.strips == 1) g.blocks = larger(g.blocks, (g.height + most - 1) / most);
+        if (is_copied(row, gradient) && g.tiles_across == 1)
+            g.tiles_down = larger(g.tiles_down, (g.height + most - 1) / most);
     }
-    g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.blocks * g.strips;
-    g.pieces = (g.width + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS;
-    g.read_once = !g.whole && g.strips == 1 && !(shard && shard->split_across);
-    g.ratios_of_columns = g.strips > 1 && g.blocks == 1 && !is_split(shard);
+    g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.tiles_down * g.tiles_across;
+    g.column_groups = (g.width + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS;
+    g.read_once = !g.whole && g.tiles_across == 1 && !(shard && shard->split_across);
+    g.ratios_of_columns = g.tiles_across > 1 && g.tiles_down == 1 && !is_split(shard);
     return g;
 }
 
@@ -71,9 +73,9 @@ typedef struct {
 static int64_t doubles_of(int64_t reals) { return (reals * (int64_t)sizeof(real) + 7) / 8; }
 
 static CameWorkspace places_in(const CameGrid *g, const CameShard *shard) {
-    const int64_t columns = g->blocks > 1 ? doubles_of(g->blocks * g->matrices * g->width) : 0;
-    CameWorkspace p = {.row_sums = larger(g->tiles, g->blocks > 1 ? g->matrices * g->pieces : 0)};
-    const int64_t rows = g->strips > 1 ? doubles_of(g->strips * g->matrices * g->height) : 0;
+    const int64_t columns = g->tiles_down > 1 ? doubles_of(g->tiles_down * g->matrices * g->width) : 0;
+    CameWorkspace p = {.row_sums = larger(g->tiles, g->tiles_down > 1 ? g->matrices * g->column_groups : 0)};
+    const int64_t rows = g->tiles_across > 1 ? doubles_of(g->tiles_across * g->matrices * g->height) : 0;
     p.col_sums = p.row_sums + rows;
     p.ratio_sums = p.col_sums + columns;
     p.means = p.ratio_sums + (g->read_once ? columns : g->ratios_of_columns ? rows : 0);
@@ -186,16 +188,16 @@ static double total(const CameWork *w, int64_t count) {
 static void finish(const CameWork *w, const CameAverage *average) {
     const CameJob *job = &w->job;
     const CameGrid *g = &job->grid;
-    const int64_t blocks = g->matrices * g->blocks, pieces = g->matrices * g->pieces;
+    const int64_t rows = g->matrices * g->tiles_down, columns = g->matrices * g->column_groups;
     wait(w);
-    if (g->strips > 1)
-        for (int64_t i = share_of(blocks, w->thread, w->team); i < share_of(blocks, w->thread + 1, w->team); i++) {
-            const double sum = w->loops->finish_rows(job, average, i / g->blocks, i % g->blocks);
+    if (g->tiles_across > 1)
+        for (int64_t i = share_of(rows, w->thread, w->team); i < share_of(rows, w->thread + 1, w->team); i++) {
+            const double sum = w->loops->finish_rows(job, average, i / g->tiles_down, i % g->tiles_down);
             if (g->ratios_of_columns) job->tile_sums[i] = sum;
         }
-    if (g->blocks > 1)
-        for (int64_t i = share_of(pieces, w->thread, w->team); i < share_of(pieces, w->thread + 1, w->team); i++)
-            job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->pieces, i % g->pieces);
+    if (g->tiles_down > 1)
+        for (int64_t i = share_of(columns, w->thread, w->team); i < share_of(columns, w->thread + 1, w->team); i++)
+            job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->column_groups, i % g->column_groups);
 }
 
 /* Returns the sum of x^2 if the learning rate depends on it. The function ends with a barrier, so that other sums can
@@ -244,7 +246,7 @@ static double second_moment(CameWork *w) {
         finish(w, &job->ratio);
     }
     if (g->ratios_of_columns) return total(w, g->matrices);
-    return total(w, g->read_once && g->blocks > 1 ? g->matrices * g->pieces : g->tiles);
+    return total(w, g->read_once && g->tiles_down > 1 ? g->matrices * g->column_groups : g->tiles);
 }
 
 /* Returns the factor of u, from the sum of its squares. */

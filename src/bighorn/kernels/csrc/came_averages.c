@@ -43,10 +43,10 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
 void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
-    if (g->strips == 1) {
+    if (g->tiles_across == 1) {
         update_averages(&average->row, first, s->lines, s->rows);
     } else {
-        real *out = job->row_sums + t->strip * g->matrices * g->height + first;
+        real *out = job->row_sums + t->across * g->matrices * g->height + first;
         for (int i = 0; i < s->lines; i++) out[i] = (real)s->rows[i];
     }
     memset(s->rows, 0, (size_t)s->lines * sizeof(double));
@@ -57,15 +57,15 @@ void came_flush_rows(const CameJob *job, const CameAverage *average, const CameT
 /* Updates the averages of columns [first, first + n) of a matrix from the sums of its tiles, which are `stride` apart;
  * returns the sum of u^2 in these columns. */
 static double update_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t first, int n,
-                             int64_t blocks, int64_t stride, const real *elements, const real *ratios) {
+                             int64_t tiles, int64_t stride, const real *elements, const real *ratios) {
     const CameGrid *g = &job->grid;
     double sums[SUMMED_COLUMNS] = {0}, sums_of_ratios[SUMMED_COLUMNS] = {0}, total = 0;
-    for (int64_t block = 0; block < blocks; block++)
-        for (int i = 0; i < n; i++) sums[i] += elements[block * stride + i];
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int i = 0; i < n; i++) sums[i] += elements[tile * stride + i];
     update_averages(&average->col, matrix * g->width + first, n, sums);
     if (!g->read_once || average != &job->square) return 0;
-    for (int64_t block = 0; block < blocks; block++)
-        for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[block * stride + i];
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[tile * stride + i];
     if (is_split(job->shard)) {
         update_averages(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
         return 0;
@@ -163,19 +163,19 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
      : (width) == 4 ? function(height, 4, __VA_ARGS__)  \
                     : function(height, (int)(width), __VA_ARGS__))
 
-/* Adds the sums of a span of rows of a narrow matrix. The sums of columns grow for each element of the span, since
+/* Adds the sums of a piece of rows of a narrow matrix. The sums of columns grow for each element of the piece, since
  * adding up short columns takes longer. */
-static void add_narrow_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                            CameTileSums *s) {
+static void add_narrow_piece(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
+                             CameTileSums *s) {
     const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
-    fold_rows(span->lines, (int)g->width, s->elements, s->rows);
-    for (int i = 0; i < span->n; i++) s->elements[PIECE_ELEMS + i] += s->elements[i];
-    s->lines = span->lines;
+    fold_rows(piece->lines, (int)g->width, s->elements, s->rows);
+    for (int i = 0; i < piece->n; i++) s->elements[PIECE_ELEMS + i] += s->elements[i];
+    s->lines = piece->lines;
     came_flush_rows(job, average, t, s);
     if (g->read_once && average == &job->square)
-        FOR_WIDTH(add_ratios, span->lines, g->width, s->elements, average->row.values + first, s->ratios);
-    memset(s->elements, 0, (size_t)span->n * sizeof(real));
+        FOR_WIDTH(add_ratios, piece->lines, g->width, s->elements, average->row.values + first, s->ratios);
+    memset(s->elements, 0, (size_t)piece->n * sizeof(real));
 }
 
 /* Adds up the rows of a narrow tile's sums, halves at a time, into the first row. */
@@ -188,21 +188,21 @@ static void fold_columns(int width, real *sums) {
     }
 }
 
-/* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
-void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                   const real *row_sums, CameTileSums *s) {
+/* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
+void came_add_piece(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
+                    const real *row_sums, CameTileSums *s) {
     const CameGrid *g = &job->grid;
     if (!is_narrow(g)) {
-        for (int k = 0; k < span->count; k++) s->rows[span->row + k * span->apart] += row_sums[k];
+        for (int k = 0; k < piece->count; k++) s->rows[piece->row + k * piece->apart] += row_sums[k];
         return;
     }
     if (!g->whole) {
-        add_narrow_span(job, average, t, span, s);
+        add_narrow_piece(job, average, t, piece, s);
         return;
     }
-    s->lines = span->lines;
+    s->lines = piece->lines;
     FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
-    memset(s->elements, 0, (size_t)span->n * sizeof(real));
+    memset(s->elements, 0, (size_t)piece->n * sizeof(real));
     came_flush_rows(job, average, t, s);
 }
 
@@ -224,48 +224,48 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
         fold_columns((int)t->columns, s->ratios);
         memcpy(s->elements, s->elements + PIECE_ELEMS, (size_t)t->columns * sizeof(real));
     }
-    if (g->blocks == 1) {
+    if (g->tiles_down == 1) {
         for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
             int n = (int)(t->columns - i < SUMMED_COLUMNS ? t->columns - i : SUMMED_COLUMNS);
             total += update_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
         }
     } else {
-        const int64_t to = (t->block * g->matrices + t->matrix) * g->width + t->column;
+        const int64_t to = (t->down * g->matrices + t->matrix) * g->width + t->column;
         memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(real));
         if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(real));
     }
     return total;
 }
 
-/* Adds up the sums of rows in all strips. */
-static void add_strips(const CameGrid *g, const real *strips, int n, double *restrict sums) {
+/* Adds up the sums of rows in all tiles across a matrix. */
+static void add_tiles_across(const CameGrid *g, const real *partial, int n, double *restrict sums) {
     for (int i = 0; i < n; i++) sums[i] = 0;
-    for (int64_t strip = 0; strip < g->strips; strip++)
-        for (int i = 0; i < n; i++) sums[i] += strips[strip * g->matrices * g->height + i];
+    for (int64_t across = 0; across < g->tiles_across; across++)
+        for (int i = 0; i < n; i++) sums[i] += partial[across * g->matrices * g->height + i];
 }
 
-double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block) {
+double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t down) {
     const CameGrid *g = &job->grid;
-    const int64_t from = share_of(g->height, block, g->blocks), to = share_of(g->height, block + 1, g->blocks);
+    const int64_t from = share_of(g->height, down, g->tiles_down), to = share_of(g->height, down + 1, g->tiles_down);
     const int has_ratios = g->ratios_of_columns && average == &job->square;
     double sums[PIECE_ELEMS], total = 0;
     for (int64_t row = from; row < to; row += PIECE_ELEMS) {
         int n = (int)(to - row < PIECE_ELEMS ? to - row : PIECE_ELEMS);
         int64_t first = matrix * g->height + row;
-        add_strips(g, job->row_sums + first, n, sums);
+        add_tiles_across(g, job->row_sums + first, n, sums);
         update_averages(&average->row, first, n, sums);
         if (!has_ratios) continue;
-        add_strips(g, job->ratio_sums + first, n, sums);
+        add_tiles_across(g, job->ratio_sums + first, n, sums);
         for (int i = 0; i < n; i++) total += sums[i] / average->row.values[first + i];
     }
     return has_ratios ? total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE) : 0;
 }
 
-double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece) {
+double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t group) {
     const CameGrid *g = &job->grid;
-    const int64_t first = piece * SUMMED_COLUMNS, at = matrix * g->width + first;
+    const int64_t first = group * SUMMED_COLUMNS, at = matrix * g->width + first;
     const int n = (int)(g->width - first < SUMMED_COLUMNS ? g->width - first : SUMMED_COLUMNS);
-    return update_columns(job, average, matrix, first, n, g->blocks, g->matrices * g->width, job->col_sums + at,
+    return update_columns(job, average, matrix, first, n, g->tiles_down, g->matrices * g->width, job->col_sums + at,
                           job->ratio_sums + at);
 }
 
@@ -278,10 +278,10 @@ static void column_factors(const real *restrict columns, int64_t first, int n, r
 
 void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns) {
     const CameGrid *g = &job->grid;
-    if (g->whole || (columns->matrix == t->matrix && columns->strip == t->strip)) return;
+    if (g->whole || (columns->matrix == t->matrix && columns->across == t->across)) return;
     if (columns->matrix != t->matrix) columns->root_mean = (real)sqrt(came_row_mean(job, average, t->matrix));
     columns->matrix = t->matrix;
-    columns->strip = t->strip;
+    columns->across = t->across;
     column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -289,36 +289,36 @@ void came_set_columns(const CameJob *job, const CameAverage *average, const Came
     columns->sum = sum;
 }
 
-void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
                       const CameColumns *columns, CameFactors *f) {
     const CameGrid *g = &job->grid;
     const real *rows = average->row.values;
-    const int64_t first = t->matrix * g->height + t->row + span->row;
+    const int64_t first = t->matrix * g->height + t->row + piece->row;
     if (!is_narrow(g)) {
-        f->c = columns->factor + span->column, f->sum = span->column == 0 ? columns->sum : 0;
-        for (int k = 0; k < span->count; k++) f->r[k] = row_factor(columns->root_mean, rows, first + k * span->apart);
+        f->c = columns->factor + piece->column, f->sum = piece->column == 0 ? columns->sum : 0;
+        for (int k = 0; k < piece->count; k++) f->r[k] = row_factor(columns->root_mean, rows, first + k * piece->apart);
         return;
     }
     real r[PIECE_ELEMS], c[PIECE_ELEMS];
     if (!g->whole) {
         real sum = 0;
-        for (int i = 0; i < span->lines; i++) r[i] = row_factor(columns->root_mean, rows, first + i);
+        for (int i = 0; i < piece->lines; i++) r[i] = row_factor(columns->root_mean, rows, first + i);
 #pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < span->lines; i++) sum += r[i];
-        FOR_WIDTH(expand_rows, span->lines, g->width, r, columns->factor, f->buffer);
+        for (int i = 0; i < piece->lines; i++) sum += r[i];
+        FOR_WIDTH(expand_rows, piece->lines, g->width, r, columns->factor, f->buffer);
         f->c = f->buffer, f->r[0] = 1, f->sum = sum * columns->sum;
         return;
     }
     real root_means[PIECE_ELEMS];
     column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
     if (is_split(job->shard))
-        for (int i = 0; i < span->lines; i++)
+        for (int i = 0; i < piece->lines; i++)
             root_means[i] = (real)sqrt(came_row_mean(job, average, t->matrix + i / g->height));
     else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, root_means);
-    for (int i = 0; i < span->lines; i++) r[i] = row_factor(root_means[i], rows, first + i);
+    for (int i = 0; i < piece->lines; i++) r[i] = row_factor(root_means[i], rows, first + i);
     FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
     real sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < span->n; i++) sum += f->buffer[i];
+    for (int i = 0; i < piece->n; i++) sum += f->buffer[i];
     f->c = f->buffer, f->r[0] = 1, f->sum = sum;
 }

@@ -10,7 +10,7 @@
 #define came_row_mean PER_ISA(came_row_mean)
 #define came_begin_tile PER_ISA(came_begin_tile)
 #define came_flush_rows PER_ISA(came_flush_rows)
-#define came_add_span PER_ISA(came_add_span)
+#define came_add_piece PER_ISA(came_add_piece)
 #define came_end_tile PER_ISA(came_end_tile)
 #define came_finish_rows PER_ISA(came_finish_rows)
 #define came_finish_columns PER_ISA(came_finish_columns)
@@ -27,21 +27,21 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s);
 /* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
 void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
 
-/* Adds the sums of a span that was added to `elements`; `row_sums` are the sums of its rows. */
-void came_add_span(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
-                   const real *row_sums, CameTileSums *s);
+/* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
+void came_add_piece(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
+                    const real *row_sums, CameTileSums *s);
 
 /* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
 double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s);
 
 /* Adds up partial sums of the rows of a tile, or of some columns, for lines that extend over several tiles
  * (CameLoops). */
-double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
-double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
+double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t down);
+double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t group);
 
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
-/* The factors of a span's elements are r * c[i]; `sum` is the sum of c. */
+/* The factors of a piece's elements are r * c[i]; `sum` is the sum of c. */
 typedef struct {
     const real *c;
     real r[INTERLEAVED_ROWS];
@@ -59,7 +59,7 @@ static inline real column_factor(real col) { return 1 / square_root_of(col); }
 
 void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns);
 
-void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CameSpan *span,
+void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
                       const CameColumns *columns, CameFactors *f);
 
 #endif

@@ -11,11 +11,11 @@ static inline int is_copied(const CameRow *row, const Gradient *gradient) {
 
 /* Whether a tile holds all elements that are centred together, and has whole rows. */
 static inline int copies_grad(const CameGrid *g, const Gradient *gradient) {
-    return is_transposed(gradient->layout) && g->strips == 1 && (!gradient->fan || gradient->fan == g->width);
+    return is_transposed(gradient->layout) && g->tiles_across == 1 && (!gradient->fan || gradient->fan == g->width);
 }
 
 static inline int copies_weights(const CameGrid *g, const CameRow *row) {
-    return is_transposed(row->weights.memory) && g->strips == 1;
+    return is_transposed(row->weights.memory) && g->tiles_across == 1;
 }
 
 /* The bytes that a thread needs for its copies of a tile. */

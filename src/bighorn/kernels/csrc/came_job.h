@@ -8,21 +8,21 @@
 #include "run.h"
 
 enum {
-    NARROW_COLUMNS = 32,  /* columns: a span has several shorter rows */
-    WIDE_COLUMNS = 8192,  /* columns: longer rows are divided into strips, which have at most as many */
+    NARROW_COLUMNS = 32,  /* columns: a piece has several shorter rows */
+    WIDE_COLUMNS = 8192,  /* columns: longer rows are divided into tiles, which have at most as many */
     SUMMED_COLUMNS = 256, /* columns whose sums are added up at a time */
     INTERLEAVED_ROWS = 4, /* rows of a wide matrix in one loop */
 };
 
 /* The division of a tensor into tiles, which depends only on the tensor's shape: a tile has one or more whole matrices,
- * or a range of one matrix's rows (numbered by `block`), in a strip of columns if rows are long. The order is matrix by
- * matrix and strip by strip, so that neighbouring tiles share columns. */
+ * or a rectangle of one matrix; only long rows are divided. The order is matrix by matrix, and down before across, so
+ * that neighbouring tiles share columns. */
 typedef struct {
     int64_t matrices, height, width;
-    int64_t per_tile, blocks, strips, tiles;
-    int64_t strip_columns;
-    int64_t pieces; /* groups of SUMMED_COLUMNS columns in a matrix, for adding up the sums of its tiles */
-    int whole;      /* whether tiles have whole matrices */
+    int64_t per_tile, tiles_down, tiles_across, tiles;
+    int64_t tile_columns;
+    int64_t column_groups; /* groups of SUMMED_COLUMNS columns in a matrix, for adding up the sums of its tiles */
+    int whole;             /* whether tiles have whole matrices */
     /* Whether one read of the gradient serves both its squares and the size of u: rows are complete in a tile, so that
      * q / row is added up for each column, or columns are, so that q / col is added up for each row. */
     int read_once, ratios_of_columns;
@@ -40,17 +40,17 @@ typedef struct {
     const double *means; /* of each matrix's row averages, if this shard does not hold all of them; else NULL */
 } CameAverage;
 
-/* Values that the tiles of a strip share, kept from one tile to the next. */
+/* Values that tiles one below the other share, kept from one tile to the next. */
 typedef struct {
-    int64_t matrix, strip;                  /* -1: no values yet */
+    int64_t matrix, across;                 /* -1: no values yet */
     real root_mean;                         /* the root of the mean of all row averages of the matrix */
     double sum;                             /* of the factors */
     _Alignas(64) real factor[WIDE_COLUMNS]; /* 1 / sqrt(col) */
 } CameColumns;
 
 /* A tile's sums of rows and columns while they grow. In a wide matrix, `elements` and `ratios` (sums of q / row) are
- * per column. In others, `elements` has one span, and if rows extend over several tiles, its second piece and `ratios`
- * have the sums of all spans, per element. `columns` is for tiles of whole matrices. */
+ * per column. In others, `elements` has one piece, and if rows extend over several tiles, its second piece and `ratios`
+ * have the sums of all pieces, per element. `columns` is for tiles of whole matrices. */
 typedef struct {
     double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
     _Alignas(64) real elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS];
@@ -58,7 +58,7 @@ typedef struct {
     int lines;
 } CameTileSums;
 
-/* The buffer of one of the spans of a gradient that a loop reads together. */
+/* The buffer of one of the pieces of a gradient that a loop reads together. */
 typedef struct {
     real values[PIECE_ELEMS];
     GradientMean last;
@@ -88,8 +88,8 @@ typedef struct {
     CameScratch *scratch;
     double *tile_sums;
     double *means;    /* for a shard that is split: the `means` of its `CameAverage` */
-    real *row_sums;   /* per strip and row; not used if the matrix has one strip */
-    real *col_sums;   /* per row range (`block`) and column; not used if the matrix has one row range */
+    real *row_sums;   /* per tile across the matrix and row; not used if there is one */
+    real *col_sums;   /* per tile down the matrix and column; not used if there is one */
     real *ratio_sums; /* the same of q / row, or like `row_sums` of q / col, if the gradient is read once */
 } CameJob;
 
@@ -103,8 +103,8 @@ typedef struct {
     double (*squares)(const CameJob *job, int64_t tile);
     /* Update the averages from the partial sums of `squares`, `ratios` and `momentum`. If the gradient is read once,
      * they return their share of the sum of u^2. */
-    double (*finish_rows)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t block);
-    double (*finish_columns)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t piece);
+    double (*finish_rows)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t down);
+    double (*finish_columns)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t group);
     /* Computes q / known, by another read of the gradient. */
     void (*ratios)(const CameJob *job, int64_t tile, CameColumns *columns);
     /* Returns the sum of u^2, before clipping, by another read of the gradient. */

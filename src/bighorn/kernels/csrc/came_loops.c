@@ -1,9 +1,10 @@
 /* The arithmetic of a CAME step. It is in float32, and in came_loops_double.c in float64; sums over more than a tile
  * are in double.
  *
- * The inner loops process spans of consecutive elements, and compute the factor 1 / sqrt(row col / mean(row)) as r *
- * c[i]. In a wide matrix a span is within one row of a tile: r is the row's factor, c the columns' factors. If rows are
- * short, a span has several rows or several matrices: r is 1, and c is the product of both factors for each element. */
+ * The inner loops process pieces of consecutive elements, and compute the factor 1 / sqrt(row col / mean(row)) as r *
+ * c[i]. In a wide matrix a piece is within one row of a tile: r is the row's factor, c the columns' factors. If rows
+ * are short, a piece has several rows or several matrices: r is 1, and c is the product of both factors for each
+ * element. */
 #include "came_averages.h"
 #include "codec.h"
 #include "rounding.h"
@@ -71,8 +72,8 @@ static inline real moved(real x, real m, real factor, real step, real decay) {
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
-/* FOR_* run a loop over one span or over INTERLEAVED_ROWS spans, for element types that are compile-time constants.
- * Loops add this zero for spans that do not exist, which costs nothing. */
+/* FOR_* run a loop over one piece or over INTERLEAVED_ROWS pieces, for element types that are compile-time constants.
+ * Loops add this zero for pieces that do not exist, which costs nothing. */
 static const real NOTHING = -0.0f;
 
 #define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
@@ -117,12 +118,12 @@ FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, co
 /* Adds q of a part of tile t to its sums. */
 static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, const CameTile *t,
                         CameTileSums *sums) {
-    for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
+    for (CamePiece s = {0}; next_piece(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
         real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         for (int k = 0; k < s.count; k++) g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
         FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
-        came_add_span(job, &job->square, t, &s, row_sums, sums);
+        came_add_piece(job, &job->square, t, &s, row_sums, sums);
     }
 }
 
@@ -131,7 +132,7 @@ static void add_ratios(const CameJob *job, const CameTile *part, CameGradBuffer 
     const real *row = job->square.row.values + part->matrix * job->grid.height + part->row;
     real factors[PIECE_ELEMS];
     for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (real)ROOT_SCALE / square_root_of(row[i]);
-    for (CameSpan s = {0}; next_span(&job->grid, part, &s);) {
+    for (CamePiece s = {0}; next_piece(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
         real r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
         for (int k = 0; k < s.count; k++) {
@@ -146,11 +147,11 @@ static void add_ratios(const CameJob *job, const CameTile *part, CameGradBuffer 
 static void add_ratios_of_columns(const CameJob *job, const CameTile *t, CameGradBuffer *buffer, CameTileSums *sums) {
     const CameGrid *g = &job->grid;
     const real *col = job->square.col.values + t->matrix * g->width + t->column;
-    real *restrict factors = sums->ratios, *out = job->ratio_sums + t->strip * g->matrices * g->height;
+    real *restrict factors = sums->ratios, *out = job->ratio_sums + t->across * g->matrices * g->height;
     out += t->matrix * g->height + t->row;
     memset(out, 0, (size_t)t->rows * sizeof(real));
     for (int i = 0; i < t->columns; i++) factors[i] = (real)ROOT_SCALE / square_root_of(col[i]);
-    for (CameSpan s = {.count = 1}; next_span(g, t, &s);) {
+    for (CamePiece s = {.count = 1}; next_piece(g, t, &s);) {
         const real *restrict values = grad_at(job, s.start, s.n, buffer), *restrict f = factors + s.column;
         real sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -192,7 +193,7 @@ static double update_square_sum(const CameJob *job, int64_t index, CameColumns *
     double total = 0;
     start_buffers(&buffer, 1);
     came_set_columns(job, &job->square, &t, columns);
-    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *restrict g = grad_at(job, s.start, s.n, &buffer);
         came_set_factors(job, &job->square, &t, &s, columns, &f);
         const real *restrict c = f.c, r = f.r[0];
@@ -216,14 +217,14 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
     start_buffers(&buffer, 1);
     came_set_columns(job, &job->known, &t, columns);
     came_begin_tile(job, &t, sums);
-    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *g = grad_at(job, s.start, s.n, &buffer);
         real roots[PIECE_ELEMS], row_sum;
-        const void *const spans[] = {roots};
+        const void *const pieces[] = {roots};
         came_set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
-        square_loop(1, REAL_TYPE, s.n, spans, 1, sums->elements + s.column, &row_sum);
-        came_add_span(job, &job->ratio, &t, &s, &row_sum, sums);
+        square_loop(1, REAL_TYPE, s.n, pieces, 1, sums->elements + s.column, &row_sum);
+        came_add_piece(job, &job->ratio, &t, &s, &row_sum, sums);
     }
     came_end_tile(job, &job->ratio, &t, sums);
 }
@@ -293,7 +294,7 @@ static void momentum(const CameJob *job, int64_t index, real clip, int apart, Ca
     start_buffers(buffers, INTERLEAVED_ROWS);
     came_set_columns(job, &job->square, &t, columns);
     came_begin_tile(job, &t, sums);
-    for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {0}; next_piece(&job->grid, &t, &s);) {
         const void *g[INTERLEAVED_ROWS];
         void *m[INTERLEAVED_ROWS];
         real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
@@ -313,7 +314,7 @@ static void momentum(const CameJob *job, int64_t index, real clip, int apart, Ca
         if (is_ready(row->state_type))
             FOR_TYPES(momentum_loop, s.count, grad_type(job), row->state_type, job, s.n, g, f.r, f.c, m, elements,
                       row_sums);
-        came_add_span(job, &job->residual, &t, &s, row_sums, sums);
+        came_add_piece(job, &job->residual, &t, &s, row_sums, sums);
     }
     came_end_tile(job, &job->residual, &t, sums);
 }
@@ -373,7 +374,7 @@ static double confidence(const CameJob *job, int64_t index, CameColumns *columns
     CameFactors f;
     double total = 0;
     came_set_columns(job, &job->residual, &t, columns);
-    for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {0}; next_piece(&job->grid, &t, &s);) {
         came_set_factors(job, &job->residual, &t, &s, columns, &f);
         for (int k = 0; k < s.count; k++) total += f.r[k] * f.sum;
     }
@@ -390,7 +391,7 @@ static double apply(const CameJob *job, int64_t index, real step, real decay, Ca
     CameFactors f;
     double total = 0;
     came_set_columns(job, &job->residual, &t, columns);
-    for (CameSpan s = {0}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {0}; next_piece(&job->grid, &t, &s);) {
         void *x[INTERLEAVED_ROWS];
         const void *m[INTERLEAVED_ROWS];
         real r[INTERLEAVED_ROWS];
@@ -419,7 +420,7 @@ static double second_moment(const CameJob *job, int64_t index) {
     CameGradBuffer buffer;
     double total = 0;
     start_buffers(&buffer, 1);
-    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *restrict g = grad_at(job, s.start, s.n, &buffer);
         real *restrict v = (real *)job->row->exp_avg_sq + s.start, sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -439,7 +440,7 @@ static void momentum_and_apply(const CameJob *job, int64_t index, real clip, rea
     CameGradBuffer buffer;
     real m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
     start_buffers(&buffer, 1);
-    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *restrict g = grad_at(job, s.start, s.n, &buffer);
         const real *restrict v = (const real *)row->exp_avg_sq + s.start;
         real *restrict m = read_m(row, s.start, s.n, m_buffer);
@@ -455,7 +456,7 @@ static double param_square_sum(const CameJob *job, int64_t index) {
     const CameTile t = tile_at(&job->grid, index);
     real buffer[PIECE_ELEMS];
     double total = 0;
-    for (CameSpan s = {.count = 1}; next_span(&job->grid, &t, &s);) {
+    for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)

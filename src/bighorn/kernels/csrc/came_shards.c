@@ -8,14 +8,14 @@
 
 #include <math.h>
 
-static int64_t place(const int64_t *at, int64_t i) { return at ? at[i] : i; }
+static int64_t position(const int64_t *at, int64_t i) { return at ? at[i] : i; }
 
 static void spread(const real *values, int64_t count, const int64_t *at, double *to) {
-    for (int64_t i = 0; i < count; i++) to[place(at, i)] = values[i];
+    for (int64_t i = 0; i < count; i++) to[position(at, i)] = values[i];
 }
 
 static void cut(const double *from, int64_t count, const int64_t *at, real *values) {
-    for (int64_t i = 0; i < count; i++) values[i] = (real)from[place(at, i)];
+    for (int64_t i = 0; i < count; i++) values[i] = (real)from[position(at, i)];
 }
 
 static CameShardSums shard_sums_at(const CameShard *h, double *at, int64_t inner, double **rest) {
@@ -64,8 +64,8 @@ void store_shard_average(const CameJob *job, const CameAverage *average, const C
     for (int64_t k = 0; k < row->matrices; k++) {
         double total = 0, roots = 0;
         for (int64_t i = k * count; i < (k + 1) * count; i++) total += known[i], roots += 1 / sqrt(known[i]);
-        to->total[place(h->matrix_at, k)] = total;
-        if (!ratio) to->inner[place(h->matrix_at, k)] = roots;
+        to->total[position(h->matrix_at, k)] = total;
+        if (!ratio) to->inner[position(h->matrix_at, k)] = roots;
     }
 }
 
@@ -87,7 +87,7 @@ void load_reduced_average(const CameJob *job, const CameAverage *average, const 
     const CameShard *h = job->shard;
     if (from->row) cut(from->row, row->matrices * row->height, h->row_at, average->row.values);
     if (from->col) cut(from->col, row->matrices * row->width, h->col_at, average->col.values);
-    for (int64_t k = 0; k < row->matrices; k++) job->means[k] = reduced_row_mean(h, from, place(h->matrix_at, k));
+    for (int64_t k = 0; k < row->matrices; k++) job->means[k] = reduced_row_mean(h, from, position(h->matrix_at, k));
 }
 
 CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from) {

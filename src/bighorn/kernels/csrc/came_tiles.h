@@ -1,4 +1,4 @@
-/* Iteration of a CAME step's loops over a tensor: tiles, and the spans of consecutive elements in them. */
+/* Iteration of a CAME step's loops over a tensor: tiles, and the pieces of consecutive elements in them. */
 #ifndef BIGHORN_CAME_TILES_H
 #define BIGHORN_CAME_TILES_H
 
@@ -6,18 +6,18 @@
 #include "run.h"
 
 typedef struct {
-    int64_t matrix, matrices, block, strip;
+    int64_t matrix, matrices, down, across;
     int64_t row, rows, column, columns; /* in the first matrix */
 } CameTile;
 
 static inline CameTile tile_at(const CameGrid *g, int64_t index) {
-    int64_t group = index / (g->strips * g->blocks), rest = index % (g->strips * g->blocks);
-    CameTile t = {.matrix = group * g->per_tile, .strip = rest / g->blocks, .block = rest % g->blocks};
+    int64_t group = index / (g->tiles_across * g->tiles_down), rest = index % (g->tiles_across * g->tiles_down);
+    CameTile t = {.matrix = group * g->per_tile, .across = rest / g->tiles_down, .down = rest % g->tiles_down};
     t.matrices = g->matrices - t.matrix < g->per_tile ? g->matrices - t.matrix : g->per_tile;
-    t.row = share_of(g->height, t.block, g->blocks);
-    t.rows = share_of(g->height, t.block + 1, g->blocks) - t.row;
-    t.column = t.strip * g->strip_columns;
-    t.columns = g->width - t.column < g->strip_columns ? g->width - t.column : g->strip_columns;
+    t.row = share_of(g->height, t.down, g->tiles_down);
+    t.rows = share_of(g->height, t.down + 1, g->tiles_down) - t.row;
+    t.column = t.across * g->tile_columns;
+    t.columns = g->width - t.column < g->tile_columns ? g->width - t.column : g->tile_columns;
     return t;
 }
 
@@ -26,17 +26,17 @@ static inline CameTile tile_at(const CameGrid *g, int64_t index) {
  * column sums are read and written less often. The rows are an odd number of rows apart, since addresses that differ by
  * whole pages conflict in a cache. */
 typedef struct {
-    int64_t start, row, column; /* of the first of `count` spans */
-    int64_t apart;              /* rows from one span to the next */
-    int64_t left;               /* remaining rows of the first span's quarter */
+    int64_t start, row, column; /* of the first of `count` pieces */
+    int64_t apart;              /* rows from one piece to the next */
+    int64_t left;               /* remaining rows of the first piece's quarter */
     int count, n, lines;
-} CameSpan;
+} CamePiece;
 
 static inline int is_narrow(const CameGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
 
-/* Advances to the next span. A zeroed span advances to the first one; with a count of 1, spans come one at a time.
+/* Advances to the next piece. A zeroed piece advances to the first one; with a count of 1, pieces come one at a time.
  * Returns false after the last one. */
-static inline int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
+static inline int next_piece(const CameGrid *g, const CameTile *t, CamePiece *s) {
     const int64_t rows = t->matrices * t->rows;
     if (is_narrow(g)) {
         const int most = PIECE_ELEMS / (int)g->width;
@@ -60,8 +60,8 @@ static inline int next_span(const CameGrid *g, const CameTile *t, CameSpan *s) {
     return s->row < rows;
 }
 
-/* Returns the offset of span k. */
-static inline int64_t start_of(const CameGrid *g, const CameSpan *s, int k) {
+/* Returns the offset of piece k. */
+static inline int64_t start_of(const CameGrid *g, const CamePiece *s, int k) {
     return s->start + k * s->apart * g->width;
 }
 

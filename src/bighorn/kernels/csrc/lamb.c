@@ -1,4 +1,4 @@
-/* LAMB: the options, the chunks of a tensor (called blocks in names), norms and the trust ratio. layerwise.h has the
+/* LAMB: the options, the chunks of a tensor, norms and the trust ratio. layerwise.h has the
  * schedule, lamb_loops.c and lamb_blocks.c have the arithmetic on elements. */
 #include "lamb.h"
 #include "codec.h"
@@ -16,28 +16,28 @@ enum { SHARED_MIN_ELEMS = 1 << 18 };
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
 /* Returns the first element of a chunk. Quantization blocks are not divided: a chunk has as many of them as fit. */
-static int64_t start_of(const LambRow *row, int64_t size, int64_t block) {
-    int64_t start = block * BLOCK_ELEMS;
+static int64_t start_of(const LambRow *row, int64_t size, int64_t chunk) {
+    int64_t start = chunk * CHUNK_ELEMS;
     if (row->inner) {
         int64_t per_row = blocks_in_row(row->inner);
         int64_t least = row->inner < CODEC_BLOCK_ELEMS ? row->inner : CODEC_BLOCK_ELEMS;
-        int64_t first = block * (BLOCK_ELEMS / least);
+        int64_t first = chunk * (CHUNK_ELEMS / least);
         start = first / per_row * row->inner + first % per_row * CODEC_BLOCK_ELEMS;
     }
     return start < size ? start : size;
 }
 
-static int64_t blocks_of(const LambRow *row, int64_t size) {
-    if (!row->inner) return blocks_in(size);
-    int64_t least = row->inner < CODEC_BLOCK_ELEMS ? row->inner : CODEC_BLOCK_ELEMS, per_block = BLOCK_ELEMS / least;
-    return (size / row->inner * blocks_in_row(row->inner) + per_block - 1) / per_block;
+static int64_t chunks_of(const LambRow *row, int64_t size) {
+    if (!row->inner) return chunks_in(size);
+    int64_t least = row->inner < CODEC_BLOCK_ELEMS ? row->inner : CODEC_BLOCK_ELEMS, per_chunk = CHUNK_ELEMS / least;
+    return (size / row->inner * blocks_in_row(row->inner) + per_chunk - 1) / per_chunk;
 }
 
 /* The largest number of chunks in any row. */
-EXPORT int64_t bighorn_lamb_blocks(const LambRow *rows, const Gradient *gradients, int64_t rows_count) {
+EXPORT int64_t bighorn_lamb_chunks(const LambRow *rows, const Gradient *gradients, int64_t rows_count) {
     int64_t most = 0;
     for (int64_t i = 0; i < rows_count; i++) {
-        int64_t count = blocks_of(&rows[i], gradients[i].size);
+        int64_t count = chunks_of(&rows[i], gradients[i].size);
         most = count > most ? count : most;
     }
     return most;
@@ -112,14 +112,14 @@ _Static_assert(sizeof(LambLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves t
 
 static const LambOptions *options_of(const LambStep *s, int64_t row) { return &s->options[s->rows[row].options]; }
 
-static LambBlock block_at(const LambStep *s, const LambLocals *l, int64_t row, int64_t block) {
-    const int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, block);
-    return (LambBlock){
+static LambChunk chunk_at(const LambStep *s, const LambLocals *l, int64_t row, int64_t chunk) {
+    const int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, chunk);
+    return (LambChunk){
         .row = l->weights_copy ? &l->row : &s->rows[row],
         .gradient = l->grad_copy ? &l->gradient : &s->gradients[row],
         .grad = l->grad_copy ? l->grad : s->grads[row],
         .start = start,
-        .size = start_of(&s->rows[row], size, block + 1) - start,
+        .size = start_of(&s->rows[row], size, chunk + 1) - start,
     };
 }
 
@@ -134,12 +134,12 @@ static void plan_copies(const LambStep *s, int64_t row, char *scratch, int64_t b
     if (!g_bytes && !x_bytes) return;
     int64_t most = (bytes - CACHE_LINE_BYTES - 2 * g->fan * g_bytes) / (g_bytes + x_bytes);
     if (most > STAGED_ELEMS) most = STAGED_ELEMS;
-    info->window = most / BLOCK_ELEMS;
+    info->window = most / CHUNK_ELEMS;
     if (info->window <= 0) {
         info->window = 0;
         return;
     }
-    const int64_t elements = info->window * BLOCK_ELEMS;
+    const int64_t elements = info->window * CHUNK_ELEMS;
     if (x_bytes) l->weights_copy = scratch;
     if (g_bytes) l->grad_copy = scratch + elements * x_bytes;
     const int64_t used = elements * x_bytes + (elements + 2 * g->fan) * g_bytes;
@@ -159,7 +159,7 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
     l->loops = in_double ? s->loops_double : r->inner > 0 ? s->blocks : s->loops;
     l->lr = factors_of(o, r, s->grad_scale, &l->factors);
     LayerInfo info = {
-        .blocks = blocks_of(r, s->gradients[row].size),
+        .chunks = chunks_of(r, s->gradients[row].size),
         .update_bytes = in_double ? sizeof(double) : sizeof(float),
         .needs_ratio = o->adapt || o->cautious,
     };
@@ -197,10 +197,10 @@ static void close_window(const void *step, int64_t row, int64_t first, int64_t l
         copy_weights(step, row, first, last, l, STRIDED_SCATTER);
 }
 
-static LayerSums first(const void *step, int64_t row, int64_t block, const void *locals, void *update) {
+static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
     const LambOptions *o = options_of(step, row);
     const LambLocals *l = locals;
-    const LambBlock b = block_at(step, l, row, block);
+    const LambChunk b = chunk_at(step, l, row, chunk);
     return o->adapt || o->cautious ? l->loops->moments(&b, &l->factors, o->second_moment, update)
                                    : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
 }
@@ -232,9 +232,9 @@ static double ratio(const void *step, int64_t row, void *locals, LayerSums total
     return ratio;
 }
 
-static void second(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const void *update) {
+static void second(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
-    const LambBlock b = block_at(step, l, row, block);
+    const LambChunk b = chunk_at(step, l, row, chunk);
     l->loops->apply(&b, &l->factors, l->lr * ratio, update);
 }
 
@@ -279,7 +279,7 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
         .sums = sums,
         .scratch = scratch,
         .scratch_bytes = scratch_bytes,
-        .partial = {partial, partial + bighorn_lamb_blocks(rows, gradients, rows_count)},
+        .partial = {partial, partial + bighorn_lamb_chunks(rows, gradients, rows_count)},
     };
     run_parallel(run, elements_in(&step.queue), step_rows, &step);
 }

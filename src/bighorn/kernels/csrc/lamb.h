@@ -24,15 +24,15 @@ typedef struct {
     const Gradient *gradient;
     const void *grad;
     int64_t start, size;
-} LambBlock;
+} LambChunk;
 
 /* Whether weights are bfloat16 that can be used in place; and whether gradients are, too. */
-static inline int lies_in_bfloat16(const Weights *w) {
+static inline int is_in_bfloat16(const Weights *w) {
     return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST && !w->memory;
 }
 
-static inline int all_in_bfloat16(const LambBlock *b) {
-    return lies_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
+static inline int all_in_bfloat16(const LambChunk *b) {
+    return is_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
 }
 
 /* lamb_loops.c has these functions for moments in floats, lamb_loops_double.c for float64 weights, and lamb_blocks.c
@@ -40,11 +40,11 @@ static inline int all_in_bfloat16(const LambBlock *b) {
 typedef struct {
     /* Updates the moments and computes u; if updates are cautious, the masked r. It is stored unless `update` is NULL.
      */
-    LayerSums (*moments)(const LambBlock *block, const LambFactors *factors, int second_moment, void *update);
+    LayerSums (*moments)(const LambChunk *chunk, const LambFactors *factors, int second_moment, void *update);
     /* Updates x from what is stored; if `update` is NULL, it is computed again. */
-    void (*apply)(const LambBlock *block, const LambFactors *factors, double step, const void *update);
+    void (*apply)(const LambChunk *chunk, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */
-    LayerSums (*moments_and_apply)(const LambBlock *block, const LambFactors *factors, int second_moment, double step);
+    LayerSums (*moments_and_apply)(const LambChunk *chunk, const LambFactors *factors, int second_moment, double step);
 } LambLoops;
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */

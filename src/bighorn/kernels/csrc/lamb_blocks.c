@@ -131,7 +131,7 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
     if (block->n % LANES) block->x = padded(block->x_buffer, block->x, block->n * 4, sizeof block->x_buffer);
 }
 
-FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambBlock *b, const LambReals *f, GradientMean *last) {
+FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambChunk *b, const LambReals *f, GradientMean *last) {
     block->grad_scale = f->grad_scale;
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
@@ -240,7 +240,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum Code
 /* Updates x from u, or from the masked r. */
 static void apply_update(const LambReals f, float step, LambQuantBlock *block, const float *restrict stored) {
     const Weights *w = &block->row->weights;
-    if (lies_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
+    if (is_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
 #pragma omp simd
         for (int i = 0; i < block->n; i++) {
@@ -260,12 +260,12 @@ static void apply_update(const LambReals f, float step, LambQuantBlock *block, c
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
 /* The type of x and g in a block, as `LambQuantBlock.type`. */
-static int type_of(const LambBlock *b, const LambReals *f) {
+static int type_of(const LambChunk *b, const LambReals *f) {
     return all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
 }
 
 /* Computes the u, or the masked r, of a block again, from weights that have not changed. */
-static void load_block_update(LambQuantBlock *block, const LambBlock *b, const LambReals *f, const int type,
+static void load_block_update(LambQuantBlock *block, const LambChunk *b, const LambReals *f, const int type,
                               GradientMean *last) {
     load_block_weights(block, type);
     if (f->cautious) load_block_grad(block, b, f, last);
@@ -273,7 +273,7 @@ static void load_block_update(LambQuantBlock *block, const LambBlock *b, const L
 }
 
 /* Computes the sums again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambBlock *b, const LambReals *f) {
+static LayerSums careful_sums(const LambChunk *b, const LambReals *f) {
     LayerSums sums = {0};
     GradientMean last = {-1, 0};
     LambQuantBlock block;
@@ -290,7 +290,7 @@ static LayerSums careful_sums(const LambBlock *b, const LambReals *f) {
 
 /* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
  * codes of a block depend on its scales: this saves 4% of the time. */
-static LayerSums step_block(const LambBlock *b, const LambReals *f, const float *step, float *update) {
+static LayerSums step_block(const LambChunk *b, const LambReals *f, const float *step, float *update) {
     const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}, {0}, {0}};
@@ -318,24 +318,24 @@ static LayerSums step_block(const LambBlock *b, const LambReals *f, const float 
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
-static LayerSums moments(const LambBlock *b, const LambFactors *factors, int second_moment, void *update) {
+static LayerSums moments(const LambChunk *b, const LambFactors *factors, int second_moment, void *update) {
     const LambReals f = reals_of(factors);
     (void)second_moment; /* blocks do not support AMSGrad; other second moments differ only in factors */
     return step_block(b, &f, NULL, update);
 }
 
-static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factors, int second_moment, double step) {
+static LayerSums moments_and_apply(const LambChunk *b, const LambFactors *factors, int second_moment, double step) {
     const LambReals f = reals_of(factors);
     const float size = (float)step;
     (void)second_moment;
     return step_block(b, &f, &size, NULL);
 }
 
-static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
+static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const float *stored = update;
     /* Without gradients, weights alone have to be bfloat16. */
-    const int type = f.cautious ? type_of(b, &f) : lies_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
+    const int type = f.cautious ? type_of(b, &f) : is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
     GradientMean last = {-1, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {

@@ -14,20 +14,20 @@ typedef struct {
     real buffer[PIECE_ELEMS];
 } LambPiece;
 
-static int lies_ready(const Weights *w) { return (w->type == REAL_TYPE && !w->memory) || lies_in_bfloat16(w); }
+static int used_in_place(const Weights *w) { return (w->type == REAL_TYPE && !w->memory) || is_in_bfloat16(w); }
 
 /* Returns the number of elements in a piece. If all data are used in place, a piece is a whole chunk: a longer loop has
  * more loads in flight, which saves 4% of a step beyond the caches. */
-static int piece_of(const LambBlock *b) {
+static int piece_of(const LambChunk *b) {
     const int reads_reals = is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
-    return lies_ready(&b->row->weights) && (reads_reals || all_in_bfloat16(b)) ? BLOCK_ELEMS : PIECE_ELEMS;
+    return used_in_place(&b->row->weights) && (reads_reals || all_in_bfloat16(b)) ? CHUNK_ELEMS : PIECE_ELEMS;
 }
 
 static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
     const Weights *w = &row->weights;
     const int type = row->state_type;
-    p->x_type = lies_ready(w) ? w->type : REAL_TYPE;
-    p->x = lies_ready(w) ? at(w->data, w->type, start) : read_weights(w, start, n, p->buffer);
+    p->x_type = used_in_place(w) ? w->type : REAL_TYPE;
+    p->x = used_in_place(w) ? at(w->data, w->type, start) : read_weights(w, start, n, p->buffer);
     p->state_type = type;
     p->m = at(row->exp_avg, type, start);
     p->v = at(row->exp_avg_sq, type, start);
@@ -35,7 +35,7 @@ static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
 }
 
 static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key, int64_t start, int n) {
-    if (!lies_ready(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->x);
+    if (!used_in_place(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->x);
 }
 
 /* Updates the moments of one element, and returns r. */
@@ -151,7 +151,7 @@ static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, cons
          ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored) \
          : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored))
 
-FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambReals *f, int second_moment,
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambChunk *b, const LambReals *f, int second_moment,
                                            const enum LambUpdateUse after, real step, int64_t start, int n,
                                            real *stored, GradientMean *last) {
     LambPiece p;
@@ -180,7 +180,7 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambBlock *b, const LambReals *
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambReals *f, int second_moment,
+FORCE_INLINE_TEMPLATE LayerSums step_block(const LambChunk *b, const LambReals *f, int second_moment,
                                            const enum LambUpdateUse after, real step, real *update) {
     LayerSums sums = {0};
     GradientMean last = {-1, 0};
@@ -194,14 +194,14 @@ FORCE_INLINE_TEMPLATE LayerSums step_block(const LambBlock *b, const LambReals *
     return sums;
 }
 
-static LayerSums moments(const LambBlock *b, const LambFactors *factors, int second_moment, void *update) {
+static LayerSums moments(const LambChunk *b, const LambFactors *factors, int second_moment, void *update) {
     const LambReals f = reals_of(factors);
     return f.cautious ? step_block(b, &f, second_moment, UPDATE_MASK, 0, update)
            : update   ? step_block(b, &f, second_moment, UPDATE_KEEP, 0, update)
                       : step_block(b, &f, second_moment, UPDATE_FORGET, 0, NULL);
 }
 
-static LayerSums moments_and_apply(const LambBlock *b, const LambFactors *factors, int second_moment, double step) {
+static LayerSums moments_and_apply(const LambChunk *b, const LambFactors *factors, int second_moment, double step) {
     const LambReals f = reals_of(factors);
     return step_block(b, &f, second_moment, UPDATE_APPLY, (real)step, NULL);
 }
@@ -273,7 +273,7 @@ FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, r
 #define MASK_LOOP(x_type, state_type) \
     mask_loop(*f, x_type, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, p->x, out)
 
-static void mask_again(const LambBlock *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out,
+static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out,
                        GradientMean *last) {
     real buffer[PIECE_ELEMS];
     const real *g = centred_grad(b->gradient, b->grad, start, n, buffer, last);
@@ -290,7 +290,7 @@ static void mask_again(const LambBlock *b, const LambReals *f, const LambPiece *
                   : apply_pairs(f, 0, (real)step, n, stored, NULL, NULL, p.x))
 #define APPLY_MASKED(x_type, state_type) apply_loop(f, x_type, state_type, 1, (real)step, n, masked_r, NULL, NULL, p.x)
 
-static void apply(const LambBlock *b, const LambFactors *factors, double step, const void *update) {
+static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const int again = f.cautious && !update, piece = again ? PIECE_ELEMS : piece_of(b);
     GradientMean last = {-1, 0};

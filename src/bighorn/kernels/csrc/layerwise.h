@@ -1,5 +1,5 @@
 /* The schedule of a step whose size depends on norms of the whole tensor, as in LAMB or LARS: which thread processes
- * which chunk (called block in names), where the threads wait, the two sums, and the ratio. The optimizer supplies two
+ * which chunk, where the threads wait, the two sums, and the ratio. The optimizer supplies two
  * loops over chunks.
  *
  * The functions are templates over the optimizer's rule: as calls through pointers, the rule's functions took 10% of
@@ -32,7 +32,7 @@ enum { CACHE_LINE_BYTES = 64 };
 
 /* The properties of a row that the schedule needs. */
 typedef struct {
-    int64_t blocks;
+    int64_t chunks;
     int update_bytes;   /* of one element of a stored update */
     bool needs_ratio;   /* false: the first loop finishes the row */
     int64_t window;     /* chunks that are prepared together; 0: none need to be */
@@ -40,7 +40,7 @@ typedef struct {
 } LayerInfo;
 
 /* The functions that an optimizer supplies. `step` is the optimizer's data; rows and chunks are indices. A chunk has at
- * most BLOCK_ELEMS elements, and chunks do not depend on the number of threads. */
+ * most CHUNK_ELEMS elements, and chunks do not depend on the number of threads. */
 typedef struct {
     /* Computes a row's locals, and returns the properties of the row that the schedule needs. The rule can use the
      * first of the thread's bytes of scratch. */
@@ -50,12 +50,12 @@ typedef struct {
     void (*close_window)(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
-    LayerSums (*first)(const void *step, int64_t row, int64_t block, const void *locals, void *update);
+    LayerSums (*first)(const void *step, int64_t row, int64_t chunk, const void *locals, void *update);
     /* Returns the ratio, from the sums over the whole tensor, and adds what else follows from them to the locals.
      * `writes_norms` is true in one thread, which writes the row's metrics. */
     double (*ratio)(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms);
     /* The second loop, over one chunk, updates the weights. */
-    void (*second)(const void *step, int64_t row, int64_t block, const void *locals, double ratio, const void *update);
+    void (*second)(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
 
 /* One call. All fields but `barrier` are inputs. */
@@ -70,9 +70,9 @@ typedef struct {
     RunBarrier barrier;
 } LayerwiseStep;
 
-/* If a thread has at most CACHED_BLOCKS chunks, the second loop processes them from the last to the first, in groups of
+/* If a thread has at most CACHED_CHUNKS chunks, the second loop processes them from the last to the first, in groups of
  * REVERSED_BLOCKS, because the last ones are the likeliest to be in cache. */
-enum { CACHED_BLOCKS = 128, REVERSED_BLOCKS = 8 };
+enum { CACHED_CHUNKS = 128, REVERSED_BLOCKS = 8 };
 
 /* One thread's share of a row: chunks [first, last). */
 typedef struct {
@@ -85,8 +85,8 @@ typedef struct {
 } LayerSlice;
 
 /* Returns the address at which the update of a chunk is stored; NULL if it is not stored. */
-FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t block) {
-    return block < slice->stored ? NULL : slice->scratch + (block - slice->stored) * slice->chunk_bytes;
+FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t chunk) {
+    return chunk < slice->stored ? NULL : slice->scratch + (chunk - slice->stored) * slice->chunk_bytes;
 }
 
 /* Returns the sums of the whole row. They are added up chunk by chunk, so that they do not depend on the number of
@@ -108,7 +108,7 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
     if (!partial) return total;
     wait_for_all(&s->barrier, slice->team);
     total = (LayerSums){0};
-    for (int64_t b = 0; b < info.blocks; b++) add_sums(&total, partial[b]);
+    for (int64_t b = 0; b < info.chunks; b++) add_sums(&total, partial[b]);
     return total;
 }
 
@@ -116,7 +116,7 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
 FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, LayerwiseStep *s, const LayerSlice *slice,
                                                   const LayerInfo info, void *locals, double ratio) {
     const int64_t count = slice->last - slice->first;
-    int64_t group = count > CACHED_BLOCKS ? count : REVERSED_BLOCKS;
+    int64_t group = count > CACHED_CHUNKS ? count : REVERSED_BLOCKS;
     if (info.window && info.window < group) group = info.window;
     for (int64_t end = slice->last; end > slice->first; end -= group) {
         const int64_t start = end - group > slice->first ? end - group : slice->first;
@@ -134,13 +134,13 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
     const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
     char *scratch = s->scratch + share->thread * own_bytes;
     const LayerInfo info = rule.prepare(s->step, row, scratch, own_bytes, locals);
-    const int64_t chunk_bytes = BLOCK_ELEMS * info.update_bytes;
+    const int64_t chunk_bytes = CHUNK_ELEMS * info.update_bytes;
     const int64_t room = s->phase == PHASE_BOTH ? (own_bytes - info.used_bytes) / chunk_bytes : 0;
     const bool leads = share->part == 0;
     LayerSlice slice = {
         .row = row,
-        .first = share_of(info.blocks, share->part, share->parts),
-        .last = share_of(info.blocks, share->part + 1, share->parts),
+        .first = share_of(info.chunks, share->part, share->parts),
+        .last = share_of(info.chunks, share->part + 1, share->parts),
         .scratch = scratch + info.used_bytes,
         .chunk_bytes = chunk_bytes,
         .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,

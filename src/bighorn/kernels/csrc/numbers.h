@@ -98,7 +98,7 @@ static inline void narrow_float16(const real *restrict in, int n, uint16_t *rest
     for (; i < n; i++) out[i] = to_float16((float)in[i]);
 }
 
-/* Returns elements in the type of the arithmetic: in place if they have it, other dtypes copied into the buffer. */
+/* Returns elements in the type of the arithmetic: in offset if they have it, other dtypes copied into the buffer. */
 static inline real *widen(const void *data, int type, int64_t start, int n, real *restrict buffer) {
     const uint16_t *half = (const uint16_t *)data + start;
     if (type == REAL_TYPE) return (real *)data + start;
@@ -115,7 +115,7 @@ static inline real *widen(const void *data, int type, int64_t start, int n, real
     return buffer;
 }
 
-/* Stores values, rounded to the nearest. Those that keep their type are in place already, so nothing is copied. */
+/* Stores values, rounded to the nearest. Those that keep their type are in offset already, so nothing is copied. */
 static inline void narrow(const real *restrict values, int n, void *data, int type, int64_t start) {
     uint16_t *restrict half = (uint16_t *)data + start;
     if (type == REAL_TYPE) return;
@@ -160,10 +160,10 @@ FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, real
  * `layout_last_stride` apart. */
 static inline int64_t layout_offset(const int64_t *layout, int64_t index, int64_t *count) {
     const int64_t last = layout[0] - 1, *sizes = layout + 1, *strides = sizes + last + 1;
-    int64_t inner = index % sizes[last], rest = index / sizes[last], place = inner * strides[last];
-    for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) place += rest % sizes[d] * strides[d];
+    int64_t inner = index % sizes[last], rest = index / sizes[last], offset = inner * strides[last];
+    for (int64_t d = last - 1; d >= 0; rest /= sizes[d--]) offset += rest % sizes[d] * strides[d];
     *count = sizes[last] - inner;
-    return place;
+    return offset;
 }
 
 static inline int64_t layout_last_stride(const int64_t *layout) { return layout[2 * layout[0]]; }

@@ -32,8 +32,8 @@ static inline uint32_t dither_at(const Weights *w, uint64_t seed, int64_t t) {
 static inline void random_bits(const Weights *w, uint32_t rng_key, int64_t start, int n, uint32_t *restrict bits) {
     const int64_t stride = w->layout ? layout_last_stride(w->layout) : 1;
     for (int64_t done = 0; done < n;) {
-        int64_t count = INT64_MAX, place = w->layout ? layout_offset(w->layout, start + done, &count) : start + done;
-        const uint32_t lower = (uint32_t)(place += w->offset), upper = mix(rng_key + (uint32_t)(place >> 32));
+        int64_t count = INT64_MAX, position = w->layout ? layout_offset(w->layout, start + done, &count) : start + done;
+        const uint32_t lower = (uint32_t)(position += w->offset), upper = mix(rng_key + (uint32_t)(position >> 32));
         const int64_t alike = (UINT32_MAX - lower) / stride + 1; /* elements whose positions have the same upper half */
         count = count < n - done ? count : n - done;
         count = count < alike ? count : alike;
@@ -150,8 +150,8 @@ NO_INLINE void scatter_weights(const Weights *w, uint32_t rng_key, int64_t start
     strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_SCATTER);
 }
 
-/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they have the type of the
- * arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
+/* Returns the values that weights [start, start + n) stand for, a piece at most: in position if they have the type of
+ * the arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
 static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
     void *x = consecutive(w->memory, w->data, w->type, start, n);
     if (x && w->type == REAL_TYPE) return x;

@@ -16,21 +16,21 @@ typedef struct {
 } RowMeans;
 
 /* The rows of dim 0 that one thread takes at a time; 0 if threads share a row, chunk by chunk. */
-static int64_t rows_at_once(const Gradient *g) { return BLOCK_ELEMS / g->fan; }
+static int64_t rows_at_once(const Gradient *g) { return CHUNK_ELEMS / g->fan; }
 
 static int64_t units_in(const Gradient *g) {
     if (!g->means || !g->fan) return 0;
     const int64_t rows = g->size / g->fan, at_once = rows_at_once(g);
-    return at_once ? (rows + at_once - 1) / at_once : rows * blocks_in(g->fan);
+    return at_once ? (rows + at_once - 1) / at_once : rows * chunks_in(g->fan);
 }
 
 /* Computes the means of the rows of a unit, or the sum of one chunk of a row. */
 static void run_unit(const RowMeans *m, const Gradient *g, const void *data, int64_t unit, double *partial) {
     const SquareSumLoops *loops = g->type == FLOAT64 ? m->loops_double : m->loops;
-    const int64_t at_once = rows_at_once(g), chunks = blocks_in(g->fan);
+    const int64_t at_once = rows_at_once(g), chunks = chunks_in(g->fan);
     if (!at_once) {
-        const int64_t start = unit % chunks * BLOCK_ELEMS, rest = g->fan - start;
-        *partial = loops->sum(g, data, unit / chunks * g->fan + start, rest < BLOCK_ELEMS ? rest : BLOCK_ELEMS);
+        const int64_t start = unit % chunks * CHUNK_ELEMS, rest = g->fan - start;
+        *partial = loops->sum(g, data, unit / chunks * g->fan + start, rest < CHUNK_ELEMS ? rest : CHUNK_ELEMS);
         return;
     }
     const int64_t rows = g->size / g->fan, end = (unit + 1) * at_once < rows ? (unit + 1) * at_once : rows;
@@ -51,7 +51,7 @@ static void run_units(int thread, int team, void *data) {
 
 /* Adds up the sums of rows that threads share. */
 static void add_up(const Gradient *g, const double *partial) {
-    const int64_t chunks = blocks_in(g->fan), rows = g->size / g->fan;
+    const int64_t chunks = chunks_in(g->fan), rows = g->size / g->fan;
     for (int64_t row = 0; row < rows; row++) {
         double total = 0;
         for (int64_t chunk = 0; chunk < chunks; chunk++) total += partial[row * chunks + chunk];

@@ -15,9 +15,9 @@ enum { PARALLEL_MIN_ELEMS = 1 << 15 };
 
 /* The elements of a chunk. Sums are formed per chunk and added in the order of chunks, so that no result depends on the
  * number of threads. */
-enum { BLOCK_ELEMS = 8192 };
+enum { CHUNK_ELEMS = 8192 };
 
-static inline int64_t blocks_in(int64_t size) { return (size + BLOCK_ELEMS - 1) / BLOCK_ELEMS; }
+static inline int64_t chunks_in(int64_t size) { return (size + CHUNK_ELEMS - 1) / CHUNK_ELEMS; }
 
 typedef void RunBody(int thread, int team, void *data);
 

@@ -11,20 +11,20 @@ typedef struct {
     void *const *data;
     int64_t rows;
     double *partial; /* one per chunk of every row, in order */
-    int64_t blocks;
+    int64_t chunks;
 } SquareSum;
 
 static void square_sum_body(int thread, int team, void *data) {
     const SquareSum *s = data;
-    int64_t first = share_of(s->blocks, thread, team), last = share_of(s->blocks, thread + 1, team), before = 0;
+    int64_t first = share_of(s->chunks, thread, team), last = share_of(s->chunks, thread + 1, team), before = 0;
     for (int64_t row = 0; row < s->rows && before < last; row++) {
         const Gradient *gradient = &s->gradients[row];
         const SquareSumLoops *loops = gradient->type == FLOAT64 ? s->loops_double : s->loops;
-        int64_t count = blocks_in(gradient->size);
+        int64_t count = chunks_in(gradient->size);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
-            int64_t start = b * BLOCK_ELEMS, rest = gradient->size - start;
+            int64_t start = b * CHUNK_ELEMS, rest = gradient->size - start;
             s->partial[before + b] =
-                loops->square_sum(gradient, s->data[row], start, rest < BLOCK_ELEMS ? rest : BLOCK_ELEMS);
+                loops->square_sum(gradient, s->data[row], start, rest < CHUNK_ELEMS ? rest : CHUNK_ELEMS);
         }
         before += count;
     }
@@ -41,10 +41,10 @@ EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients
         .rows = rows,
         .partial = partial,
     };
-    for (int64_t row = 0; row < rows; row++) s.blocks += blocks_in(gradients[row].size);
+    for (int64_t row = 0; row < rows; row++) s.chunks += chunks_in(gradients[row].size);
     run_parallel(run, elements_of(gradients, rows), square_sum_body, &s);
     double total = 0;
-    for (int64_t b = 0; b < s.blocks; b++) total += partial[b];
+    for (int64_t b = 0; b < s.chunks; b++) total += partial[b];
     return total;
 }
 

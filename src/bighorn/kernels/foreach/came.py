@@ -240,8 +240,8 @@ class Batch:
         if self.options.weight_rounding != "stochastic":
             return None
         whole, piece = self.g.shape[1:], self.g[at].shape[1:]
-        place = positions(piece, [along.start or 0 for along in at[1:]], whole, self.g.device)
-        index = place + self.row_offsets.view(-1, *[1] * len(whole))
+        within = positions(piece, [along.start or 0 for along in at[1:]], whole, self.g.device)
+        index = within + self.row_offsets.view(-1, *[1] * len(whole))
         return random_bits(each(self.keys, index), each(self.t, index), index)
 
     def gradient(self, at: Index) -> Tensor:

@@ -30,7 +30,7 @@ from bighorn.kernels.foreach.pieces import (
 )
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
-from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
 
 # The slots of the workspace, in units of PIECE_BYTES. WIDE and X overlap, as x follows all norms.
@@ -111,13 +111,13 @@ class Batch:
         self.stored = bucket.state["exp_avg"][0].dtype
         size = sum(x.numel() for x in bucket.params[rows])
         self.keeps = bucket.options.cautious or size * self.dtype.itemsize <= (U[1] - U[0]) * PIECE_BYTES
-        self.draws = draws(bucket)
+        self.needs_rng_key = needs_rng_key(bucket)
         self.pieces = list(self._cut())
 
     def _cut(self) -> Iterator[Piece]:
         """Yield the pieces of the parameters and their state, whose addresses are the same at each step."""
         params, state = self.bucket.params[self.rows], self.bucket.state
-        firsts = self.bucket.row_offsets[self.rows] or [0] * len(params)
+        row_starts = self.bucket.row_offsets[self.rows] or [0] * len(params)
         moments = [self._flat(state.get(name)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         like_params = {name: self._pieces(each[self.rows]) for name, each in state.items() if "scale" not in name}
         scales = {name: each[self.rows] for name, each in state.items() if "scale" in name}
@@ -135,7 +135,7 @@ class Batch:
                 v,
                 peak,
                 [{name: part[i] for name, part in parts.items()} for i in range(len(x))],
-                [start + first for start, first in zip(starts, firsts[rows], strict=True)],
+                [start + first for start, first in zip(starts, row_starts[rows], strict=True)],
             )
 
     @property
@@ -198,7 +198,7 @@ class Batch:
             store_pieces(piece.x, values, apply_mask)
             return
         for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
-            bits = random_bits(*self._places(piece, i, t)) if rounding == "stochastic" else None
+            bits = random_bits(*self._positions(piece, i, t)) if rounding == "stochastic" else None
             for name, new in store_weight(value, x.dtype, rounding, bits).items():
                 target = x if name == "x" else piece.state[i][name].view(-1)
                 write(target, new, apply_mask)
@@ -217,14 +217,14 @@ class Batch:
     ) -> None:
         """Store moments in blocks unless `discard` is set; round them to the values that are (or would be) stored."""
         for i, state in enumerate(piece.state):
-            shifts = dither(*self._places(piece, i, t)).view_as(state["exp_avg"]) if self.draws else NEAREST
+            shifts = dither(*self._positions(piece, i, t)).view_as(state["exp_avg"]) if self.needs_rng_key else NEAREST
             for name, values, shift in (("exp_avg", m[i], NEAREST), ("exp_avg_sq", v[i], shifts)):
                 new = quantize(name, values.view_as(state[name]), state, shift)
                 values.copy_(dequantize(name, {**state, **new}).flatten())
                 for key, value in new.items() if not discard else ():
                     write(state[key], value, apply_mask)
 
-    def _places(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
+    def _positions(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
         """Return the arguments of `random_bits` for tensor `i` of a piece, at the steps `t` of the batch's rows."""
         row = piece.rows.start + i
         key = rng_key(self.bucket.options.rounding_seed, self.bucket.param_ids[self.rows][row])

@@ -31,7 +31,7 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 """A function of x, g (in the dtype of the arithmetic), state, t, dither, options, and the shard that x is."""
 
 
-def draws(bucket: Bucket[Options]) -> bool:
+def needs_rng_key(bucket: Bucket[Options]) -> bool:
     """Whether a bucket's step uses random bits, for weights, or dither, for a second moment in 8 bits."""
     in_8_bits = any(tensor.dtype == torch.uint8 for tensors in bucket.state.values() for tensor in tensors[:1])
     return bucket.options.weight_rounding == "stochastic" or in_8_bits
@@ -86,7 +86,7 @@ class Stepper(Generic[Options]):
     def _rows(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Row]:
         """Yield every row, after its rule has run up to the first sums that it needs."""
         for bucket in self.buckets:
-            o, with_bits = bucket.options, draws(bucket)
+            o, with_bits = bucket.options, needs_rng_key(bucket)
             shards = bucket.shards or [Shard.whole(x.shape) for x in bucket.params]
             rows = zip(bucket.params, bucket.grads, bucket.steps, shards, strict=True)
             for i, (x, g, step, shard) in enumerate(rows):

@@ -36,7 +36,7 @@ def came_squares(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, row_parts, col_parts = tiling.place(row_ptr, tile, partials_ptr, WIDE)
+    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, WIDE)
     _, _, matrix, line, _ = tiling.corner(row_ptr, tile, WIDE)
     g = tl.load(grads_ptr + index)
     means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
@@ -200,7 +200,7 @@ def came_average(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
-    _, _, row_parts, col_parts = tiling.place(row_ptr, tile, partials_ptr, WIDE)
+    _, _, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, WIDE)
 
     g, m = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG)
     root = tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix) * common.number(
@@ -291,17 +291,17 @@ def came_apply(
     c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = lr.to(tl.float32), (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32), root
-    draws = weights.stream(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
+    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
     pointers = weights.weight_at(row_ptr, start, X, ROUNDING), common.at(m, start, S)
     scales = scaling.scales_of(row_ptr, start)
     if tiling.aligned(weights.weight_addresses(row_ptr) | m, shape, VECTOR):
         r = apply(
-            pointers, scales, shape, factors, row_averages, c, draws,
+            pointers, scales, shape, factors, row_averages, c, rng_key,
             S, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, TILE_BLOCK,
         )  # fmt: skip
     else:
         r = apply(
-            pointers, scales, shape, factors, row_averages, c, draws,
+            pointers, scales, shape, factors, row_averages, c, rng_key,
             S, ROUNDING, CODES_IN_TILES, 1, WIDE, layout.FEW,
         )  # fmt: skip
     if SPLIT is None:
@@ -312,7 +312,7 @@ def came_apply(
 
 @triton.jit
 def apply(
-    pointers, scales, shape, factors, row_averages, c, draws,
+    pointers, scales, shape, factors, row_averages, c, rng_key,
     S: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -325,10 +325,10 @@ def apply(
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         r = scaling.row_factors(row_averages, i, shape, root, ROWS)
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        draw = draws, tiling.firsts(scales[2], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+        rng = rng_key, tiling.row_starts(scales[2], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
         x -= decay * x
         weights.write_weight(
-            pointers[0], offsets, mask, x - lr * scaling.update(m, r, c), draw, ROUNDING, VECTOR
+            pointers[0], offsets, mask, x - lr * scaling.update(m, r, c), rng, ROUNDING, VECTOR
         )  # CAME-x
         total += tl.where(i + tl.arange(0, ROWS) < shape[0], r, 0.0).to(tl.float64)
     return tl.sum(total, 0)

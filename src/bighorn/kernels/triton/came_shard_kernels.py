@@ -22,7 +22,7 @@ def came_known_squares(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     _, _, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
-    start, shape, row_parts, col_parts = tiling.place(row_ptr, tile, partials_ptr, WIDE)
+    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, WIDE)
     if SPLIT == "rows":
         known, parts = (
             tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line),

@@ -13,16 +13,16 @@ def corner(row_ptr, tile, WIDE: tl.constexpr):
     TALL: tl.constexpr = layout.AREA // WIDE
     height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
     local = tile - tl.load(row_ptr + layout.FIRST_TILE)
-    strips, blocks = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
-    matrix = local // (strips * blocks)
-    line, column = local // strips % blocks * TALL, local % strips * WIDE
+    across, down = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
+    matrix = local // (across * down)
+    line, column = local // across % down * TALL, local % across * WIDE
     start = (matrix * height + line) * width + column
     high, wide = tl.minimum(height - line, TALL).to(tl.int32), tl.minimum(width - column, WIDE).to(tl.int32)
     return start, (high, wide, width), matrix, line, column
 
 
 @triton.jit
-def place(row_ptr, tile, partials_ptr, WIDE: tl.constexpr):
+def tile_at(row_ptr, tile, partials_ptr, WIDE: tl.constexpr):
     """Return a tile's first element, its shape, and the positions of its partial sums of rows and columns."""
     start, shape, matrix, line, column = corner(row_ptr, tile, WIDE)
     height, width, matrices = (
@@ -57,7 +57,7 @@ def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def firsts(start, i, shape, ROWS: tl.constexpr):
+def row_starts(start, i, shape, ROWS: tl.constexpr):
     """Return the positions, in the tensor, of the first elements of a tile's rows from the `i`-th on."""
     return start + (i + tl.arange(0, ROWS)) * shape[2]
 

@@ -97,20 +97,20 @@ def came_move(
         common.at(v, start, tl.float32),
         centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE),
     )
-    scales, draws = (
+    scales, rng_key = (
         scaling.scales_of(row_ptr, start),
-        weights.stream(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT),
+        weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT),
     )
     if g % 16 == 0:
-        move(pointers, scales, factors, draws, 0, whole, common.UNMASKED, common.UNMASKED, S, ROUNDING, BLOCK)
+        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, common.UNMASKED, S, ROUNDING, BLOCK)
     else:
-        move(pointers, scales, factors, draws, 0, whole, common.UNMASKED, 1, S, ROUNDING, BLOCK)
-    move(pointers, scales, factors, draws, whole, size, 1, 1, S, ROUNDING, BLOCK)
+        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, 1, S, ROUNDING, BLOCK)
+    move(pointers, scales, factors, rng_key, whole, size, 1, 1, S, ROUNDING, BLOCK)
 
 
 @triton.jit
 def move(
-    pointers, scales, factors, draws, first, stop,
+    pointers, scales, factors, rng_key, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
@@ -120,9 +120,9 @@ def move(
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         if tl.int8 == S:
             element = scales[2] + offsets
-            place = element // scales[1] * tl.cdiv(scales[1], codec.CODES) + element % scales[1] // codec.CODES
+            scale_index = element // scales[1] * tl.cdiv(scales[1], codec.CODES) + element % scales[1] // codec.CODES
             m = codec.decoded(
-                common.read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + place, mask=mask), "linear"
+                common.read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + scale_index, mask=mask), "linear"
             )
         else:
             g = centring.gradient(pointers[1], offsets, mask, pointers[4], offsets, mask, G_VECTOR) * scale
@@ -131,5 +131,5 @@ def move(
             m = common.write(pointers[2], offsets, mask, m, VECTOR)
         x -= decay * x
         weights.write_weight(
-            pointers[0], offsets, mask, x - lr * m, (draws, scales[2], offsets), ROUNDING, VECTOR
+            pointers[0], offsets, mask, x - lr * m, (rng_key, scales[2], offsets), ROUNDING, VECTOR
         )  # CAME-x

@@ -12,7 +12,7 @@ from bighorn.kernels.bucket import Shard
 from bighorn.kernels.triton.tables import Uploads
 
 AREA = 1 << 15  # elements of a tile
-STRIP = 2048  # columns of a tile
+TILE_COLUMNS = 2048
 WIDE = 256  # columns of a tile that are in registers at a time
 NARROW = 32  # the same if a row has no more
 LINES = 64  # rows whose partial sums one program adds up
@@ -21,8 +21,8 @@ LINES = 64  # rows whose partial sums one program adds up
 class RowMeans:
     """The means of the rows of dim 0 of a launch group's gradients.
 
-    A tile has up to STRIP columns, and as many rows as make AREA elements. A row with more columns has one partial sum
-    for each strip of columns, and a piece is LINES such rows.
+    A tile has up to TILE_COLUMNS columns, and as many rows as make AREA elements. A row with more columns has one
+    partial sum for each tile across it, and a piece is LINES such rows.
 
     Attributes:
         means: The mean of each row, float32. The kernels compute the sum of a row that other ranks have a part of.
@@ -48,14 +48,14 @@ class RowMeans:
         first = part = tile = piece = 0
         for x, shard, height in zip(params, shards, heights, strict=True):
             width = x.numel() // max(height, 1)
-            strips = -(-width // STRIP)
-            tall = AREA // min(max(1 << (width - 1).bit_length(), NARROW), STRIP) if width else 1
+            across = -(-width // TILE_COLUMNS)
+            tall = AREA // min(max(1 << (width - 1).bit_length(), NARROW), TILE_COLUMNS) if width else 1
             address = self.means.data_ptr() + first * self.means.itemsize
             self.columns.append([address, tall, tile, part, piece, 1 if splits(shard) else width])
-            tiles.append(strips * -(-height // tall))
-            pieces.append(-(-height // LINES) if strips > 1 else 0)
+            tiles.append(across * -(-height // tall))
+            pieces.append(-(-height // LINES) if across > 1 else 0)
             first, tile, piece = first + height, tile + tiles[-1], piece + pieces[-1]
-            part += strips * height if strips > 1 else 0
+            part += across * height if across > 1 else 0
         self.partials = torch.empty(part, dtype=torch.float64, device=uploads.device)
         self.tile_to_row, self.piece_to_row = program_table(tiles), program_table(pieces)
         self.is_split = any(map(splits, shards))

@@ -9,7 +9,7 @@ import triton.language as tl
 from bighorn.kernels.triton import centring
 from bighorn.kernels.triton import common_kernels as common
 
-STRIP = tl.constexpr(centring.STRIP)
+TILE_COLUMNS = tl.constexpr(centring.TILE_COLUMNS)
 WIDE = tl.constexpr(centring.WIDE)
 NARROW = tl.constexpr(centring.NARROW)
 LINES = tl.constexpr(centring.LINES)
@@ -20,7 +20,7 @@ PARTS = tl.constexpr(64)  # partial sums of a row in registers
 MEANS = tl.constexpr(common.ROW - 6)  # the address of its means, float32
 TALL = tl.constexpr(common.ROW - 5)  # the rows of a tile
 FIRST_TILE = tl.constexpr(common.ROW - 4)
-FIRST_PART = tl.constexpr(common.ROW - 3)  # its first partial sum; each strip of a tensor has one per row
+FIRST_PART = tl.constexpr(common.ROW - 3)  # its first partial sum; each tile across a tensor has one per row
 FIRST_PIECE = tl.constexpr(common.ROW - 2)
 DIVISOR = tl.constexpr(common.ROW - 1)  # the elements of a row; 1 if other ranks have a part of it
 
@@ -31,27 +31,27 @@ DIVISOR = tl.constexpr(common.ROW - 1)  # the elements of a row; 1 if other rank
 def row_sums(
     rows_ptr, grads_ptr, tile_to_row_ptr, apply_mask_ptr, partials_ptr, G: tl.constexpr, G_BLOCK: tl.constexpr
 ):
-    """Compute the means of rows that are within a strip of columns, and the sums over parts of longer ones."""
+    """Compute the means of rows that are within one tile, and the sums over parts of longer ones."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr = rows_ptr + index * common.ROW
-    height, width, strips = extent(row_ptr)
+    height, width, across = extent(row_ptr)
     g = tl.load(grads_ptr + index)
     local, tall = tile - tl.load(row_ptr + FIRST_TILE), tl.load(row_ptr + TALL)
-    line, strip = local // strips * tall, local % strips
+    line, column_tile = local // across * tall, local % across
     shape = (
         tl.minimum(height - line, tall).to(tl.int32),
-        tl.minimum(width - strip * STRIP, STRIP).to(tl.int32),
+        tl.minimum(width - column_tile * TILE_COLUMNS, TILE_COLUMNS).to(tl.int32),
         width,
     )
-    pointer = common.at(g, line * width + strip * STRIP, G)
+    pointer = common.at(g, line * width + column_tile * TILE_COLUMNS, G)
     to = (
         common.at(tl.load(row_ptr + MEANS), line, tl.float32),
-        partials_ptr + tl.load(row_ptr + FIRST_PART) + strip * height + line,
+        partials_ptr + tl.load(row_ptr + FIRST_PART) + column_tile * height + line,
         tl.load(row_ptr + DIVISOR),
-        strips == 1,
+        across == 1,
     )
     VECTOR: tl.constexpr = G_BLOCK // common.LANES
     if width <= NARROW:
@@ -84,28 +84,30 @@ def sum_rows(g, shape, to, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def row_means(rows_ptr, grads_ptr, piece_to_row_ptr, apply_mask_ptr, partials_ptr):
-    """Compute the means of rows that are longer than a strip, from the sums over their parts."""
+    """Compute the means of rows that are longer than a tile, from the sums over their parts."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr = rows_ptr + index * common.ROW
-    height, _, strips = extent(row_ptr)
+    height, _, across = extent(row_ptr)
     lines = (piece - tl.load(row_ptr + FIRST_PIECE)) * LINES + tl.arange(0, LINES)
     partials = partials_ptr + tl.load(row_ptr + FIRST_PART) + lines[None, :]
     total = tl.zeros((PARTS, LINES), tl.float64)
-    for i in range(0, strips, PARTS):
-        strip = (i + tl.arange(0, PARTS))[:, None]
-        total += tl.load(partials + strip * height, mask=(strip < strips) & (lines < height)[None, :], other=0.0)
+    for i in range(0, across, PARTS):
+        column_tile = (i + tl.arange(0, PARTS))[:, None]
+        total += tl.load(
+            partials + column_tile * height, mask=(column_tile < across) & (lines < height)[None, :], other=0.0
+        )
     mean = tl.sum(total, 0) / tl.load(row_ptr + DIVISOR)
     tl.store(common.at(tl.load(row_ptr + MEANS), lines, tl.float32), mean.to(tl.float32), mask=lines < height)
 
 
 @triton.jit
 def extent(row_ptr):
-    """Return the number of a tensor's rows, their length, and the number of strips of columns."""
+    """Return the number of a tensor's rows, their length, and the number of tiles across them."""
     width = tl.load(row_ptr + common.INNER)
-    return tl.load(row_ptr + common.SIZE) // width, width, tl.cdiv(width, STRIP)
+    return tl.load(row_ptr + common.SIZE) // width, width, tl.cdiv(width, TILE_COLUMNS)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def unsupported(param: Tensor) -> str | None:
     if interpreted() and device.type != "cpu":
         return "TRITON_INTERPRET is set, and the interpreter reads the memory of the CPU alone: unset it"
     if not interpreted() and device.type not in DEVICES:
-        return f"it lies on {device}, not on a GPU"
+        return f"it is on {device}, not on a GPU"
     if param.dtype not in DTYPES:
         return f"its dtype is {param.dtype}"
     return broken(device)

@@ -106,21 +106,21 @@ def lamb_moments(
         common.number(factor + STRIDE),
     )
     t = tl.load(factor + STEP_NUMBER)
-    draws = weights.stream(row_ptr, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
-    places = first, start, tl.load(row_ptr + common.INNER), draws
+    rng_key = weights.rng_key(row_ptr, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
+    positions = first, start, tl.load(row_ptr + common.INNER), rng_key
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
     if g % 16 == 0:
         x1, u1, kept1, products1 = moments(
-            pointers, numbers, option_ptr, places, 0, whole,
+            pointers, numbers, option_ptr, positions, 0, whole,
             VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
         )  # fmt: skip
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
         x1, u1, kept1, products1 = moments(
-            pointers, numbers, option_ptr, places, 0, whole,
+            pointers, numbers, option_ptr, positions, 0, whole,
             VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
         )  # fmt: skip
     x2, u2, kept2, products2 = moments(
-        pointers, numbers, option_ptr, places, whole, size,
+        pointers, numbers, option_ptr, positions, whole, size,
         1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
     )  # fmt: skip
     sums = sums_ptr + chunk * (CAUTIOUS_SUM if CAUTIOUS else SUM)
@@ -133,7 +133,7 @@ def lamb_moments(
 
 @triton.jit
 def moments(
-    pointers, numbers, option_ptr, places, first, stop,
+    pointers, numbers, option_ptr, positions, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -149,14 +149,14 @@ def moments(
     kept = tl.zeros((common.LANES,), tl.float32)
     products = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, AT_ONCE):
-        where = codec.blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
+        where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, M_FORM, AT_ONCE)
         offsets, mask = where[0], where[1]
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        g = gradient(pointers[1], where, places[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
+        g = gradient(pointers[1], where, positions[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
         m = beta1 * codec.read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
         v = beta2 * codec.read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
         m = codec.write_moment(pointers[2], where, m, 0, M_FORM, VECTOR)
-        shifts = weights.dither(places[3], places[1] + offsets) if V_FORM == "unsigned" else 0
+        shifts = weights.dither(positions[3], positions[1] + offsets) if V_FORM == "unsigned" else 0
         v = codec.write_moment(pointers[3], where, v, shifts, V_FORM, VECTOR)
         if AMSGRAD:
             v_max = common.read(pointers[4], offsets, mask, VECTOR).to(tl.float32)
@@ -180,8 +180,8 @@ def moments(
             if DECAY_MODE == "ratio":
                 products += common.folded(x.to(tl.float64) * u.to(tl.float64))
         elif writes_x:
-            draw = places[3], places[1], offsets
-            _stored = weights.write_weight(pointers[0], offsets, mask, x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
+            rng = positions[3], positions[1], offsets
+            _stored = weights.write_weight(pointers[0], offsets, mask, x - stride * u, rng, ROUNDING, VECTOR)  # LAMB-x
     return x_squares, u_squares, kept, products
 
 
@@ -268,31 +268,36 @@ def lamb_apply(
     )
     factor = factors_ptr + index * FACTOR
     t = tl.load(factor + STEP_NUMBER)
-    places = first, start, tl.load(row_ptr + common.INNER), weights.stream(row_ptr, t, ROUNDING == "stochastic", CUT)
+    positions = (
+        first,
+        start,
+        tl.load(row_ptr + common.INNER),
+        weights.rng_key(row_ptr, t, ROUNDING == "stochastic", CUT),
+    )
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
     if G_AGAIN is None:
-        apply(pointers, factor, option_ptr, places, 0, whole, VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
-        apply(pointers, factor, option_ptr, places, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(pointers, factor, option_ptr, positions, 0, whole, VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(pointers, factor, option_ptr, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
     else:
         g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
         again = (common.at(g, start, G_AGAIN), means_of(row_ptr, first, M_FORM, CENTRE)), scale
         masked = pointers[0], pointers[1], pointers[2], again
         if g % 16 == 0:
             apply(
-                masked, factor, option_ptr, places, 0, whole,
+                masked, factor, option_ptr, positions, 0, whole,
                 VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK,
             )  # fmt: skip
         else:
             apply(
-                masked, factor, option_ptr, places, 0, whole,
+                masked, factor, option_ptr, positions, 0, whole,
                 VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK,
             )  # fmt: skip
-        apply(masked, factor, option_ptr, places, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(masked, factor, option_ptr, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
 
 @triton.jit
 def apply(
-    pointers, factor, option_ptr, places, first, stop,
+    pointers, factor, option_ptr, positions, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -305,13 +310,13 @@ def apply(
     )
     decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
     for i in range(first, stop, AT_ONCE):
-        where = codec.blocks_at(places[0], i, stop, places[2], VECTOR, M_FORM, AT_ONCE)
+        where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, M_FORM, AT_ONCE)
         x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
         m = codec.read_moment(pointers[1], where, M_FORM, VECTOR)
         v = codec.read_moment(pointers[2], where, V_FORM, VECTOR)
         if len(pointers) == 4:
             again, scale = pointers[3]
-            g = gradient(again, where, places[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
+            g = gradient(again, where, positions[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = ratio(m, v, m_factor, root_eps)
@@ -319,8 +324,8 @@ def apply(
             u *= agreeing(m, g)
         if DECAY_MODE == "ratio":
             u += decay * x  # LAMB-u
-        draw = places[3], places[1], where[0]
-        weights.write_weight(pointers[0], where[0], where[1], x - stride * u, draw, ROUNDING, VECTOR)  # LAMB-x
+        rng = positions[3], positions[1], where[0]
+        weights.write_weight(pointers[0], where[0], where[1], x - stride * u, rng, ROUNDING, VECTOR)  # LAMB-x
 
 
 # ---- arithmetic of both passes -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
-from bighorn.kernels.reference.stepper import draws
+from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, rng_key
 from bighorn.kernels.triton.centring import RowMeans
 from bighorn.kernels.triton.device import Launch, compiled
@@ -199,7 +199,7 @@ class LaunchGroup(Generic[Options]):
             row += step not in unique_steps, index
             row.append(sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]))
             row.append(max(1, math.prod(x.shape[1:])))
-            row += random_columns(bucket, i) if draws(bucket) else [0] * 6
+            row += random_columns(bucket, i) if needs_rng_key(bucket) else [0] * 6
             row += own
             last = self.row_means.columns[len(rows)] if self.row_means else []
             rows.append(row + [0] * (width - len(row) - len(last)) + last)

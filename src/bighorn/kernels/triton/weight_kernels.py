@@ -46,13 +46,13 @@ def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.conste
 
 
 @triton.jit
-def write_weight(weight, offsets, mask, value, draw, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
+def write_weight(weight, offsets, mask, value, rng, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
     """Store a parameter and its aux state; `draw` are the arguments of `random_bits` for "stochastic".
 
     The stored values are returned, since Triton 3.3 compiles no call without a result under a condition.
     """
     if ROUNDING == "stochastic":
-        value = stochastic(value, random_bits(draw[0], draw[1], draw[2]), weight[0].dtype.element_ty)
+        value = stochastic(value, random_bits(rng[0], rng[1], rng[2]), weight[0].dtype.element_ty)
     near = common.write(weight[0], offsets, mask, value, VECTOR)
     if ROUNDING == "kahan":
         shift = raised(near, weight[0].dtype.element_ty)
@@ -88,12 +88,12 @@ def stochastic(value, bits, X: tl.constexpr):
 
 
 @triton.jit
-def stream(row_ptr, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
-    """Return the inputs of random bits and dither at step `t`: key and step, first position, and if CUT, runs.
+def rng_key(row_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
+    """Return what random bits and dither at step `t` derive from: key and step, first position, and if CUT, runs.
 
     CUT: the row may be a shard whose elements are not consecutive in the whole parameter.
     """
-    if DRAWS:
+    if RANDOM:
         key = tl.load(row_ptr + common.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
         if CUT:
             runs = (
@@ -102,47 +102,47 @@ def stream(row_ptr, t, DRAWS: tl.constexpr, CUT: tl.constexpr):
                 tl.load(row_ptr + common.RUN_STEP),
                 tl.load(row_ptr + common.RUNS_STEP),
             )
-            return key, tl.load(row_ptr + common.PLACE), runs
+            return key, tl.load(row_ptr + common.POSITION), runs
         else:
-            return key, tl.load(row_ptr + common.PLACE)
+            return key, tl.load(row_ptr + common.POSITION)
     else:
         return row_ptr
 
 
 @triton.jit
-def random_bits(stream, start, offsets):
+def random_bits(rng_key, start, offsets):
     """Return 32 random bits for each of some elements, whose offsets are those in this shard."""
-    key, t = stream[0]
+    key, t = rng_key[0]
     seed = mixed(key + t)
-    if len(stream) == 2 and offsets.dtype == tl.int32:
+    if len(rng_key) == 2 and offsets.dtype == tl.int32:
         # Less than 2^32 after the start, the high half of a position is that of the start's position or the next one.
-        first = place_of(stream, start)
+        first = position_of(rng_key, start)
         low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
-        place = low + offsets.to(tl.uint32)
-        high_hash = tl.where(place < low, mixed(seed + high + 1), mixed(seed + high))
-        return mixed(place ^ high_hash)
+        position = low + offsets.to(tl.uint32)
+        high_hash = tl.where(position < low, mixed(seed + high + 1), mixed(seed + high))
+        return mixed(position ^ high_hash)
     else:
-        place = place_of(stream, start + offsets)
-        return mixed(place.to(tl.uint32) ^ mixed(seed + (place >> 32).to(tl.uint32)))
+        position = position_of(rng_key, start + offsets)
+        return mixed(position.to(tl.uint32) ^ mixed(seed + (position >> 32).to(tl.uint32)))
 
 
 @triton.jit
-def dither(stream, elements):
+def dither(rng_key, elements):
     """Return 16 bits for each of some elements, as `random_bits`, that are more evenly spread."""
-    key, t = stream[0]
-    place = place_of(stream, elements).to(tl.uint32)
-    return (key + t * tl.full((), 0x9E3779B9, tl.uint32) + place * tl.full((), 0xC13FA9A9, tl.uint32)) >> 16
+    key, t = rng_key[0]
+    position = position_of(rng_key, elements).to(tl.uint32)
+    return (key + t * tl.full((), 0x9E3779B9, tl.uint32) + position * tl.full((), 0xC13FA9A9, tl.uint32)) >> 16
 
 
 @triton.jit
-def place_of(stream, elements):
+def position_of(rng_key, elements):
     """Return the positions of elements in the whole parameter, int64."""
-    place, first = elements.to(tl.int64), stream[1]
-    if len(stream) == 3:
-        runs = stream[2]
-        run = place // runs[0]
-        place += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
-    return place + first
+    position, first = elements.to(tl.int64), rng_key[1]
+    if len(rng_key) == 3:
+        runs = rng_key[2]
+        run = position // runs[0]
+        position += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
+    return position + first
 
 
 @triton.jit

@@ -52,6 +52,7 @@ class Driver:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Make Triton treat CPU tensors as tensors of this GPU."""
     from bighorn.kernels.triton import (
+        came_codes_kernels,
         came_kernels,
         came_unfactored_kernels,
         centring_kernels,
@@ -66,7 +67,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     device._platform.cache_clear()
     yield pretended
     device._platform.cache_clear()
-    for module in (came_kernels, came_unfactored_kernels, centring_kernels, common_kernels, lamb_kernels):
+    for module in (
+        came_codes_kernels,
+        came_kernels,
+        came_unfactored_kernels,
+        centring_kernels,
+        common_kernels,
+        lamb_kernels,
+    ):
         for thing in vars(module).values():
             if hasattr(thing, "device_caches"):
                 thing.device_caches.clear()

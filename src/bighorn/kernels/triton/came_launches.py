@@ -20,9 +20,10 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     def __init__(
         self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels
+        from bighorn.kernels.triton import came_codes_kernels, came_kernels, came_layout, came_unfactored_kernels
 
-        self.columns, self.kernels, self.unfactored_kernels = came_layout, came_kernels, came_unfactored_kernels
+        self.columns, self.kernels = came_layout, came_kernels
+        self.unfactored_kernels, self.codes_kernels = came_unfactored_kernels, came_codes_kernels
         super().__init__(buckets, indices, layouts, uploads)
         grids, device = self.tile_grids(), self.device
         self.factored = factored = self.constants["FACTORED"]
@@ -140,7 +141,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Advance the average if it is kept in 8 bits, in blocks that are not rows of tiles."""
         options, scale, apply_mask, compile_only = self.given
         tables = self.rows, self.grads, self.pack_to_row, options, scale, apply_mask, self.roots, self.scalars
-        self.launch(self.kernels.came_codes, len(self.pack_to_row), tables, compile_only)
+        self.launch(self.codes_kernels.came_codes, len(self.pack_to_row), tables, compile_only)
 
     def average(self) -> None:
         """Advance the average, and compute the partial sums of its residual's squares."""

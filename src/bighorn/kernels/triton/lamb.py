@@ -52,17 +52,17 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import lamb_kernels
+        from bighorn.kernels.triton import lamb_kernels, lamb_layout
 
-        self.kernels = lamb_kernels
+        self.columns, self.kernels = lamb_layout, lamb_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
         waits = [bucket.options.adapt or bucket.options.cautious for bucket in buckets]
         waiting_first = sorted(indices, key=lambda index: not waits[index[0]])
         super().__init__(buckets, waiting_first, layouts, uploads)
         self.second = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
-        self.width = (lamb_kernels.CAUTIOUS_SUM if self.constants["CAUTIOUS"] else lamb_kernels.SUM).value
+        self.width = (self.columns.CAUTIOUS_SUM if self.constants["CAUTIOUS"] else self.columns.SUM).value
         self.sums = torch.empty(self.width * len(self.program_to_row), dtype=torch.float64, device=self.device)
-        factors = lamb_kernels.FACTOR.value * len(self.indices)
+        factors = self.columns.FACTOR.value * len(self.indices)
         self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
 
     @staticmethod
@@ -94,8 +94,8 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
-        """See `LaunchGroup.own_columns`; `lamb_kernels.py` numbers the columns."""
-        states, names = [(self.buckets[index].state, i) for index, i in self.indices], self.kernels.ADDRESSES
+        """See `LaunchGroup.own_columns`; `lamb_layout.py` numbers the columns."""
+        states, names = [(self.buckets[index].state, i) for index, i in self.indices], self.columns.ADDRESSES
         addresses = [[state[name][i].data_ptr() if name in state else 0 for name in names] for state, i in states]
         sizes = [shard_of(self.buckets[index], i).numel for index, i in self.indices]
         return [[*row, size] for row, size in zip(addresses, sizes, strict=True)]
@@ -167,7 +167,7 @@ class Lamb(Stepper[LambOptions]):
 
     @staticmethod
     def option_values(options: LambOptions) -> list[float]:
-        """See `Stepper.option_values`; `lamb_kernels.py` numbers the columns."""
+        """See `Stepper.option_values`; `lamb_layout.py` numbers the columns."""
         o, (beta1, beta2) = options, options.betas
         adagrad, uncorrected = o.second_moment == "adagrad", not o.bias_correction
         return [

@@ -12,49 +12,8 @@ import triton.language as tl
 from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import lamb_layout as layout
 from bighorn.kernels.triton import weight_kernels as weights
-
-# Columns of the table of rows, after the common columns.
-ADDRESSES = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-EXP_AVG_SQ = tl.constexpr(common.OWN + 0)
-MAX_EXP_AVG_SQ = tl.constexpr(common.OWN + 1)
-EXP_AVG_SCALE = tl.constexpr(common.OWN + 2)  # used if moments are kept in blocks
-EXP_AVG_SQ_SCALE = tl.constexpr(common.OWN + 3)
-NUMEL = tl.constexpr(common.OWN + 4)  # of the whole tensor if the row is a shard
-
-# Columns of the table of hyper-parameters, after the common columns.
-BETA1 = tl.constexpr(3)
-BETA2 = tl.constexpr(4)
-BETA3 = tl.constexpr(5)  # the factor of g in m
-BETA4 = tl.constexpr(6)  # the factor of g^2 in v
-LOG_BETA1 = tl.constexpr(7)  # -inf without bias correction
-LOG_BETA2 = tl.constexpr(8)
-CORRECTS_LR = tl.constexpr(9)  # 1 if the bias correction is a factor of lr
-EPS = tl.constexpr(10)
-ADAPTS = tl.constexpr(11)  # 0 if the trust ratio is always 1, and the first pass writes x
-WEIGHT_LOW = tl.constexpr(12)
-WEIGHT_HIGH = tl.constexpr(13)
-RATIO_LOW = tl.constexpr(14)
-RATIO_HIGH = tl.constexpr(15)
-
-# An element that is loaded by itself takes an address of its own, so that fewer of them fit into registers.
-FEWER = tl.constexpr(4)
-
-# The table of factors: float64, one row per tensor.
-M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
-ROOT_EPS = tl.constexpr(1)
-STRIDE = tl.constexpr(2)  # the factor of u: lr, its correction, and finally the trust ratio
-STEP_NUMBER = tl.constexpr(3)  # from 1
-FACTOR = tl.constexpr(4)
-
-# The table of sums: float64, one row per chunk, or per shard.
-X_SQUARES = tl.constexpr(0)
-U_SQUARES = tl.constexpr(1)  # of a cautious update: of r, masked but not scaled up
-SUM = tl.constexpr(2)
-KEPT = tl.constexpr(2)  # the elements of a cautious update that are not masked
-PRODUCTS = tl.constexpr(3)  # of this r and x
-CAUTIOUS_SUM = tl.constexpr(4)
-LEAST_SHARE = tl.constexpr(1e-3)  # of elements that are not masked, by whose inverse r is scaled up
 
 
 @triton.jit
@@ -64,12 +23,12 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr):
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor, t = factors_ptr + index * FACTOR, common.count(row_ptr)
+    factor, t = factors_ptr + index * layout.FACTOR, common.count(row_ptr)
     m_factor, root_eps, stride = corrections(t, option_ptr)
-    tl.store(factor + M_FACTOR, m_factor)
-    tl.store(factor + ROOT_EPS, root_eps)
-    tl.store(factor + STRIDE, stride)
-    tl.store(factor + STEP_NUMBER, t)
+    tl.store(factor + layout.M_FACTOR, m_factor)
+    tl.store(factor + layout.ROOT_EPS, root_eps)
+    tl.store(factor + layout.STRIDE, stride)
+    tl.store(factor + layout.STEP_NUMBER, t)
 
 
 @triton.jit
@@ -86,26 +45,26 @@ def lamb_moments(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor = factors_ptr + index * FACTOR
+    factor = factors_ptr + index * layout.FACTOR
     first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)
 
-    g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + EXP_AVG_SQ)
-    v_max = tl.load(row_ptr + MAX_EXP_AVG_SQ)
+    g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
+    v_max = tl.load(row_ptr + layout.MAX_EXP_AVG_SQ)
     whole = aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         (common.at(g, start, G), means_of(row_ptr, first, M_FORM, CENTRE)),
-        codec.moment_at(m, tl.load(row_ptr + EXP_AVG_SCALE), start, S, M_FORM),
-        codec.moment_at(v, tl.load(row_ptr + EXP_AVG_SQ_SCALE), start, V, V_FORM),
+        codec.moment_at(m, tl.load(row_ptr + layout.EXP_AVG_SCALE), start, S, M_FORM),
+        codec.moment_at(v, tl.load(row_ptr + layout.EXP_AVG_SQ_SCALE), start, V, V_FORM),
         common.at(v_max, start, V),
     )
     numbers = (
         common.gradient_scale(grad_scale_ptr, option_ptr),
-        common.number(factor + M_FACTOR),
-        common.number(factor + ROOT_EPS),
-        common.number(factor + STRIDE),
+        common.number(factor + layout.M_FACTOR),
+        common.number(factor + layout.ROOT_EPS),
+        common.number(factor + layout.STRIDE),
     )
-    t = tl.load(factor + STEP_NUMBER)
+    t = tl.load(factor + layout.STEP_NUMBER)
     rng_key = weights.rng_key(row_ptr, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
     positions = first, start, tl.load(row_ptr + common.INNER), rng_key
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
@@ -123,12 +82,12 @@ def lamb_moments(
         pointers, numbers, option_ptr, positions, whole, size,
         1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, AMSGRAD, CAUTIOUS, BLOCK,
     )  # fmt: skip
-    sums = sums_ptr + chunk * (CAUTIOUS_SUM if CAUTIOUS else SUM)
-    tl.store(sums + X_SQUARES, tl.sum(x1 + x2, 0))
-    tl.store(sums + U_SQUARES, tl.sum(u1 + u2, 0))
+    sums = sums_ptr + chunk * (layout.CAUTIOUS_SUM if CAUTIOUS else layout.SUM)
+    tl.store(sums + layout.X_SQUARES, tl.sum(x1 + x2, 0))
+    tl.store(sums + layout.U_SQUARES, tl.sum(u1 + u2, 0))
     if CAUTIOUS:
-        tl.store(sums + KEPT, tl.sum((kept1 + kept2).to(tl.float64), 0))
-        tl.store(sums + PRODUCTS, tl.sum(products1 + products2, 0))
+        tl.store(sums + layout.KEPT, tl.sum((kept1 + kept2).to(tl.float64), 0))
+        tl.store(sums + layout.PRODUCTS, tl.sum(products1 + products2, 0))
 
 
 @triton.jit
@@ -138,12 +97,12 @@ def moments(
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk; return the columns of its sums, one of each per lane."""
-    AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
+    AT_ONCE: tl.constexpr = BLOCK // layout.FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
-    beta1, beta2 = common.number(option_ptr + BETA1), common.number(option_ptr + BETA2)
-    beta3, beta4 = common.number(option_ptr + BETA3), common.number(option_ptr + BETA4)
+    beta1, beta2 = common.number(option_ptr + layout.BETA1), common.number(option_ptr + layout.BETA2)
+    beta3, beta4 = common.number(option_ptr + layout.BETA3), common.number(option_ptr + layout.BETA4)
     decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
-    writes_x = tl.load(option_ptr + ADAPTS) == 0
+    writes_x = tl.load(option_ptr + layout.ADAPTS) == 0
     x_squares = tl.zeros((common.LANES,), tl.float64)
     u_squares = tl.zeros((common.LANES,), tl.float64)
     kept = tl.zeros((common.LANES,), tl.float32)
@@ -195,18 +154,18 @@ def lamb_norms(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    WIDTH: tl.constexpr = CAUTIOUS_SUM if CAUTIOUS else SUM
-    x_squares = tensor_total(sums_ptr + X_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
-    u_squares = tensor_total(sums_ptr + U_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
+    WIDTH: tl.constexpr = layout.CAUTIOUS_SUM if CAUTIOUS else layout.SUM
+    x_squares = tensor_total(sums_ptr + layout.X_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
+    u_squares = tensor_total(sums_ptr + layout.U_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
     if CAUTIOUS:
-        kept = tensor_total(sums_ptr + KEPT, row_ptr, index, WIDTH, PER_CHUNK)
-        growth = 1 / tl.maximum(kept / tl.maximum(tl.load(row_ptr + NUMEL), 1), LEAST_SHARE)
-        m_factor = factors_ptr + index * FACTOR + M_FACTOR
+        kept = tensor_total(sums_ptr + layout.KEPT, row_ptr, index, WIDTH, PER_CHUNK)
+        growth = 1 / tl.maximum(kept / tl.maximum(tl.load(row_ptr + layout.NUMEL), 1), layout.LEAST_SHARE)
+        m_factor = factors_ptr + index * layout.FACTOR + layout.M_FACTOR
         tl.store(m_factor, tl.load(m_factor) * growth)
         u_squares *= growth * growth
         if DECAY_MODE == "ratio":
             products, decay = (
-                tensor_total(sums_ptr + PRODUCTS, row_ptr, index, WIDTH, PER_CHUNK),
+                tensor_total(sums_ptr + layout.PRODUCTS, row_ptr, index, WIDTH, PER_CHUNK),
                 tl.load(option_ptr + common.DECAY),
             )
             u_squares += 2 * growth * decay * products + decay * decay * x_squares
@@ -214,7 +173,7 @@ def lamb_norms(
     weight_norm, update_norm = tl.sqrt(x_squares), tl.sqrt(u_squares)
     q = trust_ratio(weight_norm, update_norm, option_ptr)
 
-    stride = factors_ptr + index * FACTOR + STRIDE
+    stride = factors_ptr + index * layout.FACTOR + layout.STRIDE
     tl.store(stride, tl.load(stride) * q)
     norms = tl.load(row_ptr + common.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(norms, weight_norm.to(tl.float32))
@@ -235,9 +194,9 @@ def tensor_total(sums_ptr, row_ptr, index, WIDTH: tl.constexpr, PER_CHUNK: tl.co
 @triton.jit
 def trust_ratio(weight_norm, update_norm, option_ptr):
     """Return the `trust_ratio` of the reference; bounds that are not set are 0 and infinity, and a NaN remains NaN."""
-    q = bounded(weight_norm, option_ptr + WEIGHT_LOW, option_ptr + WEIGHT_HIGH) / update_norm  # LAMB-q
-    q = bounded(q, option_ptr + RATIO_LOW, option_ptr + RATIO_HIGH)
-    return tl.where((weight_norm == 0) | (update_norm == 0) | (tl.load(option_ptr + ADAPTS) == 0), 1.0, q)
+    q = bounded(weight_norm, option_ptr + layout.WEIGHT_LOW, option_ptr + layout.WEIGHT_HIGH) / update_norm  # LAMB-q
+    q = bounded(q, option_ptr + layout.RATIO_LOW, option_ptr + layout.RATIO_HIGH)
+    return tl.where((weight_norm == 0) | (update_norm == 0) | (tl.load(option_ptr + layout.ADAPTS) == 0), 1.0, q)
 
 
 @triton.jit
@@ -259,15 +218,18 @@ def lamb_apply(
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)
 
-    m, v = tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + (MAX_EXP_AVG_SQ if AMSGRAD else EXP_AVG_SQ))
+    m, v = (
+        tl.load(row_ptr + common.EXP_AVG),
+        tl.load(row_ptr + (layout.MAX_EXP_AVG_SQ if AMSGRAD else layout.EXP_AVG_SQ)),
+    )
     whole = aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
-        codec.moment_at(m, tl.load(row_ptr + EXP_AVG_SCALE), start, S, M_FORM),
-        codec.moment_at(v, tl.load(row_ptr + EXP_AVG_SQ_SCALE), start, V, V_FORM),
+        codec.moment_at(m, tl.load(row_ptr + layout.EXP_AVG_SCALE), start, S, M_FORM),
+        codec.moment_at(v, tl.load(row_ptr + layout.EXP_AVG_SQ_SCALE), start, V, V_FORM),
     )
-    factor = factors_ptr + index * FACTOR
-    t = tl.load(factor + STEP_NUMBER)
+    factor = factors_ptr + index * layout.FACTOR
+    t = tl.load(factor + layout.STEP_NUMBER)
     positions = (
         first,
         start,
@@ -302,11 +264,11 @@ def apply(
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
-    AT_ONCE: tl.constexpr = BLOCK // FEWER if VECTOR == 1 else BLOCK
+    AT_ONCE: tl.constexpr = BLOCK // layout.FEWER if VECTOR == 1 else BLOCK
     m_factor, root_eps, stride = (
-        common.number(factor + M_FACTOR),
-        common.number(factor + ROOT_EPS),
-        common.number(factor + STRIDE),
+        common.number(factor + layout.M_FACTOR),
+        common.number(factor + layout.ROOT_EPS),
+        common.number(factor + layout.STRIDE),
     )
     decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
     for i in range(first, stop, AT_ONCE):
@@ -393,11 +355,11 @@ def agreeing(m, g):
 
 @triton.jit
 def corrections(t, option_ptr):
-    """Return M_FACTOR, ROOT_EPS and STRIDE at step `t`, the last without a trust ratio."""
-    correction1 = 1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + LOG_BETA1))
-    root2 = tl.sqrt(1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + LOG_BETA2)))
-    corrects_lr = tl.load(option_ptr + CORRECTS_LR) != 0
-    both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + EPS)
+    """Return layout.M_FACTOR, layout.ROOT_EPS and layout.STRIDE at step `t`, the last without a trust ratio."""
+    correction1 = 1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + layout.LOG_BETA1))
+    root2 = tl.sqrt(1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + layout.LOG_BETA2)))
+    corrects_lr = tl.load(option_ptr + layout.CORRECTS_LR) != 0
+    both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + layout.EPS)
     return (
         tl.where(corrects_lr, 1.0, both),
         tl.where(corrects_lr, eps, eps * root2),

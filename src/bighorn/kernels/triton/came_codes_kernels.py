@@ -1,0 +1,68 @@
+"""CAME on the device: the pass over averages in 8 bits whose blocks are not the rows of tiles."""
+
+import triton
+import triton.language as tl
+
+from bighorn.kernels.triton import came_layout as layout
+from bighorn.kernels.triton import came_scaling_kernels as scaling
+from bighorn.kernels.triton import came_tiling_kernels as tiling
+from bighorn.kernels.triton import centring_kernels as centring
+from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import common_kernels as common
+
+
+@triton.jit
+def came_codes(
+    rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
+    G: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr,
+):  # fmt: skip
+    """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
+    pack = tl.program_id(0)
+    index = tl.load(pack_to_row_ptr + pack).to(tl.int64)
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
+        return
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    inner = tl.load(row_ptr + common.INNER)
+    stop = tl.load(row_ptr + common.SIZE) // inner * tl.cdiv(inner, codec.CODES)
+    block = (pack - tl.load(row_ptr + layout.FIRST_PACK)) * layout.PACK
+    where = codec.code_blocks(block, stop, inner, 1, layout.PACK)
+    offsets, mask = where[0], where[1]
+
+    means = centring.means_from(row_ptr, block, tl.cdiv(inner, codec.CODES), CENTRE)
+    positions, exist = tl.arange(0, layout.PACK)[:, None], where[3][:, None]
+    pointer = common.at(tl.load(grads_ptr + index), 0, G)
+    g = centring.gradient(pointer, offsets, mask, means, positions, exist, 1)
+    g *= common.gradient_scale(grad_scale_ptr, option_ptr)
+    clip = common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP)
+    if FACTORED:
+        height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
+        first, lanes = tl.min(offsets, 1), tl.arange(0, codec.CODES)
+        line, column = scaling.wrapped((first % width)[:, None] + lanes[None, :], width)
+        matrix, _ = scaling.wrapped((first // width % height)[:, None] + line, height)
+        matrix += (first // width // height)[:, None]
+        line += (first // width)[:, None]
+        root = (
+            tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix, mask=mask, other=0.0) * clip
+        )  # CAME-clip
+        r = (
+            scaling.inverse_root(tl.load(tiling.averages(row_ptr, layout.SQ_ROW, 0) + line, mask=mask, other=1.0))
+            * root
+        )
+        c = scaling.inverse_root(
+            tl.load(tiling.averages(row_ptr, layout.SQ_COL, 0) + matrix * width + column, mask=mask, other=1.0)
+        )
+        u = g * c * r  # CAME-u
+    else:
+        u = (
+            scaling.unfactored(
+                g, common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, tl.float32), offsets, mask)
+            )
+            * clip
+        )  # CAME-clip
+
+    moment = codec.moment_at(
+        tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.int8, "linear"
+    )
+    m = codec.read_moment(moment, where, "linear", 1)
+    m = common.number(option_ptr + layout.BETA1) * m + common.number(option_ptr + layout.BETA1_REST) * u  # CAME-m
+    codec.write_moment(moment, where, m, 0, "linear", 1)

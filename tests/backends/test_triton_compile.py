@@ -7,6 +7,7 @@ variants that together have every value of every constant.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +54,12 @@ def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, t
     if reason := missing(backend):
         pytest.skip(reason)
     constants = dict(variant.constants)
-    kernel = build(variant.kernel, variant.pointers, constants, dict(variant.options), variant.target)
+    options = dict(variant.options)
+    kernel = build(variant.kernel, variant.pointers, constants, options, variant.target)
     spilled = spilled_by_ptxas(kernel, tmp_path) if backend == "cuda" else spilled_by_amdgcn(kernel)
+    if spilled and backend == "cuda":  # as `device.compiled` does
+        kernel = build(variant.kernel, variant.pointers, constants, options | device.MORE_REGISTERS, variant.target)
+        spilled = spilled_by_ptxas(kernel, tmp_path)
     if VERSION < NO_SPILLS:
         if spilled:
             print(f"{variant.id} spills {spilled} bytes")
@@ -66,7 +71,8 @@ def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, t
     if variant.name in LAMB and backend == "cuda":
         assert found == wide
     # Other kernels have no basic block that both loads and stores.
-    plain = variant.name == "lamb_moments" and not constants["M_FORM"] and not constants["CAUTIOUS"]
+    modes = ("M_FORM", "CAUTIOUS", "CENTRE")
+    plain = variant.name == "lamb_moments" and not any(constants[mode] for mode in modes)
     if plain and wide[1] and backend == "hip":
         stores = wide[1] // 2
         assert found_in_amdgcn(kernel) == (wide[0] - stores, stores)
@@ -126,6 +132,25 @@ def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
     driver.launched.clear()
     Lamb(params, weight_decay=0.1, adam=True, backend="triton", max_grad_norm=1.0).step()
     assert driver.launched == [("square_sums", 7), ("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4)]
+
+
+@pytest.mark.parametrize(("backend", "spills"), [("cuda", True), ("cuda", False), ("hip", True)])
+def test_a_kernel_that_spills_is_compiled_again(backend: str, spills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's compiler gets no limit on registers: it knows none."""
+    seen: list[dict[str, Any]] = []
+
+    class Kernel:
+        arg_names = ("table_ptr", "BLOCK")
+
+        def run(self, *_: Any, **options: Any) -> Any:
+            seen.append(options)
+            return SimpleNamespace(run=None, n_spills=2 if spills and "maxnreg" not in options else 0)
+
+    monkeypatch.setattr(device, "_platform", lambda _: (backend, 32))
+    monkeypatch.setattr(device, "interpreted", lambda: False)
+    device.compiled(Kernel(), (torch.zeros(1),), {"BLOCK": 8, "CHUNK": 9})
+    assert [options["BLOCK"] for options in seen] == [8] * len(seen)
+    assert [options.get("maxnreg") for options in seen] == ([None, 128] if spills and backend == "cuda" else [None])
 
 
 @compiled

@@ -60,7 +60,7 @@ def variants() -> list[Variant]:
     """Return all variants, in a fixed order."""
     found: dict[str, Variant] = {}
     for (kernel, pointers, constants), (target, gpu) in itertools.product(recorded(), TARGETS.items()):
-        options = device.compile_options(kernel.fn.__name__, gpu[0], gpu[2], constants)
+        options = device.compile_options(gpu[2])
         own = tuple((name, constants[name]) for name in kernel.arg_names if name in constants)
         variant = Variant(kernel, pointers, own, tuple(options.items()), target)
         found.setdefault(variant.id, variant)

@@ -17,7 +17,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (3, 3)
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton accepts in its variables
 THREADS = 256  # LANES of the kernels
-REGISTERS = 128  # per thread, so that two programs fit on a multiprocessor
+MORE_REGISTERS = {"maxnreg": 128}
+"""The options for a kernel that spills: two programs fit on a multiprocessor then.
+
+From CUDA 13.1 on, ptxas spills 8 to 24 bytes of some kernels so that one more program fits, unless it gets a limit.
+"""
 
 trial_step: Callable[[torch.device], float] | None = None
 """`trial.lamb_step`, which depends on this module; the package sets it on import."""
@@ -116,42 +120,27 @@ Launch = Callable[[int, tuple[Tensor, ...]], object]
 def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Launch:
     """Return a kernel with these constants, compiled and loaded for tables like these, at multiples of 16 bytes."""
     named = {name: constants[name] for name in kernel.arg_names if name in constants}
-    options = compile_options(kernel.fn.__name__, *_platform(tables[0].device), constants)
+    backend, warp_size = _platform(tables[0].device)
+    options = compile_options(warp_size)
     if interpreted():
         return lambda programs, tables: kernel.run(*tables, grid=(programs,), warmup=False, **named, **options)
-    ready = kernel.run(*tables, grid=(1,), warmup=True, **named, **options)
-    _ = ready.run  # loads it
+
+    def load(options: dict[str, Any]) -> Any:
+        ready = kernel.run(*tables, grid=(1,), warmup=True, **named, **options)
+        _ = ready.run  # loads it
+        return ready
+
+    ready = load(options)
+    if backend == "cuda" and ready.n_spills:
+        ready = load(options | MORE_REGISTERS)
     # At each launch, the kernel's own `run` would look up this compiled kernel, which takes five times as long.
     return lambda programs, tables: ready[programs, 1, 1](*tables, *named.values())
 
 
-def compile_options(kernel: str, backend: str, warp_size: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for compiling a kernel, by its name, for a device with warps of `warp_size` threads."""
+def compile_options(warp_size: int) -> dict[str, Any]:
+    """Return the options for compiling a kernel for a device with warps of `warp_size` threads."""
     # Triton enables the fusion of multiplications with additions by default before 3.8, and disables it from 3.8 on.
-    options = {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
-    # Without a limit on registers, ptxas of CUDA 13.1 spills 8 or 16 bytes of such kernels, so that one more program
-    # fits on a multiprocessor.
-    if backend == "cuda" and _takes_many_registers(kernel, constants):
-        options["maxnreg"] = REGISTERS
-    return options
-
-
-def _takes_many_registers(kernel: str, constants: dict[str, Any]) -> bool:
-    x, g, moment = (constants[name].primitive_bitwidth for name in "XGS")
-    is_lamb, decay_mode = kernel == "lamb_moments", constants.get("DECAY_MODE")
-    return bool(
-        constants.get("M_FORM")
-        or constants.get("AMSGRAD")
-        or moment == 8
-        or constants["ROUNDING"] != "nearest"
-        or g == 64
-        or "RESIDUAL" in constants  # sums of lines: 16 of float64 per thread
-        or (kernel == "came_average" and g == 16)
-        or (kernel in ("came_average", "came_known_squares") and constants["CENTRE"])
-        or (is_lamb and g == 16 and constants["X"].name == "fp16")
-        or (is_lamb and (x, g, moment) == (32, 32, 16) and decay_mode == "decoupled")
-        or (is_lamb and x == moment == 16 and decay_mode == "ratio" and constants["CAUTIOUS"])
-    )
+    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
 
 
 @functools.cache

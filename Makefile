@@ -132,11 +132,11 @@ attack: $(STAMP) build/sanitized
 	$(BIN)/python -m tests.attack.run --minutes $(MINUTES) --seed $(SEED)
 
 # Trainers that would bring CUDA or another torch come without their dependencies: the tests import the modules that build
-# optimizers, and say which ones. UPGRADE=--upgrade takes the newest versions, as a nightly run does.
+# optimizers, and say which ones; fastprogress needs fasthtml from 1.1 on. UPGRADE=--upgrade takes the newest versions, as a nightly run does.
 WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl \
 	addict art colorama einops spmd_types torch_checkpointing torchdata \
 	trl diffusers sentence-transformers \
-	fastai beartype fastcore fastdownload fastprogress fasttransform plum-dispatch
+	fastai beartype fastcore fastdownload 'fastprogress<1.1' fasttransform plum-dispatch
 UPGRADE ?=
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --constraint constraints.txt \

@@ -140,8 +140,8 @@ LOSSES = """
 ## The same 36 steps
 
 `tests/integrations/test_same_training.py` trains a small network for 3 epochs of 12 steps with each client. timm,
-torchtitan, torchtune, Hydra, NeMo AutoModel and verl build the optimizer for a loop by hand; a run that resumes from its
-`state_dict()` after 18 steps continues with the same bits. The others have a loop of their own, and resume with the
+torchtitan, torchtune, Hydra, NeMo AutoModel and verl build the optimizer for a loop by hand; a run that resumes from
+its `state_dict()` after 18 steps continues with the same bits. The others have a loop of their own, and resume with the
 same bits from their own checkpoints. The table has the mean loss of the last epoch, at a learning rate of 0.01 for all.
 
 | loop | AdamW | Lamb | Came |

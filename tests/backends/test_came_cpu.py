@@ -243,6 +243,13 @@ def test_every_instruction_set(level: str, factor: Factor | None, monkeypatch: p
         steps(leaves, options, monkeypatch, DTYPES[dtypes], count=2)
 
 
+@pytest.mark.parametrize("centre", [False, True])
+def test_narrow_matrices_of_each_width(centre: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual widths have loops of their own; with `centre` these are also the lengths of short rows."""
+    leaves = tuple(Leaf(f"width-{width}", (1500, width)) for width in range(1, 18))
+    steps(leaves, replace(DEFAULTS, centre=centre), monkeypatch, count=2)
+
+
 def test_the_comparison_sees_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = Leaf("plain", (70, 90))
     bucket = bucket_of([leaf.values(torch.float32)], DEFAULTS)

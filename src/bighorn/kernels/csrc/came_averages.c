@@ -91,6 +91,31 @@ FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width,
         }
 }
 
+/* The usual widths of tall matrices get specialized loops. */
+#define FOR_WIDTH(function, height, width, ...)                   \
+    do {                                                          \
+        switch (width) {                                          \
+            case 2: function(height, 2, __VA_ARGS__); break;      \
+            case 3: function(height, 3, __VA_ARGS__); break;      \
+            case 4: function(height, 4, __VA_ARGS__); break;      \
+            case 6: function(height, 6, __VA_ARGS__); break;      \
+            case 8: function(height, 8, __VA_ARGS__); break;      \
+            case 9: function(height, 9, __VA_ARGS__); break;      \
+            case 12: function(height, 12, __VA_ARGS__); break;    \
+            case 16: function(height, 16, __VA_ARGS__); break;    \
+            default: function(height, (int)(width), __VA_ARGS__); \
+        }                                                         \
+    } while (0)
+
+FORCE_INLINE_TEMPLATE void add_rows(int height, const int width, const real *restrict values, double *restrict rows) {
+#pragma omp simd
+    for (int i = 0; i < height; i++) {
+        real sum = values[i * width];
+        for (int j = 1; j < width; j++) sum += values[i * width + j];
+        rows[i] = sum;
+    }
+}
+
 /* Computes the sums of the rows of a narrow matrix; the values are at most a piece. Neighbours are added as long as a
  * row has pairs of them, since the sums of short rows one after the other would wait for each addition. */
 static void fold_rows(int height, int width, const real *values, double *restrict rows) {
@@ -103,11 +128,7 @@ static void fold_rows(int height, int width, const real *values, double *restric
         for (int i = 0; i < height * width; i++) sums[i] = pairs[2 * i] + pairs[2 * i + 1];
         values = sums;
     }
-    for (int i = 0; i < height; i++) {
-        real sum = values[i * width];
-        for (int j = 1; j < width; j++) sum += values[i * width + j];
-        rows[i] = sum;
-    }
+    FOR_WIDTH(add_rows, height, width, values, rows);
 }
 
 /* Adds q / row of a narrow matrix, for each element. */
@@ -155,13 +176,6 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
     ((height) == 1 && (width) == 1   ? function(matrices, 1, 1, __VA_ARGS__) \
      : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__) \
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
-
-/* The usual widths of tall matrices get specialized loops. */
-#define FOR_WIDTH(function, height, width, ...)         \
-    ((width) == 16  ? function(height, 16, __VA_ARGS__) \
-     : (width) == 8 ? function(height, 8, __VA_ARGS__)  \
-     : (width) == 4 ? function(height, 4, __VA_ARGS__)  \
-                    : function(height, (int)(width), __VA_ARGS__))
 
 /* Adds the sums of a piece of rows of a narrow matrix. The sums of columns grow for each element of the piece, since
  * adding up short columns takes longer. */

@@ -27,10 +27,19 @@ static inline const real *read_grad(const Gradient *gradient, const void *data, 
     return elements ? widen(elements, gradient->type, 0, n, buffer) : gather_grad(gradient, data, start, n, buffer);
 }
 
+enum { SHORT_ROW_ELEMS = 64 }; /* at most in rows whose elements are added up in order */
+
+FORCE_INLINE_TEMPLATE double short_sum(const int64_t size, const real *g) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += g[i];
+    return sum;
+}
+
 /* Returns the sum of elements [start, start + size). */
 static inline double grad_sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
     real buffer[PIECE_ELEMS];
     double total = 0;
+    if (size <= SHORT_ROW_ELEMS) return short_sum(size, read_grad(gradient, data, start, (int)size, buffer));
     for (int64_t done = 0; done < size; done += PIECE_ELEMS) {
         int n = (int)(size - done < PIECE_ELEMS ? size - done : PIECE_ELEMS);
         const real *restrict g = read_grad(gradient, data, start + done, n, buffer);
@@ -55,15 +64,39 @@ static inline real row_mean(const Gradient *gradient, const void *data, int64_t 
     return last->value;
 }
 
+/* Computes g - mean(g) for short rows, one after the other. */
+FORCE_INLINE_TEMPLATE void centre_rows(int64_t rows, const int64_t fan, const real *g, real *out) {
+    for (int64_t row = 0; row < rows; row++, g += fan, out += fan) {
+        const real mean = (real)(short_sum(fan, g) / (double)fan);
+        for (int64_t i = 0; i < fan; i++) out[i] = g[i] - mean;
+    }
+}
+
+static inline void centre_short_rows(int64_t rows, int64_t fan, const real *g, real *out) {
+    switch (fan) { /* the usual lengths get specialized loops */
+        case 1: centre_rows(rows, 1, g, out); break;
+        case 2: centre_rows(rows, 2, g, out); break;
+        case 3: centre_rows(rows, 3, g, out); break;
+        case 4: centre_rows(rows, 4, g, out); break;
+        case 9: centre_rows(rows, 9, g, out); break;
+        default: centre_rows(rows, fan, g, out); break;
+    }
+}
+
 /* Computes g - mean(g over dims 1..) for elements [start, start + n). */
 static inline void centre(const Gradient *gradient, const void *data, int64_t start, int n, const real *g, real *out,
                           GradientMean *last) {
-    int64_t fan = gradient->fan;
-    for (int i = 0; i < n;) {
-        const int64_t row = (start + i) / fan, next = (row + 1) * fan - start;
-        const int end = (int)(next < n ? next : n);
+    const int64_t fan = gradient->fan;
+    int64_t row = start / fan, next = (row + 1) * fan - start; /* the end of the row, counted from `start` */
+    for (int64_t i = 0; i < n; row++, next += fan) {
+        const int64_t rows = next - i == fan && !gradient->means && fan <= SHORT_ROW_ELEMS ? (n - i) / fan : 0;
+        if (rows) {
+            centre_short_rows(rows, fan, g + i, out + i);
+            i += rows * fan, row += rows - 1, next += (rows - 1) * fan;
+            continue;
+        }
         const real mean = row_mean(gradient, data, row, last);
-        for (; i < end; i++) out[i] = g[i] - mean;
+        for (const int64_t end = next < n ? next : n; i < end; i++) out[i] = g[i] - mean;
     }
 }
 

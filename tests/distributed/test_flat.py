@@ -80,8 +80,11 @@ def test_what_flat_tensors_cannot_have() -> None:
             Lamb([{"params": [other.requires_grad_()], "flat_layout": LAYOUT}], lr=0.1)
     with pytest.raises(ValueError, match=r"another dtype or device than params\[0\]"):
         Lamb([{"params": [flat(), flat().half().detach()], "flat_layout": FlatLayout([[], []])}], lr=0.1)
-    with pytest.raises(ValueError, match=r"(?s)rows and columns.*use Lamb, or shard with.*fully_shard"):
-        Came([{"params": [flat()], "flat_layout": LAYOUT}], lr=0.1)
+    for kind, state_dtype in ((Lamb, "float16"), (Came, "int8")):
+        with pytest.raises(
+            ValueError, match=rf'state_dtype="{state_dtype}" keeps blocks of rows, and flat tensors cut'
+        ):
+            kind([{"params": [flat()], "flat_layout": LAYOUT}], lr=0.1, state_dtype=state_dtype)
     groups: list[dict[str, Any]] = [{"params": [flat()]}, {"params": [], "flat_layout": FlatLayout([])}]
     with pytest.raises(ValueError, match=r"gives an empty flat tensor"):
         Lamb(groups, lr=0.1)

@@ -393,7 +393,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         }
 
     def _init_state(self, info: ParamInfo, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        spec = self.algorithm.state_spec(self.param_groups[info.variant.group], info.param)
+        spec = info.state_spec(self.algorithm, self.param_groups[info.variant.group])
         return init_or_validate_state(info.param, dense, spec, self.state.get(info.param, {}), info.label), list(spec)
 
     def in_order(self) -> list[Tensor]:
@@ -440,6 +440,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 holds an option out of range. The optimizer is unchanged.
         """
         check_structure(state_dict)
+        if self._first_ids() != self._firsts and len(self.param_groups) == len(self._firsts):
+            self._adopt_replaced()  # flat tensors have state of their own shapes
         max_grad_norm = self._settings.max_grad_norm
         state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: wrap(loaded))
@@ -458,7 +460,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"), prefix)
             for i, group in enumerate(state["param_groups"])
         ]
-        states = loaded_states(groups, state["state"], self.algorithm)
+        flat = state["_flat"] if "_flat" in state else self._flat  # noqa: SIM401 - a copy has none yet
+        states = loaded_states(groups, flat, state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
         self._groups = self.param_groups

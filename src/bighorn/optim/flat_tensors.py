@@ -82,7 +82,7 @@ def check_grads(groups: list[Group], flat: list[FlatParams | None]) -> None:
             )
 
 
-class Part(NamedTuple):
+class FlatView(NamedTuple):
     """The part of a tensor that belongs to a parameter in a flat tensor."""
 
     span: slice
@@ -108,8 +108,8 @@ class FragmentView:
 
     shape: tuple[int, ...]
     shard: Shard
-    part: Part
-    state: Mapping[str, Part]
+    part: FlatView
+    state: Mapping[str, FlatView]
     spec: StateSpec
     group: FlatGroup
 
@@ -132,7 +132,7 @@ def views(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list[Fra
     for i in sorted(range(len(wholes)), key=lambda i: held.params[i].span.start):
         each, state = held.params[i], {}
         shard, spec = each.shard(by_rows=algorithm.shape_of(group, wholes[i])[0]), of_tensors[each.tensor]
-        here = Part(each.span, shard.held)
+        here = FlatView(each.span, shard.held)
         for name, kept in specs[i].items():
             if name in in_place:
                 state[name], spec[name] = here, StateTensorSpec(kept.dtype, (0,))
@@ -140,7 +140,7 @@ def views(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list[Fra
             shape = shard.held if name in full[i] else tuple(shard.size[dim] for dim in kept.dims)
             start = spec[name].numel or 0 if name in spec else 0
             end = start + math.prod(shape)
-            state[name], spec[name] = Part(slice(start, end), shape), StateTensorSpec(kept.dtype, (0,), numel=end)
+            state[name], spec[name] = FlatView(slice(start, end), shape), StateTensorSpec(kept.dtype, (0,), numel=end)
         found[i] = FragmentView(each.shape, shard, here, state, spec, held.group)
     return [found[i] for i in range(len(found))]
 

@@ -302,11 +302,15 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     # ---- the parts of a step ------------------------------------------------------------------------------
 
-    def _begin(self) -> ScheduleStep:
-        """Resolve the options of a step, including values that were written into groups since the last one."""
+    def _notice_replaced(self) -> None:
+        """Adopt the parameters that a framework has put into the groups since the last step, if there are any."""
         firsts = [id(group["params"][0]) if group["params"] else 0 for group in self.param_groups]
         if firsts != self._firsts and len(firsts) == len(self._firsts):
             self._adopt_replaced()
+
+    def _begin(self) -> ScheduleStep:
+        """Resolve the options of a step, including values that were written into groups since the last one."""
+        self._notice_replaced()
         schedule, plans_hold = begin_step(
             self.param_groups, self._scheduled, self._guard, self.defaults, self.algorithm, self._settings
         )
@@ -439,9 +443,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             ValueError: It is not an optimizer's state, belongs to another model or algorithm, is of a newer format, or
                 holds an option out of range. The optimizer is unchanged.
         """
+        self._notice_replaced()
         check_structure(state_dict)
-        if self._first_ids() != self._firsts and len(self.param_groups) == len(self._firsts):
-            self._adopt_replaced()  # flat tensors have state of their own shapes
         max_grad_norm = self._settings.max_grad_norm
         state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: wrap(loaded))

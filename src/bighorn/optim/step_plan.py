@@ -15,7 +15,7 @@ from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
-from bighorn.optim.flat_tensors import Part
+from bighorn.optim.flat_tensors import FlatView
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import real_view
 
@@ -40,7 +40,7 @@ class ParamBinding:
     stacked: bool
     shard: Shard | None
     """The box of the parameter that `view` is; None if it is the whole parameter."""
-    part: Part | None = None
+    part: FlatView | None = None
     """The part of a flat tensor that `view` is; None if it is a parameter of its own."""
     counts: bool = True
     """Whether this binding counts the step; the parameters in a flat tensor share a step count."""

@@ -416,6 +416,24 @@ def bad_layouts() -> None:
     refused(lambda: lamb([part()], state_dtype="int8"), 'state_dtype="int8"', "rows")
 
 
+def cut_rows() -> None:
+    """Fragments that begin or end inside a row are for plain torch, which explain() says, and a backend by name not."""
+    bag = Bag({"matrix": (9, 7)}, torch.float32)
+    named = list(bag.named_parameters())
+
+    def optimizer(backend: str) -> Came:
+        flat = Flat.of(named, zero)
+        return Came([{"params": flat.tensors, "flat_layout": FlatLayout(flat.held)}], lr=0.1, backend=backend)
+
+    assert "foreach" in optimizer("auto").explain()
+    assert "not cpu: ranks hold parts of its rows" in optimizer("auto").explain()
+    cpu = optimizer("cpu")
+    for tensor in cpu.param_groups[0]["params"]:
+        tensor.grad = torch.ones_like(tensor)
+    refused(cpu.step, 'matrix: backend="cpu" cannot serve this tensor: ranks hold parts of its rows', 'backend="auto"')
+    assert not cpu.state
+
+
 def bad_steps() -> None:
     """A step without a gradient, or of a part, is refused before anything is exchanged."""
     run = Run(Lamb)
@@ -463,7 +481,7 @@ def scenarios(world: int) -> Mapping[str, Callable[[], None]]:
         todo[f"{on}-resumes"] = partial(resumes, layout, Run(Lamb, {"max_grad_norm": 0.5}))
         todo[f"{on}-came-resumes"] = partial(resumes, layout, Run(Came, {"max_grad_norm": 0.5}))
         todo[f"{on}-skips"] = partial(skips_everywhere, layout)
-    todo["bad-layouts"], todo["bad-steps"] = bad_layouts, bad_steps
+    todo["bad-layouts"], todo["bad-steps"], todo["cut-rows"] = bad_layouts, bad_steps, cut_rows
     if world == 4:
         todo["some-ranks"] = some_ranks
     return todo

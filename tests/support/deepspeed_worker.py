@@ -214,7 +214,9 @@ def resumes(stage: int, precision: Mapping[str, Any], folder: Path, make: Make =
 
 def trains_as_eva_clip(folder: Path) -> None:
     """A vision transformer in float16, with dynamic scaling and learning rates by depth, learns and resumes."""
-    precision = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}}
+    precision: Mapping[str, Any] = {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}
+    }
     nets = Vit(), Vit()
     trained, other = (engine(net, 1, **precision) for net in nets)
     losses = []

@@ -353,9 +353,8 @@ def resumes(layout: Layout, run: Run) -> None:
     assert moved == [any(own) for flat in again for own in flat.held]
 
 
-def skips_everywhere(layout: Layout) -> None:
+def skips_everywhere(layout: Layout, run: Run) -> None:
     """Where one rank's gradients overflow, no rank writes anything."""
-    run = Run(Lamb, {"skip_nonfinite": True})
     bag = Bag(SHAPES, run.dtype)
     flats, optimizer = flattened(bag, layout, run)
     advance(bag, flats, (optimizer,), range(1), run)
@@ -480,7 +479,9 @@ def scenarios(world: int) -> Mapping[str, Callable[[], None]]:
         todo[f"{on}-came-collectives"] = partial(came_collectives, layout)
         todo[f"{on}-resumes"] = partial(resumes, layout, Run(Lamb, {"max_grad_norm": 0.5}))
         todo[f"{on}-came-resumes"] = partial(resumes, layout, Run(Came, {"max_grad_norm": 0.5}))
-        todo[f"{on}-skips"] = partial(skips_everywhere, layout)
+        for kind in (Lamb, Came):
+            skip = Run(kind, {"skip_nonfinite": True}, dtype=torch.float32, backend="auto")
+            todo[f"{on}-{kind.algorithm.name}-skips"] = partial(skips_everywhere, layout, skip)
     todo["bad-layouts"], todo["bad-steps"], todo["cut-rows"] = bad_layouts, bad_steps, cut_rows
     if world == 4:
         todo["some-ranks"] = some_ranks

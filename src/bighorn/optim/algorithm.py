@@ -50,7 +50,7 @@ class Algorithm(ABC, Generic[Options]):
     group_options: ClassVar[Mapping[str, Check]]
     """The checks of the other options of a group, including `SHARED`."""
 
-    block_dtypes: ClassVar[tuple[str, ...]]
+    block_dtypes: ClassVar[tuple[str, ...]] = ()
     """The values of `state_dtype` that keep moments in blocks."""
 
     group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}

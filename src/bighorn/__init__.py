@@ -1,7 +1,7 @@
 """Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters are on."""
 
 from bighorn import groups, schedules, telemetry
-from bighorn.distributed import FlatLayout, Fragment, TailOverlap, release_gradients, shard_update
+from bighorn.distributed import FlatLayout, Fragment, TailOverlap, megatron_groups, release_gradients, shard_update
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.checkpointing import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
@@ -26,6 +26,7 @@ __all__ = [
     "WindowScale",
     "__version__",
     "groups",
+    "megatron_groups",
     "release_gradients",
     "schedules",
     "shard_update",

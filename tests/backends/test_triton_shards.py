@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,13 @@ def boxes(shape: Shape, cuts: Cuts) -> list[Shard]:
     ]
 
 
+def fragments(shape: Shape, cuts: Cuts) -> list[Shard]:
+    """Return the shards of fragments of whole rows; a rank that holds none has a box without rows and columns."""
+    row = math.prod(shape[1:])
+    ends = [0, *(cut * row for cut in cuts[0]), shape[0] * row]
+    return [Shard.around(range(a, b), shape, cut=False) for a, b in itertools.pairwise(ends)]
+
+
 def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tensor:
     """Return the part of a parameter or of its state that belongs to a shard."""
     dims = list(range(len(shard.shape)))
@@ -53,10 +61,12 @@ def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tenso
     return value[at].clone(memory_format=torch.preserve_format)
 
 
-def on_ranks(whole: Bucket[Any], cuts: Sequence[Cuts]) -> list[Bucket[Any]]:
+def on_ranks(
+    whole: Bucket[Any], cuts: Sequence[Cuts], shards_of: Callable[[Shape, Cuts], list[Shard]] = boxes
+) -> list[Bucket[Any]]:
     """Return the bucket of each rank; all tensors have the same number of shards."""
     factor = getattr(whole.options, "factor", None)
-    shards = [boxes(tuple(x.shape), each) for x, each in zip(whole.params, cuts, strict=True)]
+    shards = [shards_of(tuple(x.shape), each) for x, each in zip(whole.params, cuts, strict=True)]
     buckets = []
     for mine in zip(*shards, strict=True):
         columns: dict[str, list[Any]] = {"x": whole.params, "g": whole.grads, **whole.state}
@@ -157,10 +167,22 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     ],
 )
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:
+    came_on_ranks_equals_the_unsharded_step(layout, options, boxes)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["rows", "matrices"])
+def test_came_on_fragments_of_whole_rows_equals_the_unsharded_step(layout: str) -> None:
+    came_on_ranks_equals_the_unsharded_step(layout, {}, fragments)
+
+
+def came_on_ranks_equals_the_unsharded_step(
+    layout: str, options: dict[str, Any], shards_of: Callable[[Shape, Cuts], list[Shard]]
+) -> None:
     """A step adds up as many sums, in as many reduction rounds, as the reference."""
     factor, shapes, cuts = LAYOUTS[layout]
     whole = test_triton_came.bucket(*shapes, **{"factor": factor, **options})
-    ranks, theirs = on_ranks(whole, cuts), on_ranks(whole, cuts)
+    ranks, theirs = on_ranks(whole, cuts, shards_of), on_ranks(whole, cuts, shards_of)
     added, expected = together(ranks, came.Came, 0.5), together(theirs, kernels.BACKENDS["reference"].came, 0.5)
     assert [size for size, _ in added] == [size for size, _ in expected]
     # Sums of rows are in float64, and those of the reference in float32.

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, FlatLayout, Fragment, Lamb
 from tests.support import flat_worker
+from tests.support.cases import Kind
 from tests.support.processes import assert_ended_well, outcomes
 
 
@@ -80,16 +81,19 @@ def test_what_flat_tensors_cannot_have() -> None:
             Lamb([{"params": [other.requires_grad_()], "flat_layout": LAYOUT}], lr=0.1)
     with pytest.raises(ValueError, match=r"another dtype or device than params\[0\]"):
         Lamb([{"params": [flat(), flat().half().detach()], "flat_layout": FlatLayout([[], []])}], lr=0.1)
-    with pytest.raises(ValueError, match=r"(?s)rows and columns.*use Lamb, or shard with.*fully_shard"):
-        Came([{"params": [flat()], "flat_layout": LAYOUT}], lr=0.1)
+    for kind, state_dtype in ((Lamb, "float16"), (Came, "int8")):
+        with pytest.raises(
+            ValueError, match=rf'state_dtype="{state_dtype}" keeps blocks of rows, and flat tensors cut'
+        ):
+            kind([{"params": [flat()], "flat_layout": LAYOUT}], lr=0.1, state_dtype=state_dtype)
     groups: list[dict[str, Any]] = [{"params": [flat()]}, {"params": [], "flat_layout": FlatLayout([])}]
     with pytest.raises(ValueError, match=r"gives an empty flat tensor"):
         Lamb(groups, lr=0.1)
 
 
-def test_a_pickled_optimizer_steps_on() -> None:
+def test_a_pickled_optimizer_steps_on(kind: Kind) -> None:
     parameter = flat()
-    optimizer = Lamb([{"params": [parameter], "flat_layout": LAYOUT}], lr=0.1)
+    optimizer = kind([{"params": [parameter], "flat_layout": LAYOUT}], lr=0.1)
     parameter.grad = torch.ones(8)
     optimizer.step()
     tensor, other = pickle.loads(pickle.dumps((parameter, optimizer)))
@@ -98,18 +102,49 @@ def test_a_pickled_optimizer_steps_on() -> None:
     other.step()
     assert tensor.equal(parameter)
     assert other.telemetry().names == ("0.weight", "0.bias")
-    assert Lamb.state_bytes([{"params": [parameter], "flat_layout": LAYOUT}]) == {"0.weight": 52, "0.bias": 20}
+    assert kind.state_bytes([{"params": [parameter], "flat_layout": LAYOUT}]) == {"0.weight": 52, "0.bias": 20}
 
 
-def test_every_backend_steps_flat_tensors(backend: str) -> None:
+def test_averages_of_flat_tensors_are_vectors() -> None:
+    """Fragments follow one another in the order of the flat tensor; the momentum is of the flat tensor's size."""
+    layout = FlatLayout([[Fragment("b", (8, 9), 72, start=12), Fragment("a", (4,), 4), Fragment("c", (9, 8), 72, 90)]])
+    group: dict[str, Any] = {"params": [Parameter(torch.ones(170))], "flat_layout": layout}
+    optimizer = Came([group], lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.arange(170.0)
+    optimizer.step()
+    state = next(iter(optimizer.state.values()))
+    sizes = {
+        "exp_avg": 170,
+        "exp_avg_sq": 4,
+        **{f"exp_avg_{of}_{line}": 17 for of in ("sq", "res") for line in ("row", "col")},
+    }
+    assert {name: len(value) for name, value in state.items() if name != "step"} == sizes
+    rows = torch.cat([torch.arange(12.0, 84).view(8, 9), torch.zeros(0, 9)]).square().mean(1)
+    torch.testing.assert_close(state["exp_avg_sq_row"][:8], 0.001 * rows)
+    assert Came.state_bytes([group]) == {"b": 4 + 4 * (72 + 2 * 17), "a": 4 + 4 * 8, "c": 4 + 4 * (72 + 2 * 17)}
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg_sq_col"] = saved["state"][0]["exp_avg_sq_col"][1:]
+    with pytest.raises(
+        ValueError, match=r"state 'exp_avg_sq_col' of .* has shape \(16,\), but the parameter needs \(17,\)"
+    ):
+        optimizer.load_state_dict(saved)
+
+
+def test_explain_names_the_backend_of_each_fragment() -> None:
+    """Nothing of a parameter is cut on one rank."""
+    group = {"params": [Parameter(torch.ones(72))], "flat_layout": FlatLayout([[Fragment("a", (8, 9), 72)]])}
+    assert "cpu       1 tensors, 72 elements" in Came([group], lr=0.1).explain()
+
+
+def test_every_backend_steps_flat_tensors(kind: Kind, backend: str) -> None:
     """The fragments of a flat tensor step as the parameters do, and the padding between them does not."""
     torch.manual_seed(0)
     whole = [Parameter(torch.randn(40, 30)), Parameter(torch.randn(20))]
     layout = FlatLayout([[Fragment("0", (40, 30), 1200), Fragment("1", (20,), 20, start=1203)]])
     flat = Parameter(torch.cat([whole[0].detach().flatten(), torch.ones(3), whole[1].detach()]))
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.5, "exclude_from_weight_decay": ["1"]}
-    ours = Lamb([{"params": [flat], "flat_layout": layout}], backend=backend, **options)
-    theirs = Lamb([("0", whole[0]), ("1", whole[1])], backend="reference", **options)
+    ours = kind([{"params": [flat], "flat_layout": layout}], backend=backend, **options)
+    theirs = kind([("0", whole[0]), ("1", whole[1])], backend="reference", **options)
     for _ in range(3):
         for param in whole:
             param.grad = torch.randn_like(param)

@@ -46,6 +46,12 @@ TRAINERS = (
     ),
     Trainer("[DeepSpeed](with-deepspeed.md)", ("deepspeed",), "its engine, with ZeRO 1 and 2 and without", "none"),
     Trainer(
+        "[Megatron-LM](with-megatron.md)",
+        (),
+        "not installed: a stand-in of `DistributedOptimizer` and its buffers, which were read",
+        "`distributed.optimizer = Lamb(megatron_groups(distributed))`",
+    ),
+    Trainer(
         "[timm](with-timm.md)",
         ("timm",),
         "`optimizer_kwargs`, the registry and `create_optimizer_v2`; not `train.py`, which needs torchvision",

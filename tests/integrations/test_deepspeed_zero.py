@@ -20,7 +20,8 @@ if find_spec("deepspeed") is None:
 WORKER = Path(__file__).parents[1] / "support" / "deepspeed_worker.py"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
 
-BOTH = [f"zero-{stage}{half}" for stage in (1, 2) for half in ("", "-fp16", "-bf16")]
+BOTH = [f"zero-{stage}{half}" for stage in (1, 2) for half in ("", "-came", "-fp16", "-bf16")]
+RESUMES = ["resumes", *(f"resumes-{which}" for which in ("zero-2", "fp16", "came", "came-fp16"))]
 BOTH += ["bf16-summed-in-float32", "fp16-without-zero", "overflow", "collectives"]
 
 
@@ -48,7 +49,7 @@ def convert(saved: Path) -> None:
     subprocess.run([*script, *folders, *workers], check=True, capture_output=True, timeout=200, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("scenario", [*BOTH, "resumes", "resumes-zero-2", "resumes-fp16", "refusals"])
+@pytest.mark.parametrize("scenario", [*BOTH, *RESUMES, "eva-clip", "refusals"])
 def test_two_ranks(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(2, folder)] == [""] * 2
 

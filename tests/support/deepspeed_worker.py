@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb
+from tests.support.cases import Optimizer
 from tests.support.processes import run_scenarios
 from tests.support.sharding_worker import assert_close
 
@@ -74,8 +75,16 @@ def lamb(net: nn.Module, **options: Any) -> Lamb:
     return Lamb(layerwise(net), exclude_from_layer_adaptation=["bias", "norm"], **options)
 
 
+def came(net: nn.Module) -> Came:
+    """Return an optimizer with learning rates at which CAME does not diverge."""
+    return Came([{**group, "lr": group["lr"] / 50} for group in layerwise(net)], bias_correction=True)
+
+
 def inputs(step: int) -> Tensor:
     return torch.randn(SAMPLES, 4, 9, generator=torch.Generator().manual_seed(step))
+
+
+Make = Callable[[nn.Module], Optimizer]
 
 
 def engine(net: nn.Module, stage: int, optimizer: Any = None, accumulate: int = 1, **more: Any) -> Any:
@@ -107,10 +116,10 @@ def go(trained: Any, steps: Sequence[int]) -> None:
         trained.step()
 
 
-def equals_one_process(stage: int) -> None:
+def equals_one_process(stage: int, make: Make) -> None:
     """Twenty steps equal those of one process with the joined batch, under accumulation and DeepSpeed's clip."""
     ours, theirs = Vit(), Vit()
-    trained, alone = engine(ours, stage, accumulate=2, gradient_clipping=0.5), lamb(theirs)
+    trained, alone = engine(ours, stage, make(ours), accumulate=2, gradient_clipping=0.5), make(theirs)
     for step in range(20):
         for part in inputs(step).chunk(2):
             trained.backward(trained(part.chunk(dist.get_world_size())[dist.get_rank()]))
@@ -122,11 +131,12 @@ def equals_one_process(stage: int) -> None:
         alone.step()
         alone.zero_grad()
     for (name, p), q, start in zip(ours.named_parameters(), theirs.parameters(), Vit().parameters(), strict=True):
-        assert_close(p, q, 2e-6, name)
+        assert_close(p, q, 1e-6, name)
         assert p.equal(start) == name.startswith("frozen"), name
-    told, expected = trained.optimizer.optimizer.telemetry(), alone.telemetry()
-    assert told.names == expected.names
-    assert_close(told.trust_ratio, expected.trust_ratio, 1e-4, "trust ratios")
+    told, expected = vars(trained.optimizer.optimizer.telemetry()), vars(alone.telemetry())
+    assert told.pop("names") == expected.pop("names")
+    for name, values in expected.items():
+        assert_close(told[name], values, 1e-4, name)
     assert "group 5" in trained.optimizer.optimizer.explain()
 
 
@@ -155,7 +165,7 @@ def equals_lamb_of_the_masters(stage: int, precision: Mapping[str, Any]) -> None
         trained.step()
         alone.step()
     for name, value in masters(ours).items():
-        assert_close(value, theirs.get_parameter(name), 2e-6, name)
+        assert_close(value, theirs.get_parameter(name), 1e-6, name)
     assert next(ours.parameters()).dtype == torch.float16 if "fp16" in precision else torch.bfloat16
 
 
@@ -187,7 +197,7 @@ def skips_an_overflow() -> None:
     assert all(each["step"] == 3 for each in state.values())
 
 
-def resumes(stage: int, precision: Mapping[str, Any], folder: Path, make: Callable[[nn.Module], Lamb] = lamb) -> None:
+def resumes(stage: int, precision: Mapping[str, Any], folder: Path, make: Make = lamb) -> None:
     """A run that was saved and loaded continues bit for bit."""
     nets = Vit(), Vit()
     trained, other = (engine(net, stage, make(net), **precision) for net in nets)
@@ -200,6 +210,34 @@ def resumes(stage: int, precision: Mapping[str, Any], folder: Path, make: Callab
         assert p.equal(q), name
     if dist.get_rank() == 0:
         torch.save({name: p.detach().clone() for name, p in nets[0].named_parameters()}, folder / "seventh.pt")
+
+
+def trains_as_eva_clip(folder: Path) -> None:
+    """A vision transformer in float16, with dynamic scaling and learning rates by depth, learns and resumes."""
+    precision: Mapping[str, Any] = {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}
+    }
+    nets = Vit(), Vit()
+    trained, other = (engine(net, 1, **precision) for net in nets)
+    losses = []
+
+    def train(trained: Any, steps: range) -> None:
+        for step in steps:
+            backward(trained, step % 4)
+            trained.step()
+            with torch.no_grad():
+                losses.append(float(trained.module(inputs(0).half())))
+
+    train(trained, range(20))
+    assert trained.skipped_steps > 0
+    trained.save_checkpoint(str(folder), tag="twentieth")
+    train(trained, range(20, 60))
+    assert losses[-1] < 0.5 * losses[0], losses
+    other.load_checkpoint(str(folder), tag="twentieth")
+    train(other, range(20, 60))
+    assert losses[20:60] == losses[60:]
+    assert all(p.equal(q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    assert other.optimizer.loss_scale == trained.optimizer.loss_scale
 
 
 def large_groups(net: nn.Module) -> Lamb:
@@ -216,7 +254,7 @@ def loads_a_universal_checkpoint(folder: Path) -> None:
     trained.load_checkpoint(str(folder), tag="universal")
     go(trained, range(3, 7))
     for name, value in torch.load(folder / "seventh.pt").items():
-        assert_close(net.get_parameter(name), value, 2e-6, name)
+        assert_close(net.get_parameter(name), value, 1e-6, name)
 
 
 def collectives() -> None:
@@ -261,8 +299,8 @@ def refusals() -> None:
     def named(net: nn.Module) -> Lamb:
         return Lamb(net.named_parameters(), lr=0.1)
 
-    def came(net: nn.Module) -> Came:
-        return Came(net.named_parameters(), lr=0.1)
+    def in_8_bits(net: nn.Module) -> Came:
+        return Came(net.named_parameters(), lr=0.1, state_dtype="int8")
 
     def clipping(net: nn.Module) -> Lamb:
         pairs = list(net.named_parameters())
@@ -281,7 +319,7 @@ def refusals() -> None:
         dist.barrier()
 
     for make, text in (
-        (came, r"(?s)Came keeps averages of rows and columns.*use Lamb"),
+        (in_8_bits, r"(?s)state_dtype=\"int8\" keeps blocks of rows"),
         (clipping, r"(?s)max_grad_norm=1\.0 uses all gradients.*1 of 2 groups.*gradient_clipping"),
     ):
         model = net()
@@ -290,7 +328,7 @@ def refusals() -> None:
         backward(trained, 0)
         raises(trained.step, text)
         assert all(p.equal(q) for p, q in zip(model.parameters(), before, strict=True))
-    for make in (named, nameless, came):
+    for make in (named, nameless, in_8_bits):
         raises(unmapped(make(net())).step, r"(?s)4 parameters.*replaced by 1 flat.*no map.*flat_layout.*shard_update")
     both = unmapped(Lamb([{"params": list(net().parameters())}, {"params": list(net().parameters())}], lr=0.1))
     raises(both.step, r"(?s)4 parameters of param_groups\[0\] were replaced by 1 flat")
@@ -306,7 +344,8 @@ def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
     """Return the scenarios of `world` ranks; two ranks must run first, since four load their checkpoint."""
     todo: dict[str, Callable[[], None]] = {}
     for stage in (1, 2):
-        todo[f"zero-{stage}"] = partial(equals_one_process, stage)
+        todo[f"zero-{stage}"] = partial(equals_one_process, stage, lamb)
+        todo[f"zero-{stage}-came"] = partial(equals_one_process, stage, came)
         for name, precision in (("fp16", FP16), ("bf16", BF16)):
             todo[f"zero-{stage}-{name}"] = partial(equals_lamb_of_the_masters, stage, precision)
     todo["fp16-without-zero"] = partial(steps_whole_parameters, FP16)
@@ -318,6 +357,9 @@ def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
         todo["resumes"] = partial(resumes, 1, {}, folder / "saved", large_groups)
         todo["resumes-zero-2"] = partial(resumes, 2, {}, folder / "saved-zero-2")
         todo["resumes-fp16"] = partial(resumes, 1, GROWING, folder / "saved-fp16")
+        todo["resumes-came"] = partial(resumes, 1, {}, folder / "saved-came", came)
+        todo["resumes-came-fp16"] = partial(resumes, 2, GROWING, folder / "saved-came-fp16", came)
+        todo["eva-clip"] = partial(trains_as_eva_clip, folder / "saved-eva-clip")
         todo["refusals"] = refusals
     else:
         todo["universal"] = partial(loads_a_universal_checkpoint, folder / "saved")

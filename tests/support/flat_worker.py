@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import FlatLayout, Fragment, Lamb
+from bighorn import Came, FlatLayout, Fragment, Lamb
 from tests.support.cases import Optimizer
 from tests.support.processes import run_scenarios
 from tests.support.sharding_worker import (
@@ -72,7 +73,24 @@ def last_rank_empty(named: Pairs) -> Held:
     return [found]
 
 
-LAYOUTS: Mapping[str, Layout] = {"zero": zero, "tensor-each": tensor_each, "last-rank-empty": last_rank_empty}
+def whole_rows(named: Pairs) -> Held:
+    """Return rows of each parameter, of which some ranks have none."""
+    found, start, rank, world = [], 0, dist.get_rank(), dist.get_world_size()
+    for name, p in named:
+        row = p[0].numel()
+        first, last = (len(p) * each // world * row for each in (rank, rank + 1))
+        if first < last:
+            found.append(Fragment(name, tuple(p.shape), last - first, start, first))
+            start += last - first
+    return [found]
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "zero": zero,
+    "tensor-each": tensor_each,
+    "last-rank-empty": last_rank_empty,
+    "whole-rows": whole_rows,
+}
 
 
 @dataclass
@@ -110,6 +128,27 @@ class Flat:
         """Return this rank's elements of a whole tensor."""
         each = next(each for own in self.held for each in own if each.name == name)
         return whole.detach().flatten()[each.offset : each.offset + each.numel]
+
+    def averages(self, key: str, wholes: Mapping[str, Mapping[str, Tensor]], factor: str) -> list[Tensor]:
+        """Return for each flat tensor the state of its fragments, of that of whole parameters, one after another."""
+        found = []
+        for own in self.held:
+            parts = [torch.empty(0, dtype=torch.float64)]
+            for each in own if own else ():
+                if (whole := wholes[each.name].get(key)) is None:
+                    continue
+                row, by_rows = (
+                    math.prod(each.shape[1:]),
+                    key.endswith("row") or (factor == "last_two" and len(each.shape) > 2),
+                )
+                if not key.endswith(("row", "col")):
+                    parts.append(self.cut(each.name, whole))
+                elif by_rows:
+                    parts.append(whole[each.offset // row : -(-(each.offset + each.numel) // row)].flatten())
+                else:
+                    parts.append(whole.flatten())
+            found.append(torch.cat(parts))
+        return found
 
 
 def grouped(bag: Bag) -> list[Pairs]:
@@ -164,6 +203,52 @@ RUNS: Mapping[str, Run] = {
     "cpu-bfloat16-state": Run(
         Lamb, {"state_dtype": torch.bfloat16}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
+    "came": Run(Came, steps=10, compares_state=True),
+    "came-everything": Run(
+        Came,
+        {"scale_parameter": True, "bias_correction": True, "decay_rate": 0.8, "factor": "last_two"},
+        {"weight_decay": 0.01, "lr": 0.05},
+        compares_state=True,
+    ),
+    "came-clip": Run(
+        Came,
+        {"max_grad_norm": 0.5, "skip_nonfinite": True, "exclude_from_weight_decay": ["bias", "even"], "maximize": True},
+    ),
+    "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, backend="foreach", compares_state=True),
+    "came-auto": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "scale_parameter": True, "max_grad_norm": 1.0},
+        dtype=torch.float32,
+        backend="auto",
+        tolerance=1e-5,
+        compares_state=True,
+    ),
+    "came-auto-last-two": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "factor": "last_two", "state_dtype": torch.bfloat16},
+        dtype=torch.float32,
+        backend="auto",
+        tolerance=2e-5,
+    ),
+    "came-auto-float16": Run(
+        Came, {"eps": (1e-3, 1e-3), "state_dtype": torch.float16}, dtype=torch.float32, backend="auto", tolerance=2e-5
+    ),
+    "came-cpu": Run(
+        Came,
+        {"eps": (1e-3, 1e-3)},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+        compares_state=True,
+        not_on=("zero", "tensor-each"),
+    ),
+    # Without a clip hardly any sum matters: rows are whole.
+    "came-cpu-stochastic": Run(
+        Came,
+        {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
+        **BITWISE,
+        not_on=("zero", "tensor-each"),
+    ),
     # Without trust ratios no sums matter, so every bit is that of the whole run, random ones included.
     "cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
     "cpu-kahan": Run(Lamb, {"weight_rounding": "kahan", **ALONE}, **BITWISE),
@@ -183,18 +268,32 @@ def equals_the_whole_run(layout: Layout, run: Run) -> None:
             assert_close(part, flat.cut(name, whole[name]), run.tolerance, name)
         for tensor in flat.tensors:
             assert tensor.detach()[-PADDING:].eq(7).all()
-            assert all(value.shape in ((), tensor.shape) for value in ours.state[tensor].values())
-        for key in theirs.state[named[0][1]] if run.compares_state else ():
-            kept = [ours.state[tensor][key] for tensor, own in zip(flat.tensors, flat.held, strict=True) if own]
-            for name, part in Flat([own for own in flat.held if own], []).parts(kept).items() if key != "step" else ():
-                assert_close(part, flat.cut(name, theirs.state[whole[name]][key]), 10 * run.tolerance, f"{key} {name}")
+        if run.compares_state:
+            state_equals(flat, ours, {name: theirs.state[p] for name, p in named}, run)
         assert all(ours.state[tensor]["step"] == run.steps for tensor in flat.tensors if ours.state[tensor])
     told, expected = vars(ours.telemetry()), vars(theirs.telemetry())
     order = [told["names"].index(name) for name in expected["names"]]
     assert len(order) == len(told["names"])
-    assert order == sorted(order) or layout is last_rank_empty
-    for field in ("weight_norm", "update_norm", "trust_ratio", "lr"):
+    assert order == sorted(order) or layout in (last_rank_empty, whole_rows)
+    for field in expected.keys() - {"names", "skipped"}:
         assert_close(told[field][order], expected[field], max(run.tolerance, 1e-6), field)
+
+
+def state_equals(flat: Flat, ours: Optimizer, wholes: Mapping[str, Mapping[str, Tensor]], run: Run) -> None:
+    """The state of flat tensors has the elements of that of whole parameters, or the averages that they touch."""
+    shared = set.intersection(*(set(state) for state in wholes.values()))
+    everywhere = {key for key in shared - {"step"} if all(s[key].dim() == s["exp_avg"].dim() for s in wholes.values())}
+    for i, (tensor, own) in enumerate(zip(flat.tensors, flat.held, strict=True)):
+        state = ours.state[tensor]
+        assert {"step", "exp_avg"} <= state.keys() or not own
+        for key in state.keys() - {"step"}:
+            if key in everywhere:
+                assert state[key].shape == tensor.shape
+                for name, part in Flat([own], []).parts([state[key]]).items():
+                    assert_close(part, flat.cut(name, wholes[name][key]), 10 * run.tolerance, f"{key} of {name}")
+            else:
+                expected = flat.averages(key, wholes, run.options.get("factor", "matrix"))[i]
+                assert_close(state[key], expected, 10 * run.tolerance, f"{key} of tensor {i}")
 
 
 def collectives(layout: Layout) -> None:
@@ -207,9 +306,32 @@ def collectives(layout: Layout) -> None:
         assert cost(optimizer) == (count, 16 * len(SHAPES) + more), (options, cost(optimizer))
 
 
-def resumes(layout: Layout) -> None:
+def came_collectives(layout: Layout) -> None:
+    """A step needs two collectives for all groups, or three if ranks hold parts of a parameter's rows."""
+    shapes = {"matrix": (9, 7), "conv": (14, 3, 2), "bias": (5,)}
+    for backend in ("reference", "auto"):
+        run = Run(Came, backend=backend)
+        bag = Bag(shapes, run.dtype)
+        flats, optimizer = flattened(bag, layout, run)
+        advance(bag, flats, (optimizer,), range(1), run)
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, [each for flat in flats for own in flat.held for each in own])
+        cut = {each.name for own in held for each in own if each.numel % each.shape[-1] * (len(each.shape) - 1)}
+        cut |= {each.name for own in held for each in own if len(each.shape) == 3 and each.numel % 6}
+        numbers = {
+            name: 2 * (rows + columns) + 2 if name in cut else 3 * columns + 4
+            for name, rows, columns in (("matrix", 9, 7), ("conv", 14, 6))
+        }
+        assert cost(optimizer) == (3 if cut else 2, 8 * (sum(numbers.values()) + 2)), (
+            backend,
+            numbers,
+            cost(optimizer),
+        )
+        assert bool(cut) == (layout in (zero, tensor_each))
+
+
+def resumes(layout: Layout, run: Run) -> None:
     """A run that was saved and loaded continues bit for bit, and so does a copy."""
-    run = Run(Lamb, {"max_grad_norm": 0.5})
     bag = Bag(SHAPES, run.dtype)
     flats, optimizer = flattened(bag, layout, run)
     advance(bag, flats, (optimizer,), range(2), run)
@@ -231,9 +353,8 @@ def resumes(layout: Layout) -> None:
     assert moved == [any(own) for flat in again for own in flat.held]
 
 
-def skips_everywhere(layout: Layout) -> None:
+def skips_everywhere(layout: Layout, run: Run) -> None:
     """Where one rank's gradients overflow, no rank writes anything."""
-    run = Run(Lamb, {"skip_nonfinite": True})
     bag = Bag(SHAPES, run.dtype)
     flats, optimizer = flattened(bag, layout, run)
     advance(bag, flats, (optimizer,), range(1), run)
@@ -294,6 +415,24 @@ def bad_layouts() -> None:
     refused(lambda: lamb([part()], state_dtype="int8"), 'state_dtype="int8"', "rows")
 
 
+def cut_rows() -> None:
+    """Fragments that begin or end inside a row are for plain torch, which explain() says, and a backend by name not."""
+    bag = Bag({"matrix": (9, 7)}, torch.float32)
+    named = list(bag.named_parameters())
+
+    def optimizer(backend: str) -> Came:
+        flat = Flat.of(named, zero)
+        return Came([{"params": flat.tensors, "flat_layout": FlatLayout(flat.held)}], lr=0.1, backend=backend)
+
+    assert "foreach" in optimizer("auto").explain()
+    assert "not cpu: ranks hold parts of its rows" in optimizer("auto").explain()
+    cpu = optimizer("cpu")
+    for tensor in cpu.param_groups[0]["params"]:
+        tensor.grad = torch.ones_like(tensor)
+    refused(cpu.step, 'matrix: backend="cpu" cannot serve this tensor: ranks hold parts of its rows', 'backend="auto"')
+    assert not cpu.state
+
+
 def bad_steps() -> None:
     """A step without a gradient, or of a part, is refused before anything is exchanged."""
     run = Run(Lamb)
@@ -334,11 +473,16 @@ def scenarios(world: int) -> Mapping[str, Callable[[], None]]:
     todo: dict[str, Callable[[], None]] = {}
     for on, layout in LAYOUTS.items():
         for name, run in RUNS.items():
-            todo[f"{on}-{name}"] = partial(equals_the_whole_run, layout, run)
+            if on not in run.not_on:
+                todo[f"{on}-{name}"] = partial(equals_the_whole_run, layout, run)
         todo[f"{on}-collectives"] = partial(collectives, layout)
-        todo[f"{on}-resumes"] = partial(resumes, layout)
-        todo[f"{on}-skips"] = partial(skips_everywhere, layout)
-    todo["bad-layouts"], todo["bad-steps"] = bad_layouts, bad_steps
+        todo[f"{on}-came-collectives"] = partial(came_collectives, layout)
+        todo[f"{on}-resumes"] = partial(resumes, layout, Run(Lamb, {"max_grad_norm": 0.5}))
+        todo[f"{on}-came-resumes"] = partial(resumes, layout, Run(Came, {"max_grad_norm": 0.5}))
+        for kind in (Lamb, Came):
+            skip = Run(kind, {"skip_nonfinite": True}, dtype=torch.float32, backend="auto")
+            todo[f"{on}-{kind.algorithm.name}-skips"] = partial(skips_everywhere, layout, skip)
+    todo["bad-layouts"], todo["bad-steps"], todo["cut-rows"] = bad_layouts, bad_steps, cut_rows
     if world == 4:
         todo["some-ranks"] = some_ranks
     return todo

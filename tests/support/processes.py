@@ -103,7 +103,7 @@ def run_scenarios(scenarios: Mapping[str, Callable[[], object]], report: Path) -
     for name, scenario in scenarios.items():
         try:
             scenario()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             said[name] = traceback.format_exc()
         else:
             said[name] = ""

@@ -7,7 +7,16 @@ arrive. The idea is the tailing optimisation of Ascend's NPUOptimizer.
 
 from bighorn.distributed.flat import FlatLayout, Fragment
 from bighorn.distributed.gradient_release import Release, release_gradients
+from bighorn.distributed.megatron_map import megatron_groups
 from bighorn.distributed.overlap import TailOverlap
 from bighorn.distributed.shard_update import shard_update
 
-__all__ = ["FlatLayout", "Fragment", "Release", "TailOverlap", "release_gradients", "shard_update"]
+__all__ = [
+    "FlatLayout",
+    "Fragment",
+    "Release",
+    "TailOverlap",
+    "megatron_groups",
+    "release_gradients",
+    "shard_update",
+]

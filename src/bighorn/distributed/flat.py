@@ -125,8 +125,17 @@ class FlatParam(NamedTuple):
     """The position of the flat tensor in its group."""
     span: slice
     """The fragment's elements in the flat tensor."""
-    shard: Shard
-    """The fragment's elements in the parameter, which counts as one-dimensional."""
+    elements: range
+    """The fragment's elements in the parameter."""
+    cuts_rows: bool
+    """Whether the fragment of any rank begins or ends inside a row, a slice along dim 0."""
+
+    def shard(self, *, by_rows: bool) -> Shard:
+        """The fragment as a shard of the parameter, or of its elements in one dim if rows mean nothing to a step."""
+        if by_rows:
+            return Shard.around(self.elements, self.shape, cut=self.cuts_rows)
+        start, size = self.elements.start, len(self.elements)
+        return Shard((math.prod(self.shape),), (size,), (start,), frozenset({0}))
 
 
 class FlatParams(NamedTuple):
@@ -152,8 +161,9 @@ class FlatParams(NamedTuple):
         here = _Rank(_unfit_reason(layout, tensors), [list(each) for each in layout.fragments], str(tensors[0].dtype))
         everyone = group.gather(here)
         shapes = _whole_shapes(everyone, group.ranks, what)
+        cut = {each.name for its in everyone for own in its.fragments for each in own if _cuts_rows(each)}
         held = {each.name: (index, each) for index, own in enumerate(layout.fragments) for each in own}
-        return cls(tuple(_param(name, shape, held) for name, shape in shapes.items()), group)
+        return cls(tuple(_param(name, shape, held, name in cut) for name, shape in shapes.items()), group)
 
 
 class _Rank(NamedTuple):
@@ -164,11 +174,16 @@ class _Rank(NamedTuple):
     dtype: str
 
 
-def _param(name: str, shape: tuple[int, ...], held: dict[str, tuple[int, Fragment]]) -> FlatParam:
+def _param(name: str, shape: tuple[int, ...], held: dict[str, tuple[int, Fragment]], cuts_rows: bool) -> FlatParam:
     index, fragment = held.get(name, (0, Fragment(name, shape, numel=0)))
     span = slice(fragment.start, fragment.start + fragment.numel)
-    shard = Shard((math.prod(shape),), (fragment.numel,), (fragment.offset,), frozenset({0}))
-    return FlatParam(name, shape, index, span, shard)
+    elements = range(fragment.offset, fragment.offset + fragment.numel)
+    return FlatParam(name, shape, index, span, elements, cuts_rows)
+
+
+def _cuts_rows(fragment: Fragment) -> bool:
+    row = max(math.prod(fragment.shape[1:]), 1)
+    return bool(fragment.numel and (fragment.offset % row or fragment.numel % row))
 
 
 def _unfit_reason(layout: FlatLayout, tensors: Sequence[Tensor]) -> str | None:

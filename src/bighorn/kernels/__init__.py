@@ -94,6 +94,9 @@ BACKENDS = {
 SERVES_WRAPPERS = "reference"
 """The backend that serves wrapper tensors; the others need tensors with memory of their own (`storage.has_memory`)."""
 
+SERVES_CUT_ROWS = ("foreach", "reference")
+"""The backends that serve shards of matrices that begin or end inside a row."""
+
 SERVES_STRIDED = "cpu"
 """The backend that serves parameters whose memory has gaps or an order unlike their state's; the others need copies."""
 
@@ -178,5 +181,7 @@ def _unsupported_reason(
         return f"it has no kernels for {options.algorithm}"
     if name != SERVES_WRAPPERS and not solid:
         return "its tensors are wrappers without memory of their own"
+    if shard is not None and shard.elements is not None and name not in SERVES_CUT_ROWS:
+        return "ranks hold parts of its rows"
     reason = backend.unsupported_reason(param, options)
     return reason if reason or shard is None else backend.unsupported_shard_reason(shard, options)

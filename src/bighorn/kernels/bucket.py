@@ -9,8 +9,10 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bighorn.kernels.options import Factor, Options
+from bighorn.kernels.rounding import positions
 
 
 def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
@@ -29,17 +31,35 @@ class Shard:
         size: The shape of the box.
         offset: The first index of the box in the whole tensor, per dim.
         split: The dims along which ranks hold different shards. Along the others each rank holds all of the tensor.
+        elements: The positions of this rank's elements in the whole tensor, counted along its rows, if it does not hold
+            all of the box: its tensors are then vectors of these elements. Default: None.
     """
 
     shape: tuple[int, ...]
     size: tuple[int, ...]
     offset: tuple[int, ...]
     split: frozenset[int]
+    elements: range | None = None
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
         """Return the shard that is a whole tensor."""
         return cls(shape, shape, (0,) * len(shape), frozenset())
+
+    @classmethod
+    def around(cls, elements: range, shape: tuple[int, ...], *, cut: bool) -> Shard:
+        """Return the shard with consecutive elements: a box along dim 0 or, if any rank's shard is cut, part of one."""
+        inner = max(math.prod(shape[1:]), 1)
+        first, end = elements.start // inner, -(-elements.stop // inner)
+        inside = (end - first, *shape[1:]) if elements else (0,) * len(shape)
+        split = frozenset(range(len(shape))) if cut else frozenset({0})
+        offset = (first if elements else 0, *(0 for _ in shape[1:]))
+        return cls(shape, inside, offset, split, elements if cut else None)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of this rank's tensors."""
+        return self.size if self.elements is None else (len(self.elements),)
 
     @property
     def numel(self) -> int:
@@ -58,6 +78,38 @@ class Shard:
     def leads(self, dims: Iterable[int]) -> bool:
         """Whether the box begins at index 0 of these dims: of boxes that differ only along them, exactly one does."""
         return all(self.offset[dim] == 0 for dim in dims)
+
+    def led(self, average: Tensor, over: Iterable[int]) -> Tensor:
+        """Return an average over some dims (kept, as 1) that several shards keep, with zeros on all of them but one."""
+        if not self.leads(over):
+            return torch.zeros_like(average)
+        if self.elements is None:
+            return average
+        size = [1 if dim in over else count for dim, count in enumerate(self.size)]
+        first = positions(size, self.offset, self.shape, average.device)
+        return average * ((first >= self.elements.start) & (first < self.elements.stop))
+
+    def box(self, values: Tensor) -> Tensor:
+        """Return this rank's elements in the shape of the box, with zeros for those of other ranks."""
+        if self.elements is None:
+            return values
+        before = self._before
+        return pad(values, (before, math.prod(self.size) - before - len(values))).view(self.size)
+
+    def unbox(self, box: Tensor) -> Tensor:
+        """Return this rank's elements of a box."""
+        return box if self.elements is None else box.flatten()[self._before :][: len(self.elements)]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the position of each of this rank's elements in the whole tensor, counted along its rows; int64."""
+        if self.elements is None:
+            return positions(self.size, self.offset, self.shape, device)
+        return torch.arange(self.elements.start, self.elements.stop, device=device)
+
+    @property
+    def _before(self) -> int:
+        """The number of elements of the box before this rank's."""
+        return self.elements.start - self.offset[0] * math.prod(self.shape[1:]) if self.elements else 0
 
     def spread(self, part: Tensor, over: Iterable[int]) -> Tensor:
         """Return sums over some dims (kept, as 1) of the box at their positions in the sums of the whole tensor."""

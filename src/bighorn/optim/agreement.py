@@ -31,7 +31,7 @@ def check_agreement(
     on_meshes: dict[object, list[ParamInfo]] = {}
     for info in infos:
         if info.summed_over is not None:
-            key = info.sharded_dims.mesh if info.sharded_dims is not None else info.flat_group
+            key = info.flat.group if info.flat else info.sharded_dims.mesh if info.sharded_dims else None
             on_meshes.setdefault(key, []).append(info)
     pairs = [(_ranks(mine), mine) for mine in on_meshes.values()]
     names = list(options)
@@ -42,7 +42,9 @@ def check_agreement(
 
 def _ranks(infos: list[ParamInfo]) -> RankSums:
     """The ranks that add up the sums of parameters on one mesh, or in flat tensors of one process group."""
-    return infos[0].flat_group or ReduceGroup.of([info.sharded_dims for info in infos if info.sharded_dims is not None])
+    if (flat := infos[0].flat) is not None:
+        return flat.group
+    return ReduceGroup.of([info.sharded_dims for info in infos if info.sharded_dims is not None])
 
 
 def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) -> Iterator[str]:

@@ -50,6 +50,9 @@ class Algorithm(ABC, Generic[Options]):
     group_options: ClassVar[Mapping[str, Check]]
     """The checks of the other options of a group, including `SHARED`."""
 
+    block_dtypes: ClassVar[tuple[str, ...]] = ()
+    """The values of `state_dtype` that keep moments in blocks."""
+
     group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
     """The options of a group that are not arguments of the constructor, with their defaults."""
 
@@ -81,6 +84,11 @@ class Algorithm(ABC, Generic[Options]):
 
     def unsupported_flat_reason(self, group: Group) -> str | None:
         """The reason why the parameters in flat tensors cannot be optimized with a group's options, or None."""
+        if group["state_dtype"] in self.block_dtypes:
+            return (
+                f'state_dtype="{group["state_dtype"]}" keeps blocks of rows, and flat tensors cut these: use '
+                'state_dtype="bfloat16" or None'
+            )
         for name in ("stacked", "grad_centralization"):
             if group[name]:
                 return f"{name}={group[name]!r} needs rows, and flat tensors cut these: leave it out of the group"

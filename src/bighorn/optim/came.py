@@ -59,6 +59,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
 
     name = "came"
     kernel_options_type = CameOptions
+    block_dtypes = ("int8",)
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "factor": choice(*get_args(FactorRule)),
@@ -83,14 +84,6 @@ class CameAlgorithm(Algorithm[CameOptions]):
             rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (0, 0)
             factored, leading = 2 * (rows + columns) < rows * columns, stacked + 1
         return factored, leading if factored else stacked
-
-    def unsupported_flat_reason(self, group: Group) -> str | None:
-        """The reason why flat tensors cannot be optimized: CAME keeps averages of rows and columns."""
-        del group
-        return (
-            "Came keeps averages of rows and columns, and flat tensors cut these: use Lamb, or shard with "
-            "torch.distributed.fsdp.fully_shard, which leaves rows whole"
-        )
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The momentum, and averages of rows and columns, or the whole second moment of an unfactored parameter."""

@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from bighorn.distributed import sharding
+from bighorn.distributed.flat import FlatParams
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
+from bighorn.optim.flat_tensors import state_specs
 from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of
 from bighorn.optim.state import init_or_validate_state, local_view
 from bighorn.optim.step_plan import StepPlan
@@ -119,11 +121,14 @@ def unwrap(state: object) -> object:
     return {name: value.tensor.clone() if isinstance(value, OpaqueTensor) else value for name, value in state.items()}
 
 
-def loaded_states(groups: list[Group], loaded: Mapping[Any, Any], algorithm: Algorithm[Any]) -> defaultdict[Any, Any]:
+def loaded_states(
+    groups: list[Group], flat: list[FlatParams | None], loaded: Mapping[Any, Any], algorithm: Algorithm[Any]
+) -> defaultdict[Any, Any]:
     """Return every parameter's state, checked and in its declared dtypes, and set the schedule step of the groups.
 
     Args:
         groups: The loaded groups, with the parameters themselves.
+        flat: The parameters in the flat tensors of each group.
         loaded: The loaded states, with opaque tensors.
         algorithm: The algorithm, which declares the state tensors.
 
@@ -132,13 +137,13 @@ def loaded_states(groups: list[Group], loaded: Mapping[Any, Any], algorithm: Alg
     """
     states: defaultdict[Any, Any] = defaultdict(dict)
     states.update({param: unwrap(value) for param, value in loaded.items()})
-    for index, group in enumerate(groups):
-        steps = 0.0
+    for index, (group, held) in enumerate(zip(groups, flat, strict=True)):
+        steps, of_flat = 0.0, {} if held is None else state_specs(held, group, algorithm)
         for position, param in enumerate(group["params"]):
             what = label_of(index, position, group.get("param_names"))
             algorithm.refuse_unfit(group, param, what)
             if isinstance(states.get(param), dict) and states[param]:
-                spec = algorithm.state_spec(group, param)
+                spec = of_flat[position] if position in of_flat else algorithm.state_spec(group, param)
                 states[param] = init_or_validate_state(param, local_view(param), spec, states[param], what)
                 steps = max(steps, float(states[param]["step"]))
         group.setdefault(COUNT, int(steps))  # checkpoints of other optimizers only count per parameter

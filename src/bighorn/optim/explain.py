@@ -59,8 +59,9 @@ def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: A
     for info in infos:
         if isinstance(info.param, Parameter) and not info.param.requires_grad:
             continue
-        spec, here = algorithm.state_spec(groups[info.variant.group], info.param), info.here(local_view(info.param))
-        size = STEP_BYTES + sum(kept.like(here).nbytes for kept in spec.values())
+        spec = info.state_spec(algorithm, groups[info.variant.group])
+        state = {name: kept.like(local_view(info.param)) for name, kept in spec.items()}
+        size = STEP_BYTES + sum(kept.nbytes for kept in info.state_here(state).values())
         sizes[info.label] = sizes.get(info.label, 0) + size
     return sizes
 

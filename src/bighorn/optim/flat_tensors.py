@@ -1,15 +1,20 @@
-"""Groups of flat tensors: their checks when a group is added, and at each step."""
+"""Groups of flat tensors: their checks when a group is added and at each step, and the parts of their state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from bighorn.distributed.flat import FlatLayout, FlatParams
+from bighorn.distributed.flat import FlatGroup, FlatLayout, FlatParams
+from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.settings import Settings
+from bighorn.optim.state import StateSpec, StateTensorSpec, all_dims
 
 KEY = "flat_layout"
 """The key of a group's FlatLayout. The group that the optimizer keeps does not have it, since groups are saved."""
@@ -75,3 +80,72 @@ def check_grads(groups: list[Group], flat: list[FlatParams | None]) -> None:
                 f"param_groups[{index}].params[{missing[0]}] is a flat tensor without a gradient: each flat tensor "
                 "needs one in every step, on every rank; use zeros for what has none"
             )
+
+
+class FlatView(NamedTuple):
+    """The part of a tensor that belongs to a parameter in a flat tensor."""
+
+    span: slice
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part, in the same memory."""
+        return tensor[self.span].view(self.shape)
+
+
+@dataclass(frozen=True)
+class FragmentView:
+    """The fragment of a parameter as kernels see it.
+
+    Attributes:
+        shape: The shape of the whole parameter.
+        shard: The shard of the parameter that the fragment is.
+        part: The part of the flat tensor, and of its gradient.
+        state: The part of each state tensor.
+        spec: The state tensors of the flat tensor.
+        group: The ranks that hold the other fragments.
+    """
+
+    shape: tuple[int, ...]
+    shard: Shard
+    part: FlatView
+    state: Mapping[str, FlatView]
+    spec: StateSpec
+    group: FlatGroup
+
+
+def views(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list[FragmentView]:
+    """Return the fragments of the parameters in the flat tensors of a group.
+
+    A state tensor that each parameter of the group has element by element is of the flat tensor's size. In others, such
+    as averages of rows, the parts of the fragments follow one another.
+    """
+    wholes = [torch.empty(each.shape, dtype=group["params"][0].dtype, device="meta") for each in held.params]
+    specs = [algorithm.state_spec(group, whole) for whole in wholes]
+    full = [
+        {name for name, kept in spec.items() if kept.dims == all_dims(whole)}
+        for spec, whole in zip(specs, wholes, strict=True)
+    ]
+    in_place = set.intersection(*full) if full else set()
+    of_tensors: dict[int, dict[str, StateTensorSpec]] = {each.tensor: {} for each in held.params}
+    found = {}
+    for i in sorted(range(len(wholes)), key=lambda i: held.params[i].span.start):
+        each, state = held.params[i], {}
+        shard, spec = each.shard(by_rows=algorithm.shape_of(group, wholes[i])[0]), of_tensors[each.tensor]
+        here = FlatView(each.span, shard.held)
+        for name, kept in specs[i].items():
+            if name in in_place:
+                state[name], spec[name] = here, StateTensorSpec(kept.dtype, (0,))
+                continue
+            shape = shard.held if name in full[i] else tuple(shard.size[dim] for dim in kept.dims)
+            start = spec[name].numel or 0 if name in spec else 0
+            end = start + math.prod(shape)
+            state[name], spec[name] = FlatView(slice(start, end), shape), StateTensorSpec(kept.dtype, (0,), numel=end)
+        found[i] = FragmentView(each.shape, shard, here, state, spec, held.group)
+    return [found[i] for i in range(len(found))]
+
+
+def state_specs(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> dict[int, StateSpec]:
+    """The state tensors of each flat tensor of a group that holds a fragment, by its position."""
+    found = views(held, group, algorithm)
+    return {each.tensor: view.spec for each, view in zip(held.params, found, strict=True)}

@@ -20,7 +20,6 @@ from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateSpec, moments_dtype, moments_spec
 
-IN_BLOCKS = ("float16", "int8")
 """The values of state_dtype for which moments are kept in blocks."""
 
 
@@ -50,6 +49,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
 
     name = "lamb"
     kernel_options_type = LambOptions
+    block_dtypes = ("float16", "int8")
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "adam": flag,
@@ -62,21 +62,12 @@ class LambAlgorithm(Algorithm[LambOptions]):
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
-        if group["second_moment"] == "amsgrad" and group["state_dtype"] in IN_BLOCKS:
+        if group["second_moment"] == "amsgrad" and group["state_dtype"] in self.block_dtypes:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
             )
         return super().unsupported_reason(group, param)
-
-    def unsupported_flat_reason(self, group: Group) -> str | None:
-        """The reason why flat tensors cannot be optimized, or None; blocks are inside rows, which flat tensors cut."""
-        if group["state_dtype"] in IN_BLOCKS:
-            return (
-                f'state_dtype="{group["state_dtype"]}" keeps blocks of rows, and flat tensors cut these: use '
-                'state_dtype="bfloat16" or None'
-            )
-        return super().unsupported_flat_reason(group)
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """Both moments, in one dtype or in blocks, and the running maximum of amsgrad."""
@@ -84,7 +75,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
         if group["state_dtype"] == "int8":
             dtypes["exp_avg_sq"] = torch.uint8
-        in_blocks = group["state_dtype"] in IN_BLOCKS
+        in_blocks = group["state_dtype"] in self.block_dtypes
         return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
 
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:

@@ -302,11 +302,15 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     # ---- the parts of a step ------------------------------------------------------------------------------
 
-    def _begin(self) -> ScheduleStep:
-        """Resolve the options of a step, including values that were written into groups since the last one."""
+    def _notice_replaced(self) -> None:
+        """Adopt the parameters that a framework has put into the groups since the last step, if there are any."""
         firsts = [id(group["params"][0]) if group["params"] else 0 for group in self.param_groups]
         if firsts != self._firsts and len(firsts) == len(self._firsts):
             self._adopt_replaced()
+
+    def _begin(self) -> ScheduleStep:
+        """Resolve the options of a step, including values that were written into groups since the last one."""
+        self._notice_replaced()
         schedule, plans_hold = begin_step(
             self.param_groups, self._scheduled, self._guard, self.defaults, self.algorithm, self._settings
         )
@@ -393,7 +397,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         }
 
     def _init_state(self, info: ParamInfo, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        spec = self.algorithm.state_spec(self.param_groups[info.variant.group], info.param)
+        spec = info.state_spec(self.algorithm, self.param_groups[info.variant.group])
         return init_or_validate_state(info.param, dense, spec, self.state.get(info.param, {}), info.label), list(spec)
 
     def in_order(self) -> list[Tensor]:
@@ -439,6 +443,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             ValueError: It is not an optimizer's state, belongs to another model or algorithm, is of a newer format, or
                 holds an option out of range. The optimizer is unchanged.
         """
+        self._notice_replaced()
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
         state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
@@ -458,7 +463,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"), prefix)
             for i, group in enumerate(state["param_groups"])
         ]
-        states = loaded_states(groups, state["state"], self.algorithm)
+        flat = state["_flat"] if "_flat" in state else self._flat  # noqa: SIM401 - a copy has none yet
+        states = loaded_states(groups, flat, state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
         self._groups = self.param_groups

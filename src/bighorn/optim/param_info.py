@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.distributed import sharding
-from bighorn.distributed.flat import FlatGroup, FlatParam, FlatParams
+from bighorn.distributed.flat import FlatGroup, FlatParams
 from bighorn.distributed.sharding import Layout, ShardedDims
 from bighorn.kernels.bucket import Shard
 from bighorn.names import excludes
 from bighorn.optim.algorithm import Algorithm, Group, Variant
+from bighorn.optim.flat_tensors import FragmentView, views
 from bighorn.optim.param_groups import Order, label_of
 from bighorn.optim.settings import Settings
-from bighorn.optim.state import local_view, whole_view
+from bighorn.optim.state import StateSpec, local_view, whole_view
 
 Indices = dict[int, tuple[int, int]]
 """The group index and parameter index of each parameter, by its `id`."""
@@ -40,9 +41,8 @@ class ParamInfo:
     """The number of leading dims that must be outermost in memory, since kernels split the tensor along them."""
     layout: Layout | None
     """The layout of a distributed parameter, else None."""
-    flat: FlatParam | None = None
+    flat: FragmentView | None = None
     """The fragment of the parameter in `param`, if that is a flat tensor."""
-    flat_group: FlatGroup | None = None
 
     @property
     def sharded_dims(self) -> ShardedDims | None:
@@ -52,7 +52,7 @@ class ParamInfo:
     @property
     def summed_over(self) -> ShardedDims | FlatGroup | None:
         """The ranks over which norms are summed; None if this rank holds the whole parameter."""
-        return self.flat_group or self.sharded_dims
+        return self.flat.group if self.flat else self.sharded_dims
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,9 +69,17 @@ class ParamInfo:
         """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
         return self.flat.shard if self.flat else row_shard(self.param, self.stacked)
 
+    def state_spec(self, algorithm: Algorithm[Any], group: Group) -> StateSpec:
+        """The state tensors of `param`, besides `step`."""
+        return self.flat.spec if self.flat else algorithm.state_spec(group, self.param)
+
     def here(self, tensor: Tensor) -> Tensor:
-        """Return the fragment of a flat tensor, or of its gradient or state; any other tensor unchanged."""
-        return tensor[self.flat.span] if self.flat else tensor
+        """Return the fragment in a flat tensor, or in its gradient; any other tensor unchanged."""
+        return self.flat.part.of(tensor) if self.flat else tensor
+
+    def state_here(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameter's parts of the state of a flat tensor; any other state unchanged."""
+        return {name: part.of(state[name]) for name, part in self.flat.state.items()} if self.flat else dict(state)
 
 
 def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Tensor]]:
@@ -133,11 +141,13 @@ def infos_of(
         if held is None:
             yield info_of(param, groups[index], (index, position), algorithm, settings)
         elif position == 0:
-            yield from _flat_infos(groups[index], index, held, settings)
+            yield from _flat_infos(groups[index], index, held, algorithm, settings)
 
 
-def _flat_infos(group: Group, index: int, held: FlatParams, settings: Settings) -> Iterator[ParamInfo]:
-    for each in held.params:
+def _flat_infos(
+    group: Group, index: int, held: FlatParams, algorithm: Algorithm[Any], settings: Settings
+) -> Iterator[ParamInfo]:
+    for each, view in zip(held.params, views(held, group, algorithm), strict=True):
         tensor = group["params"][each.tensor]
         whole = torch.empty(each.shape, dtype=tensor.dtype, device="meta")
         variant = Variant(
@@ -145,10 +155,10 @@ def _flat_infos(group: Group, index: int, held: FlatParams, settings: Settings) 
             decays=not excludes(settings.exclude_from_weight_decay, each.name, whole),
             adapts=not excludes(settings.exclude_from_layer_adaptation, each.name, whole),
             centres=False,
-            factored=False,
+            factored=algorithm.shape_of(group, whole)[0],
             blocks=False,
         )
-        yield ParamInfo(tensor, each.name, variant, False, 0, None, each, held.group)
+        yield ParamInfo(tensor, each.name, variant, False, 0, None, view)
 
 
 def row_shard(param: Tensor, stacked: bool) -> Shard | None:

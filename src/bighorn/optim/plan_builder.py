@@ -67,7 +67,7 @@ def build(
         if counts:
             states[index] = init_state(info, info.param if info.flat else dense)
         state, kept = states[index]
-        mine = {entry: info.here(sharding.local(state[entry])) for entry in kept}
+        mine = info.state_here({entry: sharding.local(state[entry]) for entry in kept})
         shard, solid = info.row_shard, all(map(has_memory, (dense, grad, *mine.values())))
         if not solid:
             refuse_freed(view, info.label)
@@ -75,7 +75,8 @@ def build(
         with about(info.label):
             name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
         wrapper = None if solid else index  # each such tensor has its own bucket
-        key = (info.variant, name, dense.device, dense.dtype, mine[kept[0]].dtype, info.summed_over, wrapper, *kept)
+        kept_as = next(iter(mine.values())).dtype
+        key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, *mine)
         if key not in bucket_plans:
             bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
             backends.setdefault((name, dense.device, info.summed_over), []).append(bucket_plans[key].bucket)
@@ -83,8 +84,8 @@ def build(
         if not solid:
             wrappers.append((bucket_plan, info.label))
         used = view if name == kernels.SERVES_STRIDED else dense
-        span = info.flat.span if info.flat else None
-        binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, span, counts)
+        part = info.flat.part if info.flat else None
+        binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts)
         bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
         plain = not (info.stacked or info.flat or info.param.is_complex())
         bucket_plan.direct &= plain and used is view and not grad.is_neg()

@@ -48,11 +48,13 @@ class StateTensorSpec:
         dims: The parameter's dims that the tensor has, in order.
         scales: Whether the tensor holds the scales of blocks: the last of `dims` is then that of rows, and a further
             dim is that of the blocks of a row, which have a scale each. Default: False.
+        numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
     """
 
     dtype: torch.dtype
     dims: tuple[int, ...]
     scales: bool = False
+    numel: int | None = None
 
     def like(self, param: Tensor) -> Tensor:
         """Return the tensor for a parameter or a shard of one, on the meta device and in its memory order."""
@@ -67,6 +69,8 @@ class StateTensorSpec:
         return dense.new_empty_strided(shape, self._strides(dense, shape), dtype=self.dtype).zero_()
 
     def _shape(self, param: Tensor) -> list[int]:
+        if self.numel is not None:
+            return [self.numel]
         shape = [param.shape[dim] for dim in self.dims]
         return [*shape[:-1], *codec.scales_shape(param.shape[self.dims[-1] :])] if self.scales else shape
 

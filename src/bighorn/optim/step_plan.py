@@ -15,6 +15,7 @@ from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket, Kernel, ShardKernel
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
+from bighorn.optim.flat_tensors import FlatView
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import real_view
 
@@ -39,8 +40,8 @@ class ParamBinding:
     stacked: bool
     shard: Shard | None
     """The box of the parameter that `view` is; None if it is the whole parameter."""
-    span: slice | None = None
-    """The elements of a flat tensor that `view` is; None if it is a parameter of its own."""
+    part: FlatView | None = None
+    """The part of a flat tensor that `view` is; None if it is a parameter of its own."""
     counts: bool = True
     """Whether this binding counts the step; the parameters in a flat tensor share a step count."""
     rows: range = range(0)
@@ -48,7 +49,7 @@ class ParamBinding:
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the part of a flat tensor, or of its gradient; any other tensor unchanged."""
-        return tensor if self.span is None else tensor[self.span]
+        return tensor if self.part is None else self.part.of(tensor)
 
     def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""

@@ -81,7 +81,8 @@ class Averages:
 
     A shard of whole rows has the averages of its rows, and a part of each column's average; a shard of whole columns,
     the reverse. An average that is split is added up over the shards: each contributes its part of the new squares, and
-    the first of the shards that keep the same old average contributes that, too.
+    the first of the shards that keep the same old average contributes that, too. A shard that begins or ends inside a
+    row has the averages of all rows and columns that it touches, and both are added up.
     """
 
     def __init__(
@@ -94,21 +95,20 @@ class Averages:
         factor: Factor,
         shard: Shard,
     ) -> None:
-        axis = a.dim() + row_axis(a, factor)
+        q = shard.box(a * a + eps)
+        axis = q.dim() + row_axis(q, factor)
         self.a, self.shard, self.name, self.old = a, shard, name, state
-        self.down, self.across = (axis,), tuple(range(axis + 1, a.dim()))
+        self.down, self.across = (axis,), tuple(range(axis + 1, q.dim()))
         self.both = self.down + self.across
-        self.row = self._average("row", a * a + eps, beta, self.across)
-        self.col = self._average("col", a * a + eps, beta, self.down)
+        self.row = self._average("row", q, beta, self.across)
+        self.col = self._average("col", q, beta, self.down)
         self.mean = self.row.mean(dim=self.down, keepdim=True)
         self.split_down, self.split_across = shard.splits(self.down), shard.splits(self.across)
 
     def _average(self, which: str, q: Tensor, beta: float | Tensor, over: tuple[int, ...]) -> Tensor:
         """Return the average over some dims, kept as 1; this shard's part of it if these dims are split."""
         new = q.sum(dim=over, keepdim=True) / math.prod(self.shard.shape[dim] for dim in over)
-        old = self.old[f"{self.name}_{which}"].view(new.shape)
-        if not self.shard.leads(over):
-            return (1 - beta) * new
+        old = self.shard.led(self.old[f"{self.name}_{which}"].view(new.shape), over)
         return beta * old + (1 - beta) * new  # CAME-row, CAME-col, CAME-res
 
     def state(self) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class Averages:
 
     def rsqrt(self) -> Tensor:
         """Return 1 / sqrt(row col / mean(row)), in the shape of the tensor."""
-        rsqrt = rsqrt_of_ratio(self.row, self.mean) * self.col.rsqrt()
+        rsqrt = self.shard.unbox(rsqrt_of_ratio(self.row, self.mean) * self.col.rsqrt())
         return rsqrt.clamp(max=torch.finfo(rsqrt.dtype).max)  # zeros in rows and columns of zeros remain 0
 
     def update_sum(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:

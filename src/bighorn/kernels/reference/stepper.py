@@ -13,7 +13,7 @@ from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, w
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.options import Options
-from bighorn.kernels.rounding import Rounding, dither, load_weight, positions, random_bits, rng_key, store_weight
+from bighorn.kernels.rounding import Rounding, dither, load_weight, random_bits, rng_key, store_weight
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class Stepper(Generic[Options]):
                 shifts: Dither = NEAREST
                 if with_bits:
                     key = rng_key(o.rounding_seed, bucket.param_ids[i])
-                    index = bucket.row_offsets[i] + positions(shard.size, shard.offset, shard.shape, x.device)
+                    index = bucket.row_offsets[i] + shard.positions(x.device)
                     bits, shifts = random_bits(key, t, index), dither(key, t, index)
                 rule = self.rule(load_weight(x, state), g, state, t, shifts, o, shard)
                 yield Row(rule, x, state, bucket.metrics[i], apply_mask, o.weight_rounding, bits)

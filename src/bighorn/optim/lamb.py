@@ -20,8 +20,6 @@ from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateSpec, moments_dtype, moments_spec
 
-"""The values of state_dtype for which moments are kept in blocks."""
-
 
 @dataclass(frozen=True)
 class LambTelemetry:

@@ -112,6 +112,9 @@ _Static_assert(sizeof(LambLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves t
 
 static const LambOptions *options_of(const LambStep *s, int64_t row) { return &s->options[s->rows[row].options]; }
 
+/* Whether the first pass cannot finish a row, because the size of its step depends on sums over it. */
+static bool needs_ratio(const LambOptions *o) { return o->adapt || o->cautious; }
+
 static LambChunk chunk_at(const LambStep *s, const LambLocals *l, int64_t row, int64_t chunk) {
     const int64_t size = s->gradients[row].size, start = start_of(&s->rows[row], size, chunk);
     return (LambChunk){
@@ -161,7 +164,7 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
     LayerInfo info = {
         .chunks = chunks_of(r, s->gradients[row].size),
         .update_bytes = in_double ? sizeof(double) : sizeof(float),
-        .needs_ratio = o->adapt || o->cautious,
+        .needs_ratio = needs_ratio(o),
     };
     plan_copies(s, row, scratch, bytes, l, &info);
     return info;
@@ -179,12 +182,13 @@ static void open_window(const void *step, int64_t row, int64_t first, int64_t la
     const LambStep *s = step;
     const Gradient *g = &s->gradients[row];
     LambLocals *l = locals;
+    const LambReals f = reals_of(&l->factors);
     int64_t start = start_of(&s->rows[row], g->size, first), end = start_of(&s->rows[row], g->size, last);
     if (l->weights_copy) {
         copy_weights(s, row, first, last, l, STRIDED_GATHER);
         l->row.weights.data = l->weights_copy - start * dtype_bytes(l->row.weights.type);
     }
-    if (!l->grad_copy || (second && !l->factors.cautious)) return;
+    if (!l->grad_copy || (second && !reads_grad_again(&f))) return;
     if (g->fan) start = start / g->fan * g->fan, end = (end + g->fan - 1) / g->fan * g->fan;
     s->strided->copy(g->layout, s->grads[row], g->type, start, end - start, l->grad_copy, STRIDED_GATHER);
     l->grad = l->grad_copy - start * dtype_bytes(g->type);
@@ -192,8 +196,7 @@ static void open_window(const void *step, int64_t row, int64_t first, int64_t la
 
 static void close_window(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second) {
     const LambLocals *l = locals;
-    const LambOptions *o = options_of(step, row);
-    if (l->weights_copy && (second || !(o->adapt || o->cautious)))
+    if (l->weights_copy && (second || !needs_ratio(options_of(step, row))))
         copy_weights(step, row, first, last, l, STRIDED_SCATTER);
 }
 
@@ -201,8 +204,8 @@ static LayerSums first(const void *step, int64_t row, int64_t chunk, const void 
     const LambOptions *o = options_of(step, row);
     const LambLocals *l = locals;
     const LambChunk b = chunk_at(step, l, row, chunk);
-    return o->adapt || o->cautious ? l->loops->moments(&b, &l->factors, o->second_moment, update)
-                                   : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
+    return needs_ratio(o) ? l->loops->moments(&b, &l->factors, o->second_moment, update)
+                          : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
 }
 
 /* Returns the factor that makes up for masked elements. */

@@ -75,6 +75,9 @@ static inline LambReals reals_of(const LambFactors *f) {
     };
 }
 
+/* Whether the second pass reads gradients, and not only what the first one has left: for the mask. */
+static inline int reads_grad_again(const LambReals *f) { return f->cautious; }
+
 /* Computes r, with the same bits in every function that calls this one, as those below; `root` is the root of v. */
 static inline real ratio_of(const LambReals f, real m, real root) { return f.correction * m / (root + f.eps); }
 

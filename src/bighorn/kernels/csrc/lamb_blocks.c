@@ -268,7 +268,7 @@ static int type_of(const LambChunk *b, const LambReals *f) {
 static void load_block_update(LambQuantBlock *block, const LambChunk *b, const LambReals *f, const int type,
                               GradientMean *last) {
     load_block_weights(block, type);
-    if (f->cautious) load_block_grad(block, b, f, last);
+    if (reads_grad_again(f)) load_block_grad(block, b, f, last);
     FOR_FORMS(block, update_as, *f);
 }
 
@@ -335,7 +335,7 @@ static void apply(const LambChunk *b, const LambFactors *factors, double step, c
     const LambReals f = reals_of(factors);
     const float *stored = update;
     /* Without gradients, weights alone have to be bfloat16. */
-    const int type = f.cautious ? type_of(b, &f) : is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
+    const int type = reads_grad_again(&f) ? type_of(b, &f) : is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
     GradientMean last = {-1, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {

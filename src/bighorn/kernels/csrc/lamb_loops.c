@@ -292,7 +292,7 @@ static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *
 
 static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
-    const int again = f.cautious && !update, piece = again ? PIECE_ELEMS : piece_of(b);
+    const int again = reads_grad_again(&f) && !update, piece = again ? PIECE_ELEMS : piece_of(b);
     GradientMean last = {-1, 0};
     real masked_r[PIECE_ELEMS];
     for (int64_t done = 0; done < b->size; done += piece) {

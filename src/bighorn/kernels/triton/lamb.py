@@ -145,7 +145,7 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         tables = rows, grads, options, apply_mask, self.sums if totals is None else totals, factors
         self.launch(self.kernels.lamb_norms, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
         second = rows, grads, program_to_row, options, apply_mask, factors, scale
-        centre = self.constants["CAUTIOUS"] and self.constants["CENTRE"]  # else the second pass reads no gradient
+        centre = self.constants["G_AGAIN"] is not None and self.constants["CENTRE"]
         self.launch(self.kernels.lamb_apply, self.second, second, compile_only, CENTRE=centre)
 
 

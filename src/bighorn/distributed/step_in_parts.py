@@ -20,8 +20,13 @@ class StepsInParts(Protocol):
         """Take one step; `wait(i)` returns when the gradients of `parts[i]` may be read, earlier parts first."""
 
 
-def step_in_parts(optimizer: Optimizer, parts: Parts, wait: Wait) -> None:
-    """Take one step of an optimizer whose parameters are independent, with the gradients of one part at a time."""
+def step_in_parts(
+    optimizer: Optimizer, parts: Parts, wait: Wait, stepped: Callable[[int], None] = lambda _: None
+) -> None:
+    """Take one step of an optimizer whose parameters are independent, with the gradients of one part at a time.
+
+    `stepped(i)` is called as soon as `parts[i]` has taken the step.
+    """
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # torch's wrapper, whose hooks have run already
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -35,6 +40,7 @@ def step_in_parts(optimizer: Optimizer, parts: Parts, wait: Wait) -> None:
                 p.grad = grads[p]
             if part:
                 step(optimizer)
+            stepped(i)
             for p in part:
                 p.grad = None
     finally:

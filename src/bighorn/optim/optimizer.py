@@ -38,8 +38,8 @@ from bighorn.optim.step_options import (
     begin_step,
     value_at,
 )
-from bighorn.optim.step_param import BegunStep, StepParameter, can_step, check_step_param
-from bighorn.optim.step_plan import StepPlan, scale_and_mask, square_sum_of
+from bighorn.optim.step_param import BegunStep, StepParameter, check_step_param
+from bighorn.optim.step_plan import PartCall, StepPlan, scale_and_mask, square_sum_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,8 +72,6 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
     """The prefix of wrappers that groups remove from every parameter's name; None if parameters have no names."""
     _agreed: bool = False
     """Whether the ranks were found to agree; they are compared at the first step, and after groups were added."""
-    _begun: BegunStep | None = None
-    """The step that `step_param` has begun and `step` has not ended."""
     _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one per part."""
     _skipped: Tensor | None = None
@@ -186,7 +184,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 checks.closure(closure)
                 with torch.enable_grad():
                     loss = closure()
-            self._step(None, lambda _: None)
+            self._step(None)
         except BaseException:
             # GradScaler removes the attributes that it has set only after a step that returns.
             self.__dict__.pop("grad_scale", None)
@@ -196,7 +194,13 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     @eager
     @torch.no_grad()
-    def step_in_parts(self, parts: list[list[Tensor]], wait: Callable[[int], None]) -> None:
+    def step_in_parts(
+        self,
+        parts: list[list[Tensor]],
+        wait: PartCall,
+        stepped: PartCall = lambda _: None,
+        square_sum: Tensor | None = None,
+    ) -> None:
         """Take one step, part by part, while gradients of later parts have not arrived yet. No hooks run.
 
         Every error that does not depend on the values of gradients is raised before anything changes. With
@@ -206,6 +210,10 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             parts: All parameters that have a gradient, each in one part.
             wait: A function that is called with 0, 1, ..., more than once, and returns when the gradients of that part
                 may be read.
+            stepped: A function that is called with 0, 1, ... as soon as that part has taken the step. Default: one
+                that does nothing.
+            square_sum: The sum of the squares of this rank's gradients, if it is known, for the options that need it.
+                Default: None, which computes it.
 
         Raises:
             RuntimeError: As for `step`.
@@ -213,40 +221,35 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         """
         if any(self._flat):
             raise ValueError(f"no step can be taken in parts: {flat_tensors.WHOLE_STEP}")
-        self._step(parts, wait)
+        self._step(parts, wait, stepped, square_sum)
 
     @eager
     @torch.no_grad()
-    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
-        """Step one parameter now and drop its gradient; a later `step()` steps the others and ends the step.
-
-        The options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
+    def step_params(self, params: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
+        """Step some parameters now and drop their gradients, as `step_param` does with one, and with its errors.
 
         Args:
-            param: A parameter of this optimizer, with a gradient.
-            group: Its group, in sd-scripts' protocol: nothing happens without a gradient, and a parameter's second
-                gradient ends the step, since that trainer calls no `step()`. Default: None.
-
-        Raises:
-            RuntimeError: As for `step`; or the parameter has taken this step already.
-            ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
+            params: Parameters of this optimizer, with gradients.
+            wait: A function that is called when everything has been checked, and returns when the gradients may be
+                read. Default: one that does nothing.
         """
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
-        if group is not None and not can_step(self, self._begun, param, group):
-            return
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
-        check_step_param(param, indices, begun, lambda at: self._param_info(*at, param).label)
-        schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)
+        for param in params:
+            check_step_param(param, indices, begun, self._label)
+        schedule, [plan] = self._prepare(params, None, None if begun is None else begun.schedule, indices)
+        wait()
         self._begun = begun = begun or BegunStep(schedule, indices)
         for _, kernel in plan.kernels:
             kernel.step()
         plan.step_shards(1.0, None)
         plan.release()
-        begun.plans[param] = plan
-        param.grad = None
-        # Autograd may have saved the old parameter; compiled kernels do not increment the version counter themselves.
-        torch.autograd.graph.increment_version(param)
+        for param in params:
+            begun.plans[param] = plan
+            param.grad = None
+            # Autograd may have saved the old parameter; compiled kernels do not increment the version counter.
+            torch.autograd.graph.increment_version(param)
 
     def whole_step_reason(self) -> str | None:
         """The reason why every gradient is needed before the first parameter is written, or None."""
@@ -255,7 +258,13 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 return f"{name}={getattr(self._settings, name)!r} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if any(self._flat) else None
 
-    def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
+    def _step(
+        self,
+        parts: list[list[Tensor]] | None,
+        wait: PartCall = lambda _: None,
+        stepped: PartCall = lambda _: None,
+        known: Tensor | None = None,
+    ) -> None:
         """Take one step, of all parameters together if there are no parts."""
         if len(self.param_groups) != len(self._scheduled) and self._groups_step():
             return
@@ -272,7 +281,10 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             mask = None
             if grad_scale is not None or found_inf is not None or settings.needs_all_grads:
                 scale, mask = scale_and_mask(
-                    settings, grad_scale, found_inf, lambda: square_sum_of(plans, wait, self.param_groups, settings)
+                    settings,
+                    grad_scale,
+                    found_inf,
+                    lambda: square_sum_of(plans, wait, self.param_groups, settings, known),
                 )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
@@ -287,6 +299,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 if plan.meshes and not initialises:
                     plan.step_shards(scale, mask)
                 plan.release()
+                stepped(part)
         except BaseException:
             if begun is None:
                 schedule.undo()
@@ -296,7 +309,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         if mask is not None:
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
-        earlier = list(begun.plans.values()) if begun is not None else []
+        earlier = list({id(plan): plan for plan in begun.plans.values()}.values()) if begun is not None else []
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
         self._begun = None
 
@@ -411,6 +424,9 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     def _param_info(self, index: int, position: int, param: Tensor) -> ParamInfo:
         return info_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
+
+    def _label(self, at: tuple[int, int], param: Tensor) -> str:
+        return self._param_info(*at, param).label
 
     def _param_infos(self) -> Iterator[ParamInfo]:
         each = parameters(self.param_groups, self._order)

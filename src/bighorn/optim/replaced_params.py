@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class WithFlatTensors(Reports):
     """Optimizers that step some of the groups, by the indices of these."""
 
     @abstractmethod
-    def _step(self, parts: list[list[Tensor]] | None, wait: Callable[[int], None]) -> None:
+    def _step(self, parts: list[list[Tensor]] | None) -> None:
         """Take one step."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class WithFlatTensors(Reports):
         if indices not in self._partial:
             self._partial[indices] = self._of_groups(indices)
         part = self._partial[indices]
-        part._step(None, lambda _: None)
+        part._step(None)
         for here, index in enumerate(indices):
             self._flat[index], self._given[index] = part._flat[here], part._given[here]
         self._last = tuple(plan for each in self._partial.values() for plan in each._last)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn.optim.eager import eager
 from bighorn.optim.param_info import Indices
 from bighorn.optim.step_options import ScheduleStep
 from bighorn.optim.step_plan import StepPlan
@@ -24,12 +25,34 @@ class BegunStep:
     """The plans of the parameters that have taken the step."""
 
 
-class StepParameter:
-    """The method by which OneTrainer steps inside backward."""
+class StepParameter(Optimizer):
+    """The methods by which trainers step one parameter inside backward."""
 
-    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
-        """Step one parameter now."""
+    _begun: BegunStep | None = None
+    """The step that `step_params` has begun and `step` has not ended."""
+
+    def step_params(self, params: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
+        """Step some parameters now."""
         raise NotImplementedError
+
+    @eager
+    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
+        """Step one parameter now and drop its gradient; a later `step()` steps the others and ends the step.
+
+        The options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
+
+        Args:
+            param: A parameter of this optimizer, with a gradient.
+            group: Its group, in sd-scripts' protocol: nothing happens without a gradient, and a second gradient ends
+                the step, since that trainer calls no `step()`. Default: None.
+
+        Raises:
+            RuntimeError: As for `step`; or the parameter has taken this step already.
+            ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
+        """
+        if group is not None and not can_step(self, self._begun, param, group):
+            return
+        self.step_params([param])
 
     def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:
         """Step one parameter now, as `step_param(parameter, group)` does.
@@ -67,7 +90,7 @@ def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group
 
 
 def check_step_param(
-    param: Tensor, indices: Indices, begun: BegunStep | None, name: Callable[[tuple[int, int]], str]
+    param: Tensor, indices: Indices, begun: BegunStep | None, name: Callable[[tuple[int, int], Tensor], str]
 ) -> None:
     """Raise for a parameter that cannot take such a step.
 
@@ -79,10 +102,10 @@ def check_step_param(
         what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
         raise ValueError(f"{what} is no parameter of this optimizer")
     if param.grad is None:
-        raise ValueError(f"{name(indices[id(param)])} has no gradient to be stepped with: run backward() first")
+        raise ValueError(f"{name(indices[id(param)], param)} has no gradient to be stepped with: run backward() first")
     if begun is not None and param in begun.plans:
         raise RuntimeError(
-            f"{name(indices[id(param)])} has taken this step already, and now has another gradient: call "
+            f"{name(indices[id(param)], param)} has taken this step already, and now has another gradient: call "
             "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
             "that share the parameter, cannot be added up where each is stepped as soon as it is there"
         )

@@ -26,6 +26,10 @@ A sum of 2^18 squares of CAME's updates, which can be as large as the largest gr
 """
 
 
+PartCall = Callable[[int], None]
+"""A function that is called with the index of a part of a step."""
+
+
 @dataclass
 class ParamBinding:
     """A parameter of a plan: the rows that it becomes, and how its gradient is bound to them at each step."""
@@ -270,11 +274,11 @@ def scale_and_mask(
 
 
 def square_sum_of(
-    plans: list[StepPlan], wait: Callable[[int], None], groups: list[Group], settings: Settings
+    plans: list[StepPlan], wait: PartCall, groups: list[Group], settings: Settings, known: Tensor | None
 ) -> Tensor:
     """The sum of all gradients' squares; with a process group, over all of its ranks, even those without gradients."""
-    sums: list[Tensor] = []
-    for part, plan in enumerate(plans):
+    sums = [] if known is None else [known.clone()]
+    for part, plan in enumerate(plans if known is None else ()):
         wait(part)
         sums += plan.square_sums()
     if sums:

@@ -2,6 +2,7 @@
 
 from bighorn import groups, schedules, telemetry
 from bighorn.distributed import FlatLayout, Fragment, TailOverlap, megatron_groups, release_gradients, shard_update
+from bighorn.offloading import offload
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.checkpointing import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "groups",
     "megatron_groups",
+    "offload",
     "release_gradients",
     "schedules",
     "shard_update",

@@ -28,7 +28,7 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"groups", "optim", "scaling", "distributed", "schedules", "telemetry"},
+    "bighorn": {"groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
     "arguments": set(),
     "deferred": set(),
     "optim": {"arguments", "optim", "kernels", "distributed", "names", "schedules"},
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"arguments", "bighorn", "telemetry"},
     "scaling": {"arguments", "deferred", "distributed"},
     "distributed": {"deferred", "kernels"},
+    "offloading": {"distributed", "kernels", "offloading"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
     "cli": {"bighorn", "kernels", "schedules", "cli"},
 }

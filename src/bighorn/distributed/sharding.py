@@ -324,6 +324,29 @@ def distributed(part: Tensor, param: Tensor, dims: Sequence[int], like: Tensor, 
     return DTensor.from_local(part, layout.mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
+def on_host(part: Tensor, param: Tensor) -> Tensor:
+    """Return a tensor of the host's memory as the shard of a tensor that is distributed as a parameter is.
+
+    The ranks that hold the other shards add up sums through their process group for the CPU.
+    """
+    layout = layout_of(param)
+    if layout is None:
+        return part
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = layout.mesh
+    if mesh.device_type != "cpu":
+        if mesh not in _host_meshes:
+            _host_meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        mesh = _host_meshes[mesh]
+    return DTensor.from_local(part, mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+_host_meshes: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
+"""Meshes of the same ranks, for tensors in the host's memory."""
+
+
 def _is_distributed(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from bighorn.kernels import cpu, foreach, reference, triton
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
+from bighorn.kernels.cpu.library import cores
 from bighorn.kernels.options import CameOptions, LambOptions
 from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
@@ -31,6 +32,7 @@ __all__ = [
     "LambOptions",
     "ShardKernel",
     "Status",
+    "cores",
     "pick",
     "status",
 ]

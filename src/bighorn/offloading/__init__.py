@@ -1,0 +1,11 @@
+"""Optimizer offload: state and arithmetic in the host's memory, beside the backward pass of a model on a device.
+
+`offload.py` wraps an optimizer for the training loop, `transfers.py` moves gradients and weights in buckets, and
+`copies.py` is all that depends on the device.
+"""
+
+from bighorn.offloading.copies import AcceleratorCopies, Arrival, Copies
+from bighorn.offloading.offload import offload
+from bighorn.offloading.optimizer import OffloadedOptimizer
+
+__all__ = ["AcceleratorCopies", "Arrival", "Copies", "OffloadedOptimizer", "offload"]

@@ -1,0 +1,162 @@
+"""Offloaded parameters: those of the model, each with one in the host's memory that the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from bighorn.distributed import sharding
+from bighorn.offloading.copies import Copies
+
+SLAB_BYTES = 256 << 20
+"""The size of a slab; torch rounds page-locked memory up to a power of two."""
+
+ALIGNMENT = 64
+"""The bytes to which tensors in a slab are aligned: a cache line."""
+
+
+@dataclass(eq=False)
+class OffloadedParam:
+    """A parameter of the model, and the one in the host's memory that the optimizer steps."""
+
+    device: Tensor
+    host: Tensor
+    weights: Tensor
+    """This rank's shard of `host`."""
+    grad: Tensor
+    """The gradient in the host's memory, of this rank's shard."""
+    grad_of_host: Tensor
+    """The same as a gradient of `host`."""
+    place: torch.device
+    """The device that the parameter was offloaded from."""
+    grad_dtype: torch.dtype
+    """The dtype of gradients on the device."""
+    label: str
+    version: int = -1
+    """The version counter of `device` at the time when it and `host` were equal."""
+    arrived: bool = False
+    """Whether there is a gradient for the next step."""
+
+    @property
+    def here(self) -> Tensor:
+        """This rank's shard on the device, without its version counter."""
+        return sharding.local(self.device).data
+
+    @property
+    def written(self) -> bool:
+        """Whether a program has written the weights on the device since the last step."""
+        return sharding.local(self.device)._version != self.version
+
+    def note_equal(self) -> None:
+        """Note that the weights on the device and on the host are equal."""
+        self.version = sharding.local(self.device)._version
+
+    def check_unmoved(self) -> None:
+        """Raise if the model has moved, or has changed its dtype or shapes."""
+        here = sharding.local(self.device)
+        if (here.device, here.dtype, here.shape) != (self.place, self.weights.dtype, self.weights.shape):
+            raise RuntimeError(
+                f"{self.label} was offloaded from {self.place} as {self.weights.dtype} of shape "
+                f"{tuple(self.weights.shape)}, and is on {here.device}, {here.dtype} of shape {tuple(here.shape)} now: "
+                "move and convert the model first, then make the optimizer and offload it"
+            )
+
+    def taken_grad(self) -> Tensor:
+        """Return this rank's shard of the gradient on the device, and take it from the parameter."""
+        grad = self.device.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"the gradient of {self.label} is sparse: make its layer with sparse=False")
+        grad = sharding.local(sharding.aligned(grad, self.device))
+        if grad.dtype != self.grad_dtype:
+            raise RuntimeError(
+                f"the gradient of {self.label} is {grad.dtype}, where memory was taken for {self.grad_dtype}: set its "
+                "grad_dtype before offload()"
+            )
+        self.device.grad = None
+        self.arrived = True
+        return grad
+
+    def on_host(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the parameter in the host's memory."""
+        return {
+            name: sharding.on_host(sharding.local(value).cpu(), value) if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+
+
+def offloaded_params(
+    model: nn.Module, optimizer: Optimizer, copies: Copies, *, sums: bool
+) -> list[list[OffloadedParam]]:
+    """Return the parameters of each group, with memory on the host; `sums`: gradients are added up there.
+
+    Raises:
+        ValueError: This torch refuses the gradients.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    here = [sharding.local(param.detach()) for param in params]
+    dtypes = [getattr(param, "grad_dtype", None) or param.dtype for param in params]
+    weights = slots(here, [param.dtype for param in params], copies)
+    grads = slots(here, [sum_dtype(dtype) if sums else dtype for dtype in dtypes], copies)
+    names = {id(param): name for name, param in model.named_parameters()}
+    made = iter(
+        [
+            _offloaded(param, weight, grad, dtype, names.get(id(param), f"parameter {number} of the optimizer"))
+            for number, (param, weight, grad, dtype) in enumerate(zip(params, weights, grads, dtypes, strict=True))
+        ]
+    )
+    return [[next(made) for _ in group["params"]] for group in optimizer.param_groups]
+
+
+def _offloaded(param: Tensor, weights: Tensor, grad: Tensor, grad_dtype: torch.dtype, label: str) -> OffloadedParam:
+    host = sharding.on_host(weights, param)
+    host = Parameter(host, requires_grad=param.requires_grad) if isinstance(param, Parameter) else host
+    if grad.dtype != host.dtype:
+        if not hasattr(host, "grad_dtype"):
+            raise ValueError(
+                f"{label} is {host.dtype}, and its gradients are {grad.dtype} on the host, which torch "
+                f'{torch.__version__} refuses: use torch 2.10 or later, or accumulate="device"'
+            )
+        host.grad_dtype = None
+    place = sharding.local(param).device
+    return OffloadedParam(param, host, weights, grad, sharding.on_host(grad, param), place, grad_dtype, label)
+
+
+def slots(likes: Sequence[Tensor], dtypes: Sequence[torch.dtype], copies: Copies) -> list[Tensor]:
+    """Return a tensor of the host's memory for each of these, in a few slabs, with the strides of its elements."""
+    slabs, room, offset, places = [], 0, 0, []
+    for like, dtype in zip(likes, dtypes, strict=True):
+        nbytes = padded(like.numel() * dtype.itemsize)
+        if offset + nbytes > room:
+            slabs.append(room)
+            room, offset = max(SLAB_BYTES, nbytes), 0
+        places.append((len(slabs), offset))
+        offset += nbytes
+    slabs.append(offset)  # the last slab is as large as what it holds
+    memory = [copies.pinned(room) for room in slabs]
+    return [
+        strided(memory[slab][offset:], like, dtype)
+        for (slab, offset), like, dtype in zip(places, likes, dtypes, strict=True)
+    ]
+
+
+def padded(nbytes: int) -> int:
+    """Return a size with the bytes up to the next aligned tensor."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def strided(memory: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the beginning of some bytes as a tensor with the shape and the order of elements of another."""
+    values = memory[: like.numel() * dtype.itemsize].view(dtype)
+    return values.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients are added up on the host: float32, or a wider one of theirs."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,204 @@
+"""The buckets in which gradients and weights travel between the device and the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bighorn.distributed import sharding
+from bighorn.offloading.copies import Arrival, Copies
+from bighorn.offloading.params import OffloadedParam, padded, strided
+from bighorn.offloading.worker import Job, Worker
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose gradients travel together, and whose new weights do."""
+
+    params: list[OffloadedParam]
+    arrival: Arrival | None = None
+    """The end of the gradients' copies, while it is not known to have come."""
+    held: list[Tensor] = field(default_factory=list)
+    """The gradients on the device, until they have arrived."""
+    job: Job[None] | None = None
+    """What the stepping thread does with the bucket."""
+    factor: float = 1.0
+    """What the gradients on the host were multiplied by."""
+    stepped: bool = False
+    """Whether the parameters have taken the step."""
+    sent: threading.Event = field(default_factory=threading.Event)
+    """Set when the new weights have been sent, or never will be."""
+    weights: Arrival | None = None
+    """The end of the new weights' copies."""
+
+    def land(self) -> None:
+        """Return when the gradients have arrived, and free those on the device."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        self.held, self.arrival = [], None
+
+    def bind(self) -> None:
+        """Give the gradients to the optimizer's parameters."""
+        for param in self.params:
+            param.host.grad = param.grad_of_host
+
+    def unbind(self) -> None:
+        """Take the gradients back."""
+        for param in self.params:
+            param.host.grad = None
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients on the host, unless they were multiplied before."""
+        if factor != self.factor:
+            torch._foreach_mul_([param.grad for param in self.params], factor / self.factor)
+            self.factor = factor
+
+    def send_weights(self, copies: Copies) -> None:
+        """Begin to copy the new weights to the device; the parameters have taken the step."""
+        self.stepped = True
+        self.weights = copies.to_device([(param.weights, param.here) for param in self.params])
+        for param in self.params:
+            # Autograd may have saved the old weights.
+            torch.autograd.graph.increment_version(sharding.local(param.device))
+            param.note_equal()
+        self.sent.set()
+
+
+class GradientBuckets:
+    """Gradients on their way to the host: those of the open bucket, and of at most one other.
+
+    Args:
+        copies: The copies.
+        bucket_bytes: The size at which a bucket is sent.
+        sums: Whether to compute the sum of the squares of all gradients on the device.
+    """
+
+    def __init__(self, copies: Copies, bucket_bytes: int, sums: bool) -> None:
+        self._copies, self._bucket_bytes, self._sums = copies, bucket_bytes, sums
+        self._open: list[tuple[OffloadedParam, Tensor]] = []
+        self._open_bytes = 0
+        self.buckets: list[Bucket] = []
+        """The buckets that were sent since the last step."""
+        self.square_sum: Tensor | None = None
+        """The sum of the squares of their gradients, 0-dim, on the device."""
+
+    def put(self, param: OffloadedParam, grad: Tensor) -> bool:
+        """Put this rank's shard of a gradient into the open bucket; return whether that is full."""
+        self._open.append((param, grad))
+        self._open_bytes += padded(grad.nbytes)
+        return self._open_bytes >= self._bucket_bytes
+
+    def send(self) -> Bucket | None:
+        """Send the open bucket, as soon as the one before has arrived; None if it is empty."""
+        if not self._open:
+            return None
+        if self.buckets:
+            self.buckets[-1].land()
+        params, grads = [param for param, _ in self._open], [grad for _, grad in self._open]
+        bucket = Bucket(params, held=grads)
+        self._begin(bucket, grads)
+        self._open, self._open_bytes = [], 0
+        self.buckets.append(bucket)
+        return bucket
+
+    def _begin(self, bucket: Bucket, grads: list[Tensor]) -> None:
+        if self._sums:
+            here = square_sum(grads)
+            self.square_sum = here if self.square_sum is None else self.square_sum + here
+        pairs = list(zip([param.grad for param in bucket.params], grads, strict=True))
+        bucket.arrival = self._copies.to_host(pairs)
+
+    def parts(self) -> list[Bucket]:
+        """Return the buckets for a step."""
+        return list(self.buckets)
+
+    def forget(self) -> None:
+        """Forget all gradients."""
+        for bucket in self.buckets:
+            bucket.land()
+        self._open, self._open_bytes, self.buckets, self.square_sum = [], 0, [], None
+
+
+class HostSums(GradientBuckets):
+    """Gradients that are added up in the host's memory, through two slabs in which buckets arrive.
+
+    Args:
+        copies: The copies.
+        bucket_bytes: The size at which a bucket is sent.
+        largest: The bytes of the largest gradient.
+        worker: The stepping thread, which adds.
+    """
+
+    def __init__(self, copies: Copies, bucket_bytes: int, largest: int, worker: Worker) -> None:
+        super().__init__(copies, bucket_bytes, sums=False)
+        self._worker = worker
+        self._slabs = [copies.pinned(bucket_bytes + padded(largest)) for _ in range(2)]
+        self._last: list[Job[None] | None] = [None, None]
+        """What reads each slab."""
+        self._summed: dict[OffloadedParam, None] = {}
+
+    def _begin(self, bucket: Bucket, grads: list[Tensor]) -> None:
+        self._slabs.reverse()
+        self._last.reverse()
+        if self._last[0] is not None:
+            self._last[0].result()
+        memory, offset, arrived = self._slabs[0], 0, []
+        for grad in grads:
+            arrived.append(strided(memory[offset:], grad, grad.dtype))
+            offset += padded(grad.nbytes)
+        first = [param not in self._summed for param in bucket.params]
+        self._summed.update(dict.fromkeys(bucket.params))
+        bucket.arrival = self._copies.to_host(list(zip(arrived, grads, strict=True)))
+
+        @torch.no_grad()
+        def add() -> None:
+            bucket.land()
+            for param, grad, is_first in zip(bucket.params, arrived, first, strict=True):
+                (param.grad.copy_ if is_first else param.grad.add_)(grad)
+
+        self._last[0] = self._worker.submit(add)
+
+    def parts(self) -> list[Bucket]:
+        """Return the buckets for a step: those that have taken it, and the other parameters in new ones."""
+        for job in self._last:
+            if job is not None:
+                job.result()
+        parts = [bucket for bucket in self.buckets if bucket.job is not None]
+        left = dict.fromkeys(self._summed)
+        for bucket in parts:
+            for param in bucket.params:
+                left.pop(param, None)
+        return parts + [Bucket(params) for params in divided(left, self._bucket_bytes)]
+
+    def forget(self) -> None:
+        """Forget all gradients."""
+        for job in self._last:
+            if job is not None:
+                job.wait()
+        super().forget()
+        self._last, self._summed = [None, None], {}
+
+
+def divided(params: Iterable[OffloadedParam], bucket_bytes: int) -> list[list[OffloadedParam]]:
+    """Divide parameters into buckets of about this size."""
+    buckets: list[list[OffloadedParam]] = []
+    size = bucket_bytes
+    for param in params:
+        if size >= bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(param)
+        size += param.grad.nbytes
+    return buckets
+
+
+@torch.no_grad()
+def square_sum(grads: list[Tensor]) -> Tensor:
+    """The sum of the squares of some gradients, in float64, on their device."""
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    norms = torch._foreach_norm([grad for grad in real if grad.numel()], 2, dtype=torch.float64)
+    return torch.stack(list(norms)).square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,136 @@
+"""The stepping thread: it waits for gradients and steps, while the thread of the training loop continues."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from bighorn.kernels import cores
+
+T = TypeVar("T")
+NODES = Path("/sys/devices/system/node")
+PCI = Path("/sys/bus/pci/devices")
+
+
+class Job(Generic[T]):
+    """A function that the stepping thread calls, and its result."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self._ended = threading.Event()
+        self._value: T
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call the function, and keep its value or its error."""
+        assert self._function is not None
+        try:
+            self._value = self._function()
+        except BaseException as error:  # the thread that asks for the result raises it
+            self.error = error
+        self._function = None  # its references end with it
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Wait for the end, also after Ctrl-C, which is raised when the job has ended."""
+        try:
+            self._ended.wait()
+        except BaseException:
+            self._ended.wait()
+            raise
+
+    def result(self) -> T:
+        """Wait, and return the value or raise the error."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
+class Worker:
+    """One thread that runs jobs in order, with a number of threads of its own for arithmetic.
+
+    A signal such as Ctrl-C never interrupts a job, since Python runs signal handlers in the main thread only.
+
+    Args:
+        device: The device whose NUMA node the thread runs on, if there are several nodes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.threads, self.reason = team()
+        self.cpus = near(device)
+        self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self._queue,), name="bighorn-offload", daemon=True)
+        self.thread.start()
+        self.close = weakref.finalize(self, _end, self._queue, self.thread)
+        before = torch.get_num_threads()
+        self.submit(self._settle).result()
+        # The number above holds for one thread, but torch gives the last one that was set to all later threads too.
+        torch.set_num_threads(before)
+
+    def submit(self, function: Callable[[], T]) -> Job[T]:
+        """Run a function after those that were submitted before."""
+        job = Job(function)
+        self._queue.put(job)
+        return job
+
+    def _settle(self) -> None:
+        torch.set_num_threads(self.threads)
+        if self.cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self.cpus)
+
+
+def _serve(jobs: queue.SimpleQueue[Job[Any] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job
+
+
+def _end(jobs: queue.SimpleQueue[Job[Any] | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def team() -> tuple[int, str]:
+    """Return the number of threads for arithmetic on the host, and the reason for it.
+
+    Raises:
+        ValueError: An environment variable is not a number.
+    """
+    if asked := os.environ.get("BIGHORN_NUM_THREADS"):
+        return _number("BIGHORN_NUM_THREADS", asked), "BIGHORN_NUM_THREADS"
+    here, processes = cores(), _number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes == 1:
+        return here, f"all {here} cores"
+    return max(1, here // processes), f"a share of {here} cores for each of {processes} processes"
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 1024:
+        raise ValueError(f"{name}={value!r} in the environment must be a number, 1 to 1024")
+    return int(value)
+
+
+def near(device: torch.device, nodes: Path = NODES, pci: Path = PCI) -> set[int]:
+    """Return the CPUs of the NUMA node that a GPU is attached to, of those this process may use; empty if unknown."""
+    try:
+        if device.type != "cuda" or len(list(nodes.glob("node[0-9]*"))) < 2:
+            return set()
+        properties: Any = torch.cuda.get_device_properties(device)
+        where = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int((pci / where / "numa_node").read_text())
+        ranges = (nodes / f"node{node}" / "cpulist").read_text().strip().split(",")
+        cpus = {cpu for each in ranges for cpu in range(int(each.split("-")[0]), int(each.split("-")[-1]) + 1)}
+        return cpus & os.sched_getaffinity(0)
+    except (OSError, ValueError, AttributeError):  # a container without /sys, or a torch without the PCI numbers
+        return set()

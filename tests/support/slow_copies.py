@@ -1,0 +1,99 @@
+"""A stand-in for a device: its memory is the CPU's, and copies take place in threads, at a stated bandwidth."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bighorn.offloading.copies import Pairs
+
+
+class SlowArrival:
+    """The end of copies in a thread."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def synchronize(self) -> None:
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+
+    wait = synchronize
+
+
+class Direction:
+    """A thread that copies in one direction; it reads and writes memory when a copy takes place, not before."""
+
+    def __init__(self, bandwidth: float, delay: float, seed: int | None) -> None:
+        self.bandwidth, self.delay = bandwidth, delay
+        self.random = None if seed is None else random.Random(seed)
+        self.waiting: list[tuple[list[tuple[Tensor, Tensor]], SlowArrival]] = []
+        self.changed = threading.Condition()
+        self.bytes = 0
+        self.error: BaseException | None = None
+        """What the next copy raises."""
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def begin(self, pairs: list[tuple[Tensor, Tensor]]) -> SlowArrival:
+        arrival = SlowArrival()
+        with self.changed:
+            self.waiting.append((pairs, arrival))
+            self.changed.notify()
+        return arrival
+
+    def serve(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting)
+                index = 0 if self.random is None else self.random.randrange(len(self.waiting))
+                pairs, arrival = self.waiting.pop(index)
+            if self.random is not None:
+                time.sleep(self.random.random() * self.delay)
+            self.copy(pairs, arrival)
+            del pairs, arrival
+
+    def copy(self, pairs: list[tuple[Tensor, Tensor]], arrival: SlowArrival) -> None:
+        size, began = sum(source.nbytes for _, source in pairs), time.perf_counter()
+        try:
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            with torch.no_grad():
+                for target, source in pairs:
+                    target.copy_(source)
+        except BaseException as error:
+            arrival.error = error
+        self.bytes += size
+        time.sleep(max(0.0, size / self.bandwidth - (time.perf_counter() - began)))
+        arrival.ended.set()
+
+
+class SlowCopies:
+    """The copies of the stand-in.
+
+    Args:
+        bandwidth: Bytes a second, in each direction.
+        delay: The longest random delay before a copy, in seconds.
+        seed: The seed of delays and of the order of copies; None: neither is random.
+    """
+
+    def __init__(self, bandwidth: float = float("inf"), delay: float = 0.002, seed: int | None = 0) -> None:
+        self.outward, self.inward = Direction(bandwidth, delay, seed), Direction(bandwidth, delay, seed)
+        self.pinned_bytes: list[int] = []
+
+    def pinned(self, nbytes: int) -> Tensor:
+        self.pinned_bytes.append(nbytes)
+        return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN in every dtype of gradients
+
+    def to_host(self, pairs: Pairs) -> Any:
+        return self.outward.begin(list(pairs))
+
+    def to_device(self, pairs: Pairs) -> Any:
+        return self.inward.begin([(device, host) for host, device in pairs])

@@ -53,10 +53,10 @@ class BrokenStep:
         if self.in_doubt:
             doubt = shortened([param.label for param in self.in_doubt])
             return (
-                f"{stepped}, and an error came while others were being stepped{doubt}: load a checkpoint of model and "
-                "optimizer, or let the others keep their weights with optimizer.drop_step()"
+                f"{stepped}, and an error came while others were being stepped{doubt}, {self.cause!r}: load a checkpoint of "
+                "model and optimizer, or let the others keep their weights with optimizer.drop_step()"
             )
-        why = "the last backward() has not ended" if self.cause is None else "the step has failed"
+        why = "the last backward() has not ended" if self.cause is None else f"the step has failed ({self.cause!r})"
         if not labels:
             return f"{why}, and no parameter has taken the step: optimizer.zero_grad() forgets its gradients"
         return (

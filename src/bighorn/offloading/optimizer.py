@@ -201,6 +201,11 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._running is None:
             self._settle()
+            if self._broken is None and any(bucket.stepped for bucket in self._grads.buckets):
+                raise RuntimeError(
+                    "parameters have taken a step inside backward with gradients that zero_grad() would forget: end it "
+                    "with step(), or let the others keep their weights with drop_step()"
+                )
             if self._broken is not None and (self._broken.stepped or self._broken.in_doubt):
                 self._check_usable()
             self._forget()
@@ -280,6 +285,7 @@ class OffloadedOptimizer(Optimizer):
         self._settle()
         self._host_step.end()
         self._forget()
+        super().zero_grad()
 
     def explain(self) -> str:
         """Return what the optimizer explains, what is where, which threads step, and what overlaps."""
@@ -302,13 +308,17 @@ class OffloadedOptimizer(Optimizer):
         """Post-accumulate hook: send a gradient to the host."""
         if self._partial and self._accumulate == "device":
             return
-        if not self._in_backward:
-            self.synchronize()
-            self._options.exchange()
-            self._in_backward = True
-            mine = weakref.ref(self)
-            Variable._execution_engine.queue_callback(lambda: _end_backward(mine))
-        self._take_grad(tensor)
+        try:
+            if not self._in_backward:
+                self.synchronize()
+                self._options.exchange()
+                self._in_backward = True
+                mine = weakref.ref(self)
+                Variable._execution_engine.queue_callback(lambda: _end_backward(mine))
+            self._take_grad(tensor)
+        except BaseException:
+            tensor.grad = None  # or the next backward would add to it
+            raise
 
     def _end_backward(self) -> None:
         """Send the last bucket; autograd does not call this if the backward pass ends with an error."""
@@ -329,9 +339,10 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_grad(self, tensor: Tensor) -> None:
         param = self._params[id(tensor)]
-        if self._host_step.error is not None or (param.arrived and self._accumulate == "device"):
+        if self._host_step.error is not None:
             self._settle()
             self._check_usable()
+        if param.arrived and self._accumulate == "device":
             refusals.refuse_second_gradient(param.label)
         param.check_unmoved()
         grad = param.taken_grad()
@@ -373,7 +384,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _sum_of_all(self) -> Tensor:
         """The sum of the squares of all gradients, also on the ranks that hold other shards."""
-        total = self._grads.square_sum
+        total = self._grads.square_sum()
         if total is None:
             total = torch.zeros((), dtype=torch.float64, device=next(iter(self._params.values())).here.device)
         if self._sharded:
@@ -382,7 +393,7 @@ class OffloadedOptimizer(Optimizer):
         return total
 
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        self._host_step.give(self._grads.square_sum, grad_scale, found_inf)
+        self._host_step.give(self._grads.square_sum(), grad_scale, found_inf)
         self._run()
 
     def _run(self) -> None:
@@ -404,18 +415,19 @@ class OffloadedOptimizer(Optimizer):
         """Wait for the step that the stepping thread takes, and let the device wait for the new weights."""
         if self._running is None:
             return
+        # Ctrl-C at any point leaves everything for the next call.
         job, parts = self._running
         job.wait()
-        self._running, self._on_the_way = None, {}
         for part in parts:
             if part.weights is not None:
                 part.weights.wait()
         if job.error is None:
             self._forget()
             self._options.exchange()
-            return
-        self._note_error(job.error, parts)
-        if raises and self._broken is None:
+        else:
+            self._note_error(job.error, parts)
+        self._running, self._on_the_way = None, {}
+        if raises and job.error is not None and self._broken is None:
             raise job.error
 
     def _settle(self) -> None:

@@ -158,6 +158,6 @@ def refuse_second_gradient(label: str) -> NoReturn:
     """Raise for a second gradient before the step."""
     raise RuntimeError(
         f"{label} has a second gradient, and the first has left the device: run all but the last backward() before a "
-        'step inside optimizer.accumulate(), or use accumulate="host"; after a backward() that has failed, call '
-        "optimizer.zero_grad()"
+        'step inside optimizer.accumulate(), or use accumulate="host"; to forget the first, as after a backward() that '
+        "has failed, call optimizer.zero_grad()"
     )

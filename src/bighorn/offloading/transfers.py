@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -83,8 +84,8 @@ class GradientBuckets:
         self._open_bytes = 0
         self.buckets: list[Bucket] = []
         """The buckets that were sent since the last step."""
-        self.square_sum: Tensor | None = None
-        """The sum of the squares of their gradients, 0-dim, on the device."""
+        self._norms: list[Tensor] = []
+        """The 2-norm of each of their gradients."""
 
     def put(self, param: OffloadedParam, grad: Tensor) -> bool:
         """Put this rank's shard of a gradient into the open bucket; return whether that is full."""
@@ -107,20 +108,28 @@ class GradientBuckets:
 
     def _begin(self, bucket: Bucket, grads: list[Tensor]) -> None:
         if self._sums:
-            here = square_sum(grads)
-            self.square_sum = here if self.square_sum is None else self.square_sum + here
+            self._norms += norms(grads)
         pairs = list(zip([param.grad for param in bucket.params], grads, strict=True))
         bucket.arrival = self._copies.to_host(pairs)
+
+    @torch.no_grad()
+    def square_sum(self) -> Tensor | None:
+        """Return the sum of the squares of all gradients that were sent, 0-dim, on the device; None without sums."""
+        if not self._norms:
+            return None
+        # All at once, so that the sum does not depend on the sizes of buckets.
+        return torch.stack(self._norms).square().sum()
 
     def parts(self) -> list[Bucket]:
         """Return the buckets for a step."""
         return list(self.buckets)
 
     def forget(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, whether their copies have succeeded or not."""
         for bucket in self.buckets:
-            bucket.land()
-        self._open, self._open_bytes, self.buckets, self.square_sum = [], 0, [], None
+            with contextlib.suppress(Exception):
+                bucket.land()
+        self._open, self._open_bytes, self.buckets, self._norms = [], 0, [], []
 
 
 class HostSums(GradientBuckets):
@@ -197,8 +206,7 @@ def divided(params: Iterable[OffloadedParam], bucket_bytes: int) -> list[list[Of
 
 
 @torch.no_grad()
-def square_sum(grads: list[Tensor]) -> Tensor:
-    """The sum of the squares of some gradients, in float64, on their device."""
-    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    norms = torch._foreach_norm([grad for grad in real if grad.numel()], 2, dtype=torch.float64)
-    return torch.stack(list(norms)).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+def norms(grads: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norms of some gradients, in float64, on their device."""
+    real = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads if grad.numel()]
+    return list(torch._foreach_norm(real, 2, dtype=torch.float64)) if real else []

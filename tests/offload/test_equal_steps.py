@@ -1,0 +1,115 @@
+"""Offloaded steps are those of the same optimizer on the CPU, bit for bit, for every option of the table of cases."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bighorn import Came, Lamb
+from tests.support.case_tensors import HUGE, LARGE
+from tests.support.cases import CASES, Case, allow_gradients_of, set_gradients
+from tests.support.covering_cases import covering
+from tests.support.offloading import OVERLAPS, Make, Overlap, backward_with, loss_of, network, offloaded
+from tests.support.optimizer_runs import assert_bitwise, assert_same_everything, copies
+
+STEPS = 3
+
+
+def needs_all(case: Case) -> bool:
+    return bool(case.options.get("max_grad_norm") or case.options.get("skip_nonfinite"))
+
+
+def rows() -> list[Any]:
+    quick = covering(case for case in CASES if case.leaves not in (LARGE, HUGE))
+    return [
+        pytest.param(
+            overlap, case, id=f"{overlap}-{case.id}", marks=[] if case.id in quick else [pytest.mark.slow]
+        )
+        for overlap in OVERLAPS
+        for case in CASES
+        if not (overlap == "backward" and needs_all(case))
+    ]
+
+
+@pytest.mark.parametrize(("overlap", "case"), rows())
+def test_every_case(overlap: Overlap, case: Case) -> None:
+    plain = case.parameters()
+    device = copies(plain)
+    for leaf, param in zip(case.leaves, device, strict=True):
+        if case.gradient_dtype(leaf) != param.dtype:
+            allow_gradients_of(param, case.gradient_dtype(leaf))
+    ours = case.optimizer(plain, "auto")
+    model = nn.ParameterList(device)
+    theirs = offloaded(model, case.optimizer(device, "auto"), overlap=overlap, bucket_mb=case.size * 4e-6 / 5)
+    for step in range(STEPS):
+        set_gradients(plain, case.gradients(step))
+        case.set_lr(ours, step)
+        ours.step()
+        case.set_lr(theirs, step)
+        backward_with(device, case.gradients(step))
+        theirs.step()
+        theirs.zero_grad()
+        assert all(param.grad is None for param in device)
+    theirs.synchronize()
+    if needs_all(case) and case.dtypes() & {torch.float64, torch.complex128}:
+        # The device adds up squares in another order than the kernels do, which float64 shows.
+        for a, b in zip(device, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        return
+    assert_same_everything(plain, ours, device, theirs)  # type: ignore[arg-type]
+    assert theirs.state_dict().keys() == ours.state_dict().keys()
+
+
+MAKES: dict[str, Make] = {
+    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), lr=0.1),
+    "AdamW-fused": lambda net: torch.optim.AdamW(net.parameters(), lr=0.1, fused=True),
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    "Adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=0.1),
+    "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), lr=0.1),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), lr=0.1),
+    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), lr=0.1),
+    "Lamb": lambda net: Lamb(net.named_parameters(), lr=0.1),
+    "Came": lambda net: Came(net.named_parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("name", MAKES)
+def test_a_training(name: str, overlap: Overlap, dtype: torch.dtype) -> None:
+    nets = network().to(dtype), network().to(dtype)
+    plain, other = (MAKES[name](net) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap)
+    for step in range(6):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            # A step without some gradients, too.
+            loss = loss_of(net, step) if step != 3 else net[0](torch.ones(9, dtype=dtype)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"skip_nonfinite": True}], ids=str)
+def test_arrival_in_any_order(options: dict[str, Any]) -> None:
+    """The results do not depend on the sizes of buckets, nor on when they arrive, also in float64."""
+    found = []
+    for bucket_mb, overlap in itertools.product((1e-4, 0.003, 0.02, 25), OVERLAPS):
+        if options and overlap == "backward":
+            continue
+        net = network().double()
+        optimizer = offloaded(
+            net, Lamb(net.named_parameters(), lr=0.1, **options), overlap=overlap, bucket_mb=bucket_mb
+        )
+        for step in range(4):
+            loss_of(net, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        optimizer.synchronize()
+        found.append(list(net.parameters()))
+    for other in found[1:]:
+        assert_bitwise(found[0], other)

@@ -1,0 +1,390 @@
+"""Training loops with offload: accumulation, clipping, scalers, schedules, hooks, checkpoints and written weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale, groups, schedules
+from tests.support.cases import Kind
+from tests.support.offloading import OVERLAPS, Make, Overlap, loss_of, network, offloaded
+from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
+
+ACCUMULATES = ("device", "host")
+
+
+def lamb(net: nn.Module, **options: Any) -> Lamb:
+    return Lamb(net.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **options})
+
+
+def adamw(net: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), **{"lr": 0.1, **options})
+
+
+def ways(*options: Any) -> Any:
+    return pytest.mark.parametrize("overlap", [overlap for overlap in OVERLAPS if overlap not in options])
+
+
+def assert_equal(net: nn.Module, other: nn.Module) -> None:
+    assert_bitwise(list(net.parameters()), list(other.parameters()))
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+@ways()
+@pytest.mark.parametrize("accumulate", ACCUMULATES)
+@pytest.mark.parametrize("make", [lamb, adamw])
+def test_accumulation(make: Make, accumulate: str, overlap: Overlap) -> None:
+    nets = network(), network()
+    plain, other = (make(net) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap, accumulate=accumulate)
+    for step in range(4):
+        for micro in range(3):
+            loss_of(nets[0], 3 * step + micro).backward()
+        with theirs.accumulate():
+            for micro in range(2):
+                loss_of(nets[1], 3 * step + micro).backward()
+        kept = [param.grad is not None for param in nets[1].parameters()]
+        assert kept == [accumulate == "device"] * len(kept)
+        loss_of(nets[1], 3 * step + 2).backward()
+        for optimizer in (plain, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    assert_equal(*nets)
+
+
+@pytest.mark.parametrize("overlap", ["copies", "forward"])
+def test_accumulation_on_the_host_needs_no_context(overlap: Overlap) -> None:
+    """Also in bfloat16, whose gradients are added up in float32, and with a clip."""
+    nets = network().bfloat16(), network().bfloat16()
+    plain, other = (lamb(net, weight_rounding="master", max_grad_norm=0.01) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap, accumulate="host")
+    for step in range(3):
+        sums = [torch.zeros_like(param, dtype=torch.float32) for param in nets[0].parameters()]
+        for micro in range(3):
+            loss_of(nets[0], 3 * step + micro).backward()
+            for total, param in zip(sums, nets[0].parameters(), strict=True):
+                assert param.grad is not None
+                total += param.grad
+                param.grad = None
+            loss_of(nets[1], 3 * step + micro).backward()
+        for total, param in zip(sums, nets[0].parameters(), strict=True):
+            if not hasattr(param, "grad_dtype"):
+                pytest.skip("this torch refuses gradients of another dtype")
+            param.grad_dtype = torch.float32
+            param.grad = total
+        plain.step()
+        plain.zero_grad()
+        for param in nets[0].parameters():
+            param.grad_dtype = torch.bfloat16  # type: ignore[attr-defined]
+        theirs.step()
+    theirs.synchronize()
+    assert_equal(*nets)
+
+
+@ways()
+def test_gradients_that_no_backward_pass_has_sent(overlap: Overlap) -> None:
+    nets = network(), network()
+    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap=overlap)
+    for step in range(3):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            for param in net.parameters():
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    assert_equal(*nets)
+
+
+@ways("backward")
+def test_a_clip_for_an_optimizer_of_torch(overlap: Overlap) -> None:
+    nets = network(), network()
+    plain, theirs = adamw(nets[0]), offloaded(nets[1], adamw(nets[1]), overlap=overlap, max_grad_norm=0.01)
+    for step in range(4):
+        loss_of(nets[0], step).backward()
+        norm = nn.utils.clip_grad_norm_(nets[0].parameters(), 0.01)
+        assert norm > 0.01
+        plain.step()
+        plain.zero_grad()
+        loss_of(nets[1], step).backward()
+        theirs.step()
+    theirs.synchronize()
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_zero_grad_forgets_what_was_sent() -> None:
+    nets = network(), network()
+    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]))
+    for step in range(6):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            loss_of(net, step).backward()
+            if step % 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(*nets)
+
+
+def test_a_closure() -> None:
+    nets = network(), network()
+    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]))
+    for step in range(3):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+
+            def closure(net: nn.Module = net, optimizer: Any = optimizer, step: int = step) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(net, step)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+    assert_equal(*nets)
+
+
+# ---- scalers --------------------------------------------------------------------------------------------------------
+
+
+@ways("backward")
+@pytest.mark.parametrize("make", [lamb, adamw])
+@pytest.mark.parametrize("ours", [True, False], ids=["LossScaler", "GradScaler"])
+def test_scalers(ours: bool, make: Make, overlap: Overlap) -> None:
+    """The third batch overflows, so that the step is skipped and the scale falls."""
+    nets = network(), network()
+    scalers: list[Any] = [
+        LossScaler(WindowScale(init_scale=1024.0, growth_interval=2))
+        if ours
+        else torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for _ in nets
+    ]
+    plain, other = (make(net) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap, scaler=scalers[1])
+    for step in range(6):
+        for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
+            loss = loss_of(net, step) * (torch.inf if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            if optimizer is plain:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            scaler.update()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    assert_equal(*nets)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    steps = {int(state["step"]) for state in theirs.state.values()}
+    assert steps == {5}
+
+
+def test_a_scaler_with_a_clip() -> None:
+    nets = network(), network()
+    scalers = [LossScaler(FixedScale(1024.0)) for _ in nets]
+    plain, other = (lamb(net, max_grad_norm=0.01) for net in nets)
+    theirs = offloaded(nets[1], other, scaler=scalers[1])
+    for step in range(4):
+        for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
+            scaler.scale(loss_of(net, step)).backward()
+            if optimizer is plain:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            scaler.update()
+            optimizer.zero_grad()
+    assert_equal(*nets)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(), torch.amp.GradScaler("cpu")], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("make", [lamb, adamw])
+def test_a_scaler_that_was_not_passed(make: Make, scaler: Any) -> None:
+    net = network()
+    optimizer = offloaded(net, make(net))
+    before = [param.clone() for param in net.parameters()]
+    scaler.scale(loss_of(net, 0)).backward()
+    with pytest.raises(RuntimeError, match="pass it to offload"):
+        scaler.step(optimizer)
+    assert_bitwise(list(net.parameters()), before)
+
+
+def test_a_scaler_that_is_off() -> None:
+    net = network()
+    scaler = LossScaler(enabled=False)
+    optimizer = offloaded(net, lamb(net), scaler=scaler, overlap="backward")
+    scaler.scale(loss_of(net, 0)).backward()
+    scaler.step(optimizer)
+    assert int(optimizer.state[net[0].weight]["step"]) == 1
+
+
+# ---- groups, schedules, hooks, reports ------------------------------------------------------------------------------
+
+
+@ways()
+def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
+    nets = network(), network()
+    plain, other = (
+        kind(
+            groups.by_rules(net.named_parameters(), [groups.Rule("^5", lr=0.03)]),
+            lr=schedules.Cosine(0.1, 8),
+            weight_decay=0.1,
+        )
+        for net in nets
+    )
+    theirs = offloaded(nets[1], other, overlap=overlap)
+    for step in range(6):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            if step == 3:
+                optimizer.param_groups[0]["lr"] = 0.005
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        theirs.synchronize()
+        assert [g["lr"] for g in theirs.param_groups] == [g["lr"] for g in plain.param_groups]
+        assert [g["schedule_step"] for g in theirs.param_groups] == [step + 1] * 2
+    assert_equal(*nets)
+    assert sorted(theirs.telemetry().names) == sorted(plain.telemetry().names)
+    assert theirs.explain().startswith(plain.explain())
+
+
+@ways()
+@pytest.mark.parametrize("make", [lamb, adamw])
+def test_schedulers_of_torch(make: Make, overlap: Overlap, recwarn: pytest.WarningsRecorder) -> None:
+    """OneCycleLR writes betas, too, and a tensor as lr is written in place."""
+    nets = network(), network()
+    plain, other = (make(net) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap)
+    both = [[StepLR(o, 2), OneCycleLR(o, 0.2, total_steps=8)] for o in (plain, theirs)]
+    for step in range(6):
+        for net, optimizer, schedulers in zip(nets, (plain, theirs), both, strict=True):
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+    theirs.synchronize()
+    assert_equal(*nets)
+    assert [str(w.message) for w in recwarn if "before `optimizer.step()`" in str(w.message)] == []
+
+
+def test_a_tensor_as_learning_rate() -> None:
+    nets = network(), network()
+    plain, other = (lamb(net, lr=torch.tensor(0.1)) for net in nets)
+    theirs = offloaded(nets[1], other)
+    for step in range(3):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            optimizer.param_groups[0]["lr"].fill_(0.1 / (step + 1))
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(*nets)
+
+
+def test_hooks_of_the_optimizer_run_once() -> None:
+    net = network()
+    inner, said = lamb(net), []
+    inner.register_step_pre_hook(lambda *_: said.append("before"))
+    optimizer = offloaded(net, inner)
+    optimizer.register_step_post_hook(lambda *_: said.append("after"))
+    for step in range(2):
+        loss_of(net, step).backward()
+        optimizer.step()
+    assert said == ["before", "after"] * 2
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ways()
+@pytest.mark.parametrize("first", [False, True], ids=["plain-first", "offloaded-first"])
+@pytest.mark.parametrize("make", [lamb, adamw])
+def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap: Overlap) -> None:
+    """A run continues from a checkpoint of the other kind; the model is loaded first, or last."""
+    whole, nets = network(), (network(), network())
+    reference = make(whole)
+    train(whole, reference, range(6))
+    optimizers = [make(net) for net in nets]
+    optimizers[not first] = offloaded(nets[not first], optimizers[not first], overlap=overlap)
+    train(nets[0], optimizers[0], range(3))
+    saved = saved_and_loaded({"model": nets[0].state_dict(), "optimizer": optimizers[0].state_dict()})
+    if first:
+        nets[1].load_state_dict(saved["model"])
+    optimizers[1].load_state_dict(saved["optimizer"])
+    if not first:
+        nets[1].load_state_dict(saved["model"])
+    train(nets[1], optimizers[1], range(3, 6))
+    if not first:
+        optimizers[1].synchronize()  # type: ignore[attr-defined]
+    assert_equal(nets[1], whole)
+    ours, plain = optimizers[1].state_dict(), reference.state_dict()
+    assert ours["param_groups"] == plain["param_groups"]
+    for key, state in plain["state"].items():
+        assert ours["state"][key].keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(ours["state"][key][name]), torch.as_tensor(value))
+
+
+def test_an_optimizer_that_has_state_already() -> None:
+    whole, net = network(), network()
+    reference, inner = Came(whole.named_parameters(), lr=0.1), Came(net.named_parameters(), lr=0.1)
+    train(whole, reference, range(6))
+    train(net, inner, range(3))
+    optimizer = offloaded(net, inner)
+    assert set(optimizer.state) == set(net.parameters())
+    train(net, optimizer, range(3, 6))
+    assert_equal(net, whole)
+
+
+@ways()
+@pytest.mark.parametrize("make", [lamb, adamw])
+def test_distributed_checkpoints(make: Make, overlap: Overlap) -> None:
+    whole, nets = network(), (network(), network())
+    reference = make(whole)
+    train(whole, reference, range(6))
+    optimizers = [offloaded(net, make(net), overlap=overlap) for net in nets]
+    train(nets[0], optimizers[0], range(3))
+    saved = saved_and_loaded(dcp.get_state_dict(nets[0], optimizers[0]))
+    assert saved[1]["state"].keys() == dict(nets[0].named_parameters()).keys()
+    dcp.set_state_dict(nets[1], optimizers[1], model_state_dict=saved[0], optim_state_dict=saved[1])
+    train(nets[1], optimizers[1], range(3, 6))
+    optimizers[1].synchronize()
+    assert_equal(nets[1], whole)
+
+
+# ---- written weights ------------------------------------------------------------------------------------------------
+
+
+@ways()
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "master"])
+def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Overlap) -> None:
+    nets = network().bfloat16(), network().bfloat16()
+    plain, other = (lamb(net, weight_rounding=rounding) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap)
+    for step in range(5):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            if step == 2:
+                theirs.synchronize()
+                with torch.no_grad():
+                    net[0].weight.mul_(0.5)
+            if step == 3:
+                theirs.synchronize()
+                net[3].bias.data.fill_(0.25)
+                theirs.read_weights()
+            loss_of(net, step).backward()
+            if step == 4 and overlap != "backward":  # between backward and step
+                with torch.no_grad():
+                    net[5].weight.clamp_(-0.01, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    assert_equal(*nets)

@@ -1,0 +1,66 @@
+"""Models and gradients for the tests of offload, on the stand-in for a device."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from bighorn import offload
+from bighorn.offloading import OffloadedOptimizer
+from tests.support.cases import allow_gradients_of
+from tests.support.slow_copies import SlowCopies
+
+Overlap = Literal["copies", "backward", "forward"]
+OVERLAPS: tuple[Overlap, ...] = ("copies", "backward", "forward")
+SMALL_BUCKET = 0.0005
+"""In megabytes; the network below has five buckets of it."""
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Give(torch.autograd.Function):
+    """A loss of one parameter, whose gradient is given."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.grad, None
+
+
+def backward_with(params: Sequence[Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Run a backward pass that accumulates these gradients, the last parameter first."""
+    total = torch.zeros(())
+    for param, grad in zip(params, grads, strict=True):
+        if grad is not None:
+            if grad.dtype != param.dtype:
+                allow_gradients_of(param, grad.dtype)
+            total = total + Give.apply(param, grad)  # type: ignore[no-untyped-call]
+    total.backward()  # type: ignore[no-untyped-call]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.LayerNorm(70), nn.Linear(70, 90), nn.Tanh(), nn.Linear(90, 3))
+
+
+def loss_of(net: nn.Module, step: int) -> Tensor:
+    dtype = next(net.parameters()).dtype
+    inputs = torch.randn(4, 9, generator=torch.Generator().manual_seed(step)).to(dtype)
+    value: Tensor = net(inputs).square().mean()
+    return value
+
+
+def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
+    """Offload to the stand-in, with random delays and orders of arrival."""
+    options.setdefault("copies", SlowCopies(seed=zlib.crc32(repr(sorted(map(str, options.items()))).encode())))
+    options.setdefault("bucket_mb", SMALL_BUCKET)
+    return offload(model, optimizer, **options)

@@ -26,9 +26,7 @@ def needs_all(case: Case) -> bool:
 def rows() -> list[Any]:
     quick = covering(case for case in CASES if case.leaves not in (LARGE, HUGE))
     return [
-        pytest.param(
-            overlap, case, id=f"{overlap}-{case.id}", marks=[] if case.id in quick else [pytest.mark.slow]
-        )
+        pytest.param(overlap, case, id=f"{overlap}-{case.id}", marks=[] if case.id in quick else [pytest.mark.slow])
         for overlap in OVERLAPS
         for case in CASES
         if not (overlap == "backward" and needs_all(case))
@@ -60,7 +58,7 @@ def test_every_case(overlap: Overlap, case: Case) -> None:
         for a, b in zip(device, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
         return
-    assert_same_everything(plain, ours, device, theirs)  # type: ignore[arg-type]
+    assert_same_everything(plain, ours, device, theirs)
     assert theirs.state_dict().keys() == ours.state_dict().keys()
 
 
@@ -107,7 +105,7 @@ def test_arrival_in_any_order(options: dict[str, Any]) -> None:
             net, Lamb(net.named_parameters(), lr=0.1, **options), overlap=overlap, bucket_mb=bucket_mb
         )
         for step in range(4):
-            loss_of(net, step).backward()  # type: ignore[no-untyped-call]
+            loss_of(net, step).backward()
             optimizer.step()
         optimizer.synchronize()
         found.append(list(net.parameters()))

@@ -26,7 +26,7 @@ def adamw(net: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), **{"lr": 0.1, **options})
 
 
-def ways(*options: Any) -> Any:
+def ways(*options: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("overlap", [overlap for overlap in OVERLAPS if overlap not in options])
 
 
@@ -83,7 +83,7 @@ def test_accumulation_on_the_host_needs_no_context(overlap: Overlap) -> None:
         plain.step()
         plain.zero_grad()
         for param in nets[0].parameters():
-            param.grad_dtype = torch.bfloat16  # type: ignore[attr-defined]
+            param.grad_dtype = torch.bfloat16
         theirs.step()
     theirs.synchronize()
     assert_equal(*nets)

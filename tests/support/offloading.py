@@ -27,7 +27,7 @@ class Give(torch.autograd.Function):
     """A loss of one parameter, whose gradient is given."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
+    def forward(ctx: Any, _: Tensor, grad: Tensor) -> Tensor:
         ctx.grad = grad
         return torch.zeros(())
 
@@ -47,16 +47,17 @@ def backward_with(params: Sequence[Parameter], grads: Sequence[Tensor | None]) -
     total.backward()  # type: ignore[no-untyped-call]
 
 
-def network() -> nn.Sequential:
+def network() -> Any:
+    """Return a Sequential; torch types its elements as plain modules."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.LayerNorm(70), nn.Linear(70, 90), nn.Tanh(), nn.Linear(90, 3))
 
 
-def loss_of(net: nn.Module, step: int) -> Tensor:
+def loss_of(net: nn.Module, step: int) -> Any:
+    """Return a loss; torch does not type its `backward`."""
     dtype = next(net.parameters()).dtype
     inputs = torch.randn(4, 9, generator=torch.Generator().manual_seed(step)).to(dtype)
-    value: Tensor = net(inputs).square().mean()
-    return value
+    return net(inputs).square().mean()
 
 
 def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:

@@ -71,6 +71,7 @@ class Direction:
         except BaseException as error:
             arrival.error = error
         self.bytes += size
+        pairs.clear()  # so that nothing here keeps the memory of a copy that has ended
         time.sleep(max(0.0, size / self.bandwidth - (time.perf_counter() - began)))
         arrival.ended.set()
 

@@ -28,7 +28,7 @@ class StepsBuckets(Protocol):
     def step_params(self, params: list[Tensor], wait: Callable[[], None]) -> None:
         """Step some parameters; `wait` is called when everything has been checked, before gradients are read."""
 
-    def step_in_parts(self, parts: Parts, wait: Wait, stepped: Wait, square_sum: Tensor | None) -> None:
+    def step_in_parts(self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Tensor | None) -> None:
         """Take one step, part by part."""
 
     def whole_step_reason(self) -> str | None:
@@ -53,8 +53,8 @@ class BrokenStep:
         if self.in_doubt:
             doubt = shortened([param.label for param in self.in_doubt])
             return (
-                f"{stepped}, and an error came while others were being stepped{doubt}, {self.cause!r}: load a checkpoint of "
-                "model and optimizer, or let the others keep their weights with optimizer.drop_step()"
+                f"{stepped}, and an error came while others were being stepped{doubt}, {self.cause!r}: load a "
+                "checkpoint of model and optimizer, or let the others keep their weights with optimizer.drop_step()"
             )
         why = "the last backward() has not ended" if self.cause is None else f"the step has failed ({self.cause!r})"
         if not labels:
@@ -204,7 +204,7 @@ class HostStep:
     def end(self) -> None:
         """End a step that buckets have taken, without the others."""
         if self.begun and isinstance(self.optimizer, StepsBuckets):
-            self.optimizer.step_in_parts([], lambda _: None, lambda _: None, None)
+            self.optimizer.step_in_parts([], lambda _: None, None, None)
         self.begun, self.in_doubt, self.error = False, None, None
 
 

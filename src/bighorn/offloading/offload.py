@@ -36,15 +36,16 @@ def offload(
     Args:
         model: A model on a device; with FSDP2, call this after `fully_shard`.
         optimizer: A Lamb, a Came or an optimizer of `torch.optim` over the model's parameters. It may have state.
-        overlap: What runs beside other work of the device. Default: "copies", where gradients travel during
-            `backward()`, `step()` steps each bucket that has arrived, and new weights travel back meanwhile. After any
-            error of its own, everything is as before. "backward" also steps during `backward()`. An error then can
-            leave some parameters stepped, and the optimizer says which. No clip, skip_nonfinite or scaler can be
-            used, since they need all gradients first. "forward" lets `step()` return at once, and the forward and
-            `state_dict()` of each module wait for its weights; any other code that reads weights must call
-            `synchronize()` first.
-        accumulate: How gradients of several `backward()` calls are added up. Default: "device", which keeps them there
-            inside `accumulate()`; "host" sends each, and adds them in float32.
+        overlap: What runs beside other work of the device. With "copies", gradients travel during `backward()`, and
+            `step()` steps each bucket while the weights of the one before travel back; after any error of its own,
+            everything is as before. "backward" also steps during `backward()`, as far as gradients have arrived; an
+            error can then leave some parameters stepped, and the optimizer says which. It cannot be combined with a
+            clip, skip_nonfinite or a scaler, which need all gradients first, and it reads options when the pass begins.
+            With "forward", `step()` returns at once, and the forward and the `state_dict()` of each module wait for its
+            weights; any other code that reads weights must call `synchronize()` first. Default: "copies".
+        accumulate: Where the gradients of several `backward()` calls are added up: on the "device", which keeps them
+            there, inside `accumulate()`; or on the "host", in float32, where each call sends its own. Default:
+            "device".
         max_grad_norm: Clip as `clip_grad_norm_` does, for an optimizer of `torch.optim`; Lamb and Came have this option
             themselves. Default: None.
         scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.

@@ -339,9 +339,6 @@ class OffloadedOptimizer(Optimizer):
 
     def _take_grad(self, tensor: Tensor) -> None:
         param = self._params[id(tensor)]
-        if self._host_step.error is not None:
-            self._settle()
-            self._check_usable()
         if param.arrived and self._accumulate == "device":
             refusals.refuse_second_gradient(param.label)
         param.check_unmoved()
@@ -419,8 +416,7 @@ class OffloadedOptimizer(Optimizer):
         job, parts = self._running
         job.wait()
         for part in parts:
-            if part.weights is not None:
-                part.weights.wait()
+            part.settle()
         if job.error is None:
             self._forget()
             self._options.exchange()
@@ -434,8 +430,7 @@ class OffloadedOptimizer(Optimizer):
         """Wait for everything in the stepping thread, and note a step that was broken off."""
         self._join(raises=False)
         for bucket in self._grads.buckets:
-            if bucket.job is not None:
-                bucket.job.wait()
+            bucket.settle()
         if self._broken is None and (self._host_step.error is not None or self._in_backward):
             self._broken = self._host_step.broken(self._host_step.error, self._grads.buckets)
 

@@ -15,7 +15,7 @@ from bighorn.distributed import sharding
 from bighorn.offloading.copies import Copies
 
 SLAB_BYTES = 256 << 20
-"""The size of a slab; torch rounds page-locked memory up to a power of two."""
+"""The most bytes of a slab, unless one tensor needs more; torch rounds page-locked memory up to a power of two."""
 
 ALIGNMENT = 64
 """The bytes to which tensors in a slab are aligned: a cache line."""
@@ -130,20 +130,14 @@ def _offloaded(param: Tensor, weights: Tensor, grad: Tensor, grad_dtype: torch.d
 
 def slots(likes: Sequence[Tensor], dtypes: Sequence[torch.dtype], copies: Copies) -> list[Tensor]:
     """Return a tensor of the host's memory for each of these, in a few slabs, with the strides of its elements."""
-    slabs, room, offset, places = [], 0, 0, []
-    for like, dtype in zip(likes, dtypes, strict=True):
-        nbytes = padded(like.numel() * dtype.itemsize)
-        if offset + nbytes > room:
-            slabs.append(room)
-            room, offset = max(SLAB_BYTES, nbytes), 0
-        places.append((len(slabs), offset))
-        offset += nbytes
-    slabs.append(offset)  # the last slab is as large as what it holds
-    memory = [copies.pinned(room) for room in slabs]
-    return [
-        strided(memory[slab][offset:], like, dtype)
-        for (slab, offset), like, dtype in zip(places, likes, dtypes, strict=True)
-    ]
+    sizes = [padded(like.numel() * dtype.itemsize) for like, dtype in zip(likes, dtypes, strict=True)]
+    slabs: list[list[int]] = []
+    for size in sizes:
+        if not slabs or sum(slabs[-1]) + size > SLAB_BYTES:
+            slabs.append([])
+        slabs[-1].append(size)
+    memory = [part for slab in slabs for part in torch.split(copies.pinned(sum(slab)), slab)]
+    return [strided(part, like, dtype) for part, like, dtype in zip(memory, likes, dtypes, strict=True)]
 
 
 def padded(nbytes: int) -> int:

@@ -42,6 +42,13 @@ class Bucket:
             self.arrival.synchronize()
         self.held, self.arrival = [], None
 
+    def settle(self) -> None:
+        """Wait for the stepping thread, and let the device wait for the new weights."""
+        if self.job is not None:
+            self.job.wait()
+        if self.weights is not None:
+            self.weights.wait()
+
     def bind(self) -> None:
         """Give the gradients to the optimizer's parameters."""
         for param in self.params:

@@ -83,6 +83,7 @@ class Worker:
         return job
 
     def _settle(self) -> None:
+        torch.get_num_threads()  # which makes torch give the thread the common number, and not do so later
         torch.set_num_threads(self.threads)
         if self.cpus:
             with contextlib.suppress(OSError):

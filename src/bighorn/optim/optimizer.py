@@ -198,7 +198,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         self,
         parts: list[list[Tensor]],
         wait: PartCall,
-        stepped: PartCall = lambda _: None,
+        stepped: PartCall | None = None,
         square_sum: Tensor | None = None,
     ) -> None:
         """Take one step, part by part, while gradients of later parts have not arrived yet. No hooks run.
@@ -210,10 +210,9 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             parts: All parameters that have a gradient, each in one part.
             wait: A function that is called with 0, 1, ..., more than once, and returns when the gradients of that part
                 may be read.
-            stepped: A function that is called with 0, 1, ... as soon as that part has taken the step. Default: one
-                that does nothing.
-            square_sum: The sum of the squares of this rank's gradients, if it is known, for the options that need it.
-                Default: None, which computes it.
+            stepped: A function that is called with 0, 1, ... as soon as that part has taken the step. Default: None.
+            square_sum: The sum of the squares of this rank's gradients, for options that need it. Default: None, which
+                computes it.
 
         Raises:
             RuntimeError: As for `step`.
@@ -225,13 +224,16 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     @eager
     @torch.no_grad()
-    def step_params(self, params: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
-        """Step some parameters now and drop their gradients, as `step_param` does with one, and with its errors.
+    def step_params(self, params: list[Tensor], wait: Callable[[], None] | None = None) -> None:
+        """Step some parameters now and drop their gradients, as `step_param` does with one.
 
         Args:
             params: Parameters of this optimizer, with gradients.
             wait: A function that is called when everything has been checked, and returns when the gradients may be
-                read. Default: one that does nothing.
+                read. Default: None.
+
+        Raises:
+            RuntimeError: As for `step_param`.
         """
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
@@ -239,7 +241,13 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         for param in params:
             check_step_param(param, indices, begun, self._label)
         schedule, [plan] = self._prepare(params, None, None if begun is None else begun.schedule, indices)
-        wait()
+        try:
+            if wait is not None:
+                wait()
+        except BaseException:
+            if begun is None:
+                schedule.undo()
+            raise
         self._begun = begun = begun or BegunStep(schedule, indices)
         for _, kernel in plan.kernels:
             kernel.step()
@@ -262,7 +270,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         self,
         parts: list[list[Tensor]] | None,
         wait: PartCall = lambda _: None,
-        stepped: PartCall = lambda _: None,
+        stepped: PartCall | None = None,
         known: Tensor | None = None,
     ) -> None:
         """Take one step, of all parameters together if there are no parts."""
@@ -299,7 +307,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 if plan.meshes and not initialises:
                     plan.step_shards(scale, mask)
                 plan.release()
-                stepped(part)
+                if stepped is not None:
+                    stepped(part)
         except BaseException:
             if begun is None:
                 schedule.undo()

@@ -31,8 +31,13 @@ class StepParameter(Optimizer):
     _begun: BegunStep | None = None
     """The step that `step_params` has begun and `step` has not ended."""
 
-    def step_params(self, params: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
-        """Step some parameters now."""
+    def step_params(self, params: list[Tensor], wait: Callable[[], None] | None = None) -> None:
+        """Step some parameters now.
+
+        Args:
+            params: Parameters of this optimizer, with gradients.
+            wait: A function that returns when the gradients may be read. Default: None.
+        """
         raise NotImplementedError
 
     @eager

@@ -1,0 +1,120 @@
+"""With overlap="forward", a module waits for its own weights, and for no others."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bighorn import Lamb
+from bighorn.offloading.forward import users
+from tests.support.offloading import loss_of, network, offloaded
+from tests.support.optimizer_runs import assert_bitwise
+from tests.support.slow_copies import SlowCopies
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the head's, a list of blocks, and attention that uses its child's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def names_of(model: nn.Module, params: list[Tensor]) -> set[str]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {names[id(param)] for param in params}
+
+
+def test_the_users_of_parameters() -> None:
+    model = Tied()
+    found = {id(module): names_of(model, params) for module, params in users(model)}
+    assert found[id(model)] == {"embedding.weight", "scale", "norm.weight", "norm.bias"}
+    assert found[id(model.head)] == {"embedding.weight"}
+    first = {name for name, _ in model.named_parameters() if name.startswith("blocks.0.")}
+    assert found[id(model.blocks[0])] == first
+    assert "blocks.0.self_attn.out_proj.weight" in first
+    assert id(model.blocks[0].self_attn) not in found
+
+
+def test_a_model_with_tied_weights_and_attention() -> None:
+    torch.manual_seed(0)
+    models = Tied(), Tied()
+    models[1].load_state_dict(models[0].state_dict())
+    plain = Lamb(models[0].named_parameters(), lr=0.05)
+    copies = SlowCopies(bandwidth=3e5, seed=3)
+    theirs = offloaded(models[1], Lamb(models[1].named_parameters(), lr=0.05), overlap="forward", copies=copies)
+    for step in range(5):
+        tokens = torch.randint(0, 11, (5, 3), generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip(models, (plain, theirs), strict=True):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    assert_bitwise(list(models[1].parameters()), list(models[0].parameters()))
+
+
+class Held(SlowCopies):
+    """Copies to the device of which the later ones wait for a signal."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(seed=None)
+        self.free, self.go = free, threading.Event()
+        copy = self.inward.copy
+
+        def hold(pairs: list[tuple[Tensor, Tensor]], arrival: object) -> None:
+            if self.free == 0:
+                assert self.go.wait(20)
+            self.free -= 1
+            copy(pairs, arrival)  # type: ignore[arg-type]
+
+        self.inward.copy = hold  # type: ignore[method-assign]
+
+
+def test_the_step_returns_and_the_first_layers_run_while_others_are_on_their_way() -> None:
+    net, copies = network(), Held(free=1)
+    optimizer = offloaded(net, Lamb(net.named_parameters(), lr=0.1), overlap="forward", copies=copies)
+    before = net[5].weight.clone()
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net[1](net[0](torch.ones(9)))  # of the first bucket that is sent
+    assert torch.equal(net[5].weight, before)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(net[5](torch.ones(90))))
+    thread.start()
+    thread.join(timeout=0.1)
+    assert seen == []
+    copies.go.set()
+    thread.join(timeout=20)
+    assert len(seen) == 1
+    assert not torch.equal(net[5].weight, before)
+
+
+@pytest.mark.parametrize("of_submodule", [False, True])
+def test_a_state_dict_waits(of_submodule: bool) -> None:
+    nets = network(), network()
+    plain = Lamb(nets[0].named_parameters(), lr=0.1)
+    copies = SlowCopies(bandwidth=1e5, seed=None)
+    theirs = offloaded(nets[1], Lamb(nets[1].named_parameters(), lr=0.1), overlap="forward", copies=copies)
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        loss_of(net, 0).backward()
+        optimizer.step()
+    saved = [
+        {name: value.clone() for name, value in (net[3] if of_submodule else net).state_dict().items()} for net in nets
+    ]
+    assert_bitwise(list(saved[1].values()), list(saved[0].values()))

@@ -1,0 +1,179 @@
+"""What cannot be offloaded is refused before anything changes, with the remedy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bighorn import Came, Lamb, LossScaler, offload, release_gradients
+from bighorn.cli.ranks import end_process_group
+from tests.support.offloading import loss_of, network, offloaded
+from tests.support.slow_copies import SlowCopies
+
+
+def lamb(net: nn.Module, **options: Any) -> Lamb:
+    return Lamb(net.named_parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "net"}, "model must be a torch.nn.Module, not str"),
+        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, not int"),
+        ({"scaler": 1024}, "scaler must be a torch.amp.GradScaler or a LossScaler, not int"),
+        ({"bucket_mb": "large"}, "bucket_mb='large' must be a number"),
+        ({"max_grad_norm": True}, "max_grad_norm=True must be a number"),
+    ],
+)
+def test_wrong_types(wrong: dict[str, Any], message: str) -> None:
+    net = network()
+    with pytest.raises(TypeError, match=message):
+        offload(**{"model": net, "optimizer": lamb(net), "copies": SlowCopies(), **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"overlap": "all"}, "overlap='all' must be one of 'copies', 'backward', 'forward'"),
+        ({"accumulate": "disk"}, "accumulate='disk' must be one of 'device', 'host'"),
+        ({"bucket_mb": 0}, "bucket_mb=0 must be positive and finite"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be positive and finite"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm is an option of Lamb itself: give it to the optimizer"),
+        ({"overlap": "backward", "scaler": LossScaler()}, 'a scaler needs all gradients before overlap="backward"'),
+        ({"accumulate": "host", "scaler": LossScaler()}, 'accumulate="host" adds up .* use accumulate="device"'),
+        ({"copies": None}, r"the parameters are on cpu, so there is nothing to offload: move the model to its device"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], message: str) -> None:
+    net = network()
+    with pytest.raises(ValueError, match=message):
+        offload(**{"model": net, "optimizer": lamb(net), "copies": SlowCopies(), **wrong})
+
+
+class Whole(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def frozen_sparse() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Sequential(nn.Embedding(3, 4, sparse=True))
+    return net, torch.optim.SGD(net.parameters())
+
+
+def released() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = network()
+    optimizer = lamb(net)
+    release_gradients(net, optimizer)
+    return net, optimizer
+
+
+def of(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Build:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = network()
+        return net, make(net)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (of(lambda net: torch.optim.LBFGS(net.parameters())), {}, "cannot step a part of its parameters"),
+        (of(lambda net: Whole(net.parameters())), {}, r"its step\(\) is not one of torch.optim"),
+        (of(lambda net: torch.optim.Adam(net.parameters(), capturable=True)), {}, "capturable=True"),
+        (of(lambda _: lamb(network())), {}, "holds none of the model's parameters"),
+        (frozen_sparse, {}, "0 has sparse gradients: make it with sparse=False"),
+        (released, {}, "has a hook for its gradient already"),
+        (of(lambda net: lamb(net, max_grad_norm=1.0)), {"overlap": "backward"}, "max_grad_norm=1.0 looks at all"),
+        (of(lambda net: lamb(net, skip_nonfinite=True)), {"overlap": "backward"}, "skip_nonfinite=True looks at all"),
+        (
+            of(lambda net: torch.optim.SGD(net.parameters())),
+            {"overlap": "backward", "max_grad_norm": 1.0},
+            "max_grad_norm needs all gradients",
+        ),
+    ],
+)
+def test_what_is_not_supported(build: Build, options: dict[str, Any], message: str) -> None:
+    net, optimizer = build()
+    groups, hooks = [dict(group) for group in optimizer.param_groups], optimizer._optimizer_step_pre_hooks
+    with pytest.raises(ValueError, match=message):
+        offload(net, optimizer, copies=SlowCopies(), **options)
+    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [id(p) for g in groups for p in g["params"]]
+    assert not hooks
+
+
+def test_ddp_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        net = DistributedDataParallel(network())
+        with pytest.raises(ValueError, match=r"DistributedDataParallel averages gradients after .* use fully_shard"):
+            offload(net, lamb(net), copies=SlowCopies())
+    finally:
+        del net
+        end_process_group()
+
+
+def test_a_second_offload() -> None:
+    net = network()
+    optimizer = offloaded(net, lamb(net))
+    with pytest.raises(ValueError, match="was offloaded already"):
+        offload(net, optimizer, copies=SlowCopies())
+    with pytest.raises(ValueError, match="has a hook for its gradient already"):
+        offload(net, lamb(net), copies=SlowCopies())
+
+
+def test_a_step_of_the_inner_optimizer() -> None:
+    net = network()
+    inner = lamb(net)
+    optimizer = offloaded(net, inner)
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"call step\(\) of what offload\(\) returned"):
+        inner.step()
+    optimizer.step()
+
+
+def cut(net: nn.Module) -> None:
+    for param in net.parameters():
+        param.data = param.data[:1]
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, cut])
+def test_a_model_that_is_moved_afterwards(change: Callable[[nn.Module], Any]) -> None:
+    net = network()
+    optimizer = offloaded(net, Came(net.named_parameters(), lr=0.1))
+    change(net)
+    for param in net.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(RuntimeError, match=r"was offloaded from cpu as torch.float32 .* then make the optimizer"):
+        optimizer.step()
+
+
+def test_parameters_that_come_later() -> None:
+    net = network()
+    optimizer = offloaded(net, lamb(net))
+    with pytest.raises(RuntimeError, match=r"add the group to the optimizer before offload\(\)"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_copies_of_the_optimizer(duplicate: Callable[[Any], Any]) -> None:
+    net = network()
+    with pytest.raises(TypeError, match=r"save state_dict\(\) instead"):
+        duplicate(offloaded(net, lamb(net)))
+
+
+def test_an_attribute_that_no_one_has() -> None:
+    net = network()
+    with pytest.raises(AttributeError, match="telemetri"):
+        offloaded(net, lamb(net)).telemetri()

@@ -1,11 +1,11 @@
 """How much of an offloaded step is hidden: a stand-in for a GPU behind a link of 12 and 25 GB/s (PCIe 3 and 4).
 
-    python benchmarks/offload.py [--rounds 7] [--rates 12,25] [--optimizers 'Lamb;Lamb, max_grad_norm'] [--passes 60,120]
+    python benchmarks/offload.py [--rounds 7] [--rates 12,25] [--optimizers Lamb;Came] [--passes 80,160]
 
 The model has 50 million parameters in 48 layers. The stand-in has a queue of work and a link with both directions, all
 of which take their time while the host continues, as with a GPU; all arithmetic of the optimizer is real. The ways take
-turns in rounds of a few steps each. "In turn" is the same code without any overlap: all gradients stay on the device, are
-copied, are stepped, and all new weights are copied back. Results are added to benchmarks/results/offload.json.
+turns in rounds of a few steps each. "In turn" is the same code without any overlap: all gradients stay on the device,
+are copied, are stepped, and all new weights are copied back. Adds results to benchmarks/results/offload.json.
 """
 
 import argparse
@@ -227,7 +227,7 @@ def main() -> None:
     arguments = parser.parse_args()
     forward, backward = (float(part) / 1e3 for part in arguments.passes.split(","))
     # A GPU computes the norms of gradients in passing; on the CPU this takes longer than the step.
-    transfers.norms = lambda grads: [torch.ones((), dtype=torch.float64) for _ in grads]  # type: ignore[assignment]
+    transfers.norms = lambda grads: [torch.ones((), dtype=torch.float64) for _ in grads]
     rows = []
     for name in arguments.optimizers.split(";"):
         for rate in map(float, arguments.rates.split(",")):

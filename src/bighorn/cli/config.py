@@ -212,6 +212,9 @@ class ParallelConfig:
     shard_update: bool = option(
         False, "Each process keeps optimizer state for, and steps, a part of the tensors.", shown="off"
     )
+    offload: bool = option(
+        False, "With --device cuda: keep optimizer state in the host's memory, and step there.", shown="off"
+    )
 
     def __post_init__(self) -> None:
         at_least("--accumulate", self.accumulate, 1)
@@ -238,6 +241,11 @@ class ParallelConfig:
     def check(self, config: RunConfig, processes: int) -> None:
         """Raise an error for a resolved run that this number of processes cannot divide in this way."""
         assert config.batch_size is not None
+        if self.offload and config.device == "cpu":
+            raise InputError(
+                "--offload takes the optimizer of a GPU's model to the host's memory, where --device cpu has it "
+                "already: give --device cuda, or leave --offload out."
+            )
         dp_size = self.dp_size(processes)
         if config.batch_size % (dp_size * self.accumulate):
             into = [f"{dp_size} processes"] * (dp_size > 1) + [f"--accumulate {self.accumulate}"] * (

@@ -17,6 +17,7 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, kinds, predicted
 from bighorn.cli.models import Weights
+from bighorn.cli.offloaded import OFFLOAD_HEAD, offload_bytes, offload_rows
 from bighorn.cli.options import FILE, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
@@ -55,6 +56,9 @@ class MemoryConfig:
         None,
         "The memory of a GPU, like 24GB or 80GiB: says which optimizers fit, before activations.",
         shown="not asked",
+    )
+    offload: bool = option(
+        False, "Also show the memory of device and host with bighorn.offload, before activations.", shown="off"
     )
     rows: int = option(10, "Kinds of layers to list, the largest first.")
 
@@ -131,6 +135,9 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     console.print(about)
     console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
     console.print(_table(TOTAL_HEAD, total_rows(totals)))
+    offloaded = offload_bytes(weights, {name: total.state for name, total in totals.items()})
+    if config.offload:
+        console.print(_table(OFFLOAD_HEAD, offload_rows(offloaded)))
     if limit is not None:
         console.print(verdict(totals, limit, f"{config.gpu_memory}"))
     if report is not None:
@@ -155,6 +162,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             "total": {name: total.state for name, total in totals.items()},
             "all": {name: total.all for name, total in totals.items()},
             "released": {name: total.released for name, total in totals.items()},
+            "offload": {name: asdict(places) for name, places in offloaded.items()},
             "layers": [
                 {"name": name, "shape": list(param.shape), "bytes": {key: mine[name] for key, mine in sizes.items()}}
                 for name, param in params

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale
+from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload
 from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.optimizers import OPTIMIZERS, build_optimizer
 from bighorn.cli.ranks import Ranks
@@ -66,15 +66,19 @@ class TrainStep:
             sharded,
         )
         whole: Any = ranks.together(build)
+        self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
+        # Bighorn's optimizers clip gradients themselves.
+        self._clip = None if OPTIMIZERS[config.optimizer].state_dtypes else config.max_grad_norm
+        self._offloaded = None
+        if parallel.offload:
+            whole = self._offloaded = offload(model, whole, max_grad_norm=self._clip, scaler=self.scaler)
+            self._clip = None
         self.whole = whole
         self._sharded = whole if sharded else None  # a ZeroRedundancyOptimizer
         self.optimizer: torch.optim.Optimizer = whole.optim if sharded else whole
-        self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
         self._model, self._forward, self._ranks = model, forward, ranks
         self._device, self._fp16 = torch.device(config.device), config.precision == "fp16"
         self._accumulate = parallel.accumulate
-        # Bighorn's optimizers clip gradients themselves.
-        self._clip = None if OPTIMIZERS[config.optimizer].state_dtypes else config.max_grad_norm
         self._overlap = None
         if parallel.tail_overlap and isinstance(forward, DistributedDataParallel):
             self._overlap = TailOverlap(forward, self.whole, scaler=self.scaler)
@@ -119,6 +123,8 @@ class TrainStep:
 
     def _without_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients are accumulated in this process, without communication."""
+        if self._offloaded is not None:
+            return self._offloaded.accumulate()
         if not isinstance(self._forward, DistributedDataParallel):
             return nullcontext()
         context: AbstractContextManager[Any] = self._forward.no_sync()
@@ -137,6 +143,8 @@ class TrainStep:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         if self._overlap is not None:
             self._overlap.step()
+        elif self._offloaded is not None:
+            self._offloaded.step()
         else:
             self.scaler.step(self.whole)
         self.scaler.update()

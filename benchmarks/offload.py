@@ -5,12 +5,14 @@
 The model has 50 million parameters in 48 layers. The stand-in has a queue of work and a link with both directions, all
 of which take their time while the host continues, as with a GPU; all arithmetic of the optimizer is real. The ways take
 turns in rounds of a few steps each. "In turn" is the same code without any overlap: all gradients stay on the device,
-are copied, are stepped, and all new weights are copied back. Adds results to benchmarks/results/offload.json.
+are copied, are stepped, and all new weights are copied back. Adds results to benchmarks/results/offload.json,
+and writes the table in docs/offload.md.
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +30,9 @@ from bighorn.cli.measure import spread
 from bighorn.offloading import OffloadedOptimizer, transfers
 from bighorn.offloading.copies import Pairs
 
-RESULT = Path(__file__).parent / "results" / "offload.json"
+HERE = Path(__file__).parent
+RESULT, PAGE = HERE / "results" / "offload.json", HERE.parent / "docs" / "offload.md"
+FIGURES = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 LAYERS, WIDTH = 48, 1024
 BUCKET_MB = 25.0
 STEPS = 3
@@ -217,6 +221,33 @@ def measure(name: str, rate: float, passes: tuple[float, float], rounds: int) ->
     return row
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown; the longest passes, and the slowest link, first."""
+    lines = [
+        "| optimizer | link | passes | in turn | overlap | a step | ratio | hidden |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(
+        rows, key=lambda row: (-row["backward_ms"], list(OPTIMIZERS).index(row["optimizer"]), row["link_gb_per_s"])
+    ):
+        passes = f"{row['forward_ms']:.0f} + {row['backward_ms']:.0f} ms"
+        first = f"| {row['optimizer']} | {row['link_gb_per_s']:g} GB/s | {passes} | {row['in_turn_ms']:.0f} ms "
+        for way, found in row["ways"].items():
+            ratio = found["ratio"]
+            lines.append(
+                f"{first}| {way} | {found['ms']:.0f} ms | {ratio['median']:.2f} ({ratio['p10']:.2f}-{ratio['p90']:.2f}) "
+                f"| {found['hidden']:.0%} |"
+            )
+            first = "| | | | "
+    return "\n".join(lines) + "\n"
+
+
+def written() -> str:
+    """The page with its table written anew."""
+    rows = json.loads(RESULT.read_text())["results"]
+    return FIGURES.sub(lambda match: match[1] + table(rows) + match[2], PAGE.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -242,6 +273,8 @@ def main() -> None:
     kinds = [kind(row) for row in rows]
     files.write_json(arguments.json, {"results": [row for row in old if kind(row) not in kinds] + rows})
     print(arguments.json)
+    if arguments.json == RESULT:
+        PAGE.write_text(written())
 
 
 def kind(row: dict[str, Any]) -> tuple[object, ...]:

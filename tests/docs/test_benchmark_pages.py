@@ -25,10 +25,11 @@ def script(name: str) -> ModuleType:
     return module
 
 
-scale, eight_bit, precision_table, lora = map(script, ("scale", "eight_bit", "precision_table", "lora"))
+NAMES = ("scale", "eight_bit", "precision_table", "lora", "offload")
+scale, eight_bit, precision_table, lora, offload = map(script, NAMES)
 
 
-@pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora], ids=lambda source: source.__name__)
+@pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora, offload], ids=NAMES)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()

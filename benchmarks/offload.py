@@ -233,11 +233,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         passes = f"{row['forward_ms']:.0f} + {row['backward_ms']:.0f} ms"
         first = f"| {row['optimizer']} | {row['link_gb_per_s']:g} GB/s | {passes} | {row['in_turn_ms']:.0f} ms "
         for way, found in row["ways"].items():
-            ratio = found["ratio"]
-            lines.append(
-                f"{first}| {way} | {found['ms']:.0f} ms | {ratio['median']:.2f} ({ratio['p10']:.2f}-{ratio['p90']:.2f}) "
-                f"| {found['hidden']:.0%} |"
-            )
+            ratio = "{median:.2f} ({p10:.2f}-{p90:.2f})".format(**found["ratio"])
+            lines.append(f"{first}| {way} | {found['ms']:.0f} ms | {ratio} | {found['hidden']:.0%} |")
             first = "| | | | "
     return "\n".join(lines) + "\n"
 

@@ -260,7 +260,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._join()
         for param in self._params.values():
-            param.version = -1
+            param.versions = ()
         self._read_written(list(self._params.values()))
 
     def finish_step(self) -> None:

@@ -38,8 +38,8 @@ class OffloadedParam:
     grad_dtype: torch.dtype
     """The dtype of gradients on the device."""
     label: str
-    version: int = -1
-    """The version counter of `device` at the time when it and `host` were equal."""
+    versions: tuple[int, ...] = ()
+    """The version counters of `device` at the time when it and `host` were equal; none if they are not."""
     arrived: bool = False
     """Whether there is a gradient for the next step."""
 
@@ -51,11 +51,15 @@ class OffloadedParam:
     @property
     def written(self) -> bool:
         """Whether a program has written the weights on the device since the last step."""
-        return sharding.local(self.device)._version != self.version
+        return self._versions() != self.versions
 
     def note_equal(self) -> None:
         """Note that the weights on the device and on the host are equal."""
-        self.version = sharding.local(self.device)._version
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        # A write to a distributed tensor is not counted by its shard, nor the other way round.
+        return self.device._version, sharding.local(self.device)._version
 
     def check_unmoved(self) -> None:
         """Raise if the model has moved, or has changed its dtype or shapes."""

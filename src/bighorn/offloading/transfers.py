@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bighorn.distributed import sharding
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam, padded, strided
 from bighorn.offloading.worker import Job, Worker
@@ -71,7 +70,7 @@ class Bucket:
         self.weights = copies.to_device([(param.weights, param.here) for param in self.params])
         for param in self.params:
             # Autograd may have saved the old weights.
-            torch.autograd.graph.increment_version(sharding.local(param.device))
+            torch.autograd.graph.increment_version(param.device)
             param.note_equal()
         self.sent.set()
 

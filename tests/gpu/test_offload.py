@@ -1,0 +1,110 @@
+"""Offload on a device: equal steps, no waiting for the device beyond two buckets, and its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bighorn import Came, Lamb, LossScaler, WindowScale, offload
+from tests.support.gpu_steps import GPU, STATUS
+from tests.support.offloading import OVERLAPS, Overlap
+
+pytestmark = GPU
+
+
+def network(blocks: int = 6, width: int = 256) -> Any:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width)) for _ in range(blocks)]
+    return nn.Sequential(*layers).to(STATUS.device)
+
+
+def loss_of(net: Any, step: int) -> Any:
+    dtype = next(net.parameters()).dtype
+    inputs = torch.randn(32, net[0][0].in_features, device="cpu", generator=torch.Generator("cpu").manual_seed(step))
+    return (net(inputs.to(STATUS.device, dtype)) - 1).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=["plain", "clip"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_steps_are_those_of_the_cpu(kind: Any, overlap: Overlap, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """A twin on the CPU is stepped with the device's gradients."""
+    if options and overlap == "backward":
+        pytest.skip("refused")
+    rounding = {} if dtype is torch.float32 else {"weight_rounding": "master"}
+    net = network().to(dtype)
+    twin = network().to("cpu", dtype)
+    ours = offload(net, kind(net.named_parameters(), lr=0.01, **options, **rounding), overlap=overlap, bucket_mb=0.3)
+    plain = kind(twin.named_parameters(), lr=0.01, **options, **rounding)
+    for step in range(5):
+        grads = torch.autograd.grad(loss_of(net, step), list(net.parameters()))
+        for param, grad in zip(twin.parameters(), grads, strict=True):
+            param.grad = grad.cpu()
+        plain.step()
+        for param, grad in zip(net.parameters(), grads, strict=True):
+            param.grad = grad
+        ours.step()
+        ours.zero_grad()
+        ours.synchronize()
+        for mine, its in zip(net.parameters(), twin.parameters(), strict=True):
+            if options:
+                torch.testing.assert_close(mine.cpu(), its)
+            else:
+                assert torch.equal(mine.cpu(), its)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_training_is_the_same_with_any_overlap(overlap: Overlap) -> None:
+    nets = network(), network()
+    whole = offload(nets[0], Lamb(nets[0].named_parameters(), lr=0.01), bucket_mb=1000)
+    parts = offload(nets[1], Lamb(nets[1].named_parameters(), lr=0.01), bucket_mb=0.3, overlap=overlap)
+    for step in range(20):
+        for net, optimizer in zip(nets, (whole, parts), strict=True):
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    parts.synchronize()
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert {value.device.type for state in parts.state.values() for value in state.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("overlap", ["copies", "forward"])
+def test_a_scaler(overlap: Overlap) -> None:
+    net = network()
+    scaler = LossScaler(WindowScale(init_scale=2.0**16, growth_interval=3))
+    optimizer = offload(net, Lamb(net.named_parameters(), lr=0.01), scaler=scaler, overlap=overlap)
+    for step in range(6):
+        scaler.scale(loss_of(net, step) * (torch.inf if step == 2 else 1.0)).backward()
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {5}
+
+
+@pytest.mark.skipif(STATUS.device != "cuda", reason="needs torch.cuda's counts of memory")
+def test_the_memory_of_the_device() -> None:
+    """Beyond the weights and activations: gradients of two buckets, and what the layer at hand needs."""
+    width, blocks, bucket_mb = 1024, 24, 8.0
+    net = network(blocks, width)
+    optimizer = offload(net, Lamb(net.named_parameters(), lr=0.01), bucket_mb=bucket_mb)
+    largest, peaks = 4 * width**2, []
+    for keeps in (False, True):
+        loss = loss_of(net, 0)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if keeps:
+            with optimizer.accumulate():
+                loss.backward()
+        else:
+            loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert peaks[0] < 2 * (bucket_mb * 1e6 + largest) + 2 * largest
+    assert peaks[1] > 3 * peaks[0]

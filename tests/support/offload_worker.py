@@ -1,0 +1,172 @@
+"""The scenarios of test_offload.py, run on each rank: `python offload_worker.py RANK WORLD FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.optim import AdamW, Optimizer
+
+from bighorn import Came, Lamb, LossScaler, WindowScale, offload
+from bighorn.offloading import OffloadedOptimizer
+from tests.support.processes import run_scenarios
+from tests.support.slow_copies import SlowCopies
+
+STEPS = 4
+Make = Callable[[nn.Module], Optimizer]
+
+
+def network(sharded: bool = True, **options: Any) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 71), nn.Tanh(), nn.LayerNorm(71), nn.Linear(71, 90), nn.Tanh(), nn.Linear(90, 3))
+    if sharded:
+        for layer in (net[0], net[2], net[3], net[5]):
+            fully_shard(layer, **options)
+        fully_shard(net, **options)
+    return net
+
+
+def loss_of(net: nn.Module, step: int, rank: int | None = None) -> Any:
+    rank = dist.get_rank() if rank is None else rank
+    return net(torch.randn(4, 9, generator=torch.Generator().manual_seed(7 * step + rank))).square().mean()
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
+
+
+def assert_equal(net: nn.Module, other: nn.Module) -> None:
+    for (name, ours), theirs in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert whole(ours).equal(whole(theirs)), name
+
+
+def offloaded(net: nn.Module, optimizer: Optimizer, **options: Any) -> OffloadedOptimizer:
+    return offload(net, optimizer, bucket_mb=0.005, copies=SlowCopies(seed=dist.get_rank()), **options)
+
+
+def train(net: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def cpu_offload_policy(make: Make) -> None:
+    """Torch moves gradients and weights, and the optimizer steps shards in the host's memory, as it is."""
+    nets = network(), network(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for net in nets:
+        train(net, make(net), range(STEPS))
+    assert_equal(*nets)
+    alone = network(sharded=False)
+    optimizer = make(alone)
+    for step in range(STEPS):
+        (sum(loss_of(alone, step, rank) for rank in range(dist.get_world_size())) / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(nets[1].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), theirs.detach(), rtol=1e-3, atol=1e-5)
+
+
+def shards(make: Make, **options: Any) -> None:
+    """Offload's own buckets carry the shards."""
+    nets = network(), network()
+    plain, theirs = make(nets[0]), offloaded(nets[1], make(nets[1]), **options)
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(STEPS))
+        assert all(param.grad is None for param in net.parameters())
+    assert_equal(*nets)
+
+
+def accumulation(make: Make, accumulate: Any) -> None:
+    nets = network(), network()
+    plain, theirs = make(nets[0]), offloaded(nets[1], make(nets[1]), accumulate=accumulate)
+    for step in range(STEPS):
+        loss_of(nets[0], 2 * step).backward()
+        loss_of(nets[0], 2 * step + 1).backward()
+        with theirs.accumulate():
+            loss_of(nets[1], 2 * step).backward()
+        loss_of(nets[1], 2 * step + 1).backward()
+        for optimizer in (plain, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(*nets)
+
+
+def checkpoints(make: Make) -> None:
+    reference, nets = network(), (network(), network())
+    train(reference, make(reference), range(STEPS))
+    optimizers = [offloaded(net, make(net)) for net in nets]
+    train(nets[0], optimizers[0], range(2))
+    model, state = dcp.get_state_dict(nets[0], optimizers[0])
+    dcp.set_state_dict(nets[1], optimizers[1], model_state_dict=model, optim_state_dict=state)
+    train(nets[1], optimizers[1], range(2, STEPS))
+    assert_equal(nets[1], reference)
+
+
+def overflow_on_one_rank(make: Make) -> None:
+    """All ranks skip a step that overflows on one of them."""
+    nets = network(), network()
+    scalers = [LossScaler(WindowScale(init_scale=64.0)) for _ in nets]
+    plain, theirs = make(nets[0]), offloaded(nets[1], make(nets[1]), scaler=scalers[1])
+    for step in range(STEPS):
+        for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
+            loss = scaler.scale(loss_of(net, step))
+            (loss * torch.inf if step == 1 and dist.get_rank() == 1 else loss).backward()
+            if optimizer is plain:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            scaler.update()
+            optimizer.zero_grad()
+    assert_equal(*nets)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
+
+
+def refusals(make: Make) -> None:
+    net = network()
+    for overlap in ("backward", "forward"):
+        with pytest.raises(ValueError, match="would send sums between ranks from two threads"):
+            offloaded(net, make(net), overlap=overlap)
+
+
+LAMB: Make = lambda net: Lamb(net.named_parameters(), lr=0.1, weight_decay=0.1)  # noqa: E731
+CLIP: Make = lambda net: Lamb(net.named_parameters(), lr=0.1, max_grad_norm=0.01, skip_nonfinite=True)  # noqa: E731
+CAME: Make = lambda net: Came(net.named_parameters(), lr=0.01)  # noqa: E731
+ADAMW: Make = lambda net: AdamW(net.parameters(), lr=0.01)  # noqa: E731
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "policy-lamb": partial(cpu_offload_policy, LAMB),
+    "policy-clip": partial(cpu_offload_policy, CLIP),
+    "policy-came": partial(cpu_offload_policy, CAME),
+    "lamb": partial(shards, LAMB),
+    "clip": partial(shards, CLIP),
+    "came": partial(shards, CAME),
+    "adamw": partial(shards, ADAMW),
+    "accumulate-device": partial(accumulation, LAMB, "device"),
+    "accumulate-host": partial(accumulation, CLIP, "host"),
+    "checkpoints-lamb": partial(checkpoints, LAMB),
+    "checkpoints-came": partial(checkpoints, CAME),
+    "overflow": partial(overflow_on_one_rank, LAMB),
+    "refusals": partial(refusals, LAMB),
+}
+
+
+def main() -> None:
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    run_scenarios(SCENARIOS, folder / f"{rank}.json")
+
+
+if __name__ == "__main__":
+    main()

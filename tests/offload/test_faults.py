@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -78,11 +79,11 @@ def broken_loss(net: Any) -> Any:
 
 @contextlib.contextmanager
 def landing_fails(at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the stepping thread fail before it reads the gradients of one of the buckets."""
+    """Let the stepping thread fail before it steps one of the buckets."""
     land, count = Bucket.land, [0]
 
     def fail(bucket: Bucket) -> None:
-        if threading.current_thread().name == "bighorn-offload":
+        if sys._getframe(1).f_code.co_name == "wait":  # of the step
             count[0] += 1
             if count[0] == at:
                 raise MemoryError("no memory for bucket")
@@ -169,12 +170,13 @@ def refuses_everything(net: nn.Module, optimizer: OffloadedOptimizer, cause: typ
 
 @pytest.mark.parametrize("make", [lamb, adamw])
 @pytest.mark.parametrize("remedy", ["finish", "drop", "load"])
+@pytest.mark.parametrize("accumulate", ["device", "host"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_error_between_two_buckets(
-    overlap: Overlap, remedy: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    overlap: Overlap, accumulate: str, remedy: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network()
-    optimizer = offloaded(net, make(net), overlap=overlap)
+    optimizer = offloaded(net, make(net), overlap=overlap, accumulate=accumulate)
     train(net, optimizer, range(2))
     saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
     with landing_fails(3, monkeypatch), pytest.raises(RuntimeError, match="no memory") as error:

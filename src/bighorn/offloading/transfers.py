@@ -155,6 +155,8 @@ class HostSums(GradientBuckets):
         self._last: list[Job[None] | None] = [None, None]
         """What reads each slab."""
         self._summed: dict[OffloadedParam, None] = {}
+        self._parts: list[Bucket] = []
+        """The buckets of the step, which stay the same if it is broken off and finished."""
 
     def _begin(self, bucket: Bucket, grads: list[Tensor]) -> None:
         self._slabs.reverse()
@@ -178,16 +180,16 @@ class HostSums(GradientBuckets):
         self._last[0] = self._worker.submit(add)
 
     def parts(self) -> list[Bucket]:
-        """Return the buckets for a step: those that have taken it, and the other parameters in new ones."""
+        """Return the buckets for a step: those that were stepped during backward, and new ones of other parameters."""
         for job in self._last:
             if job is not None:
                 job.result()
-        parts = [bucket for bucket in self.buckets if bucket.job is not None]
-        left = dict.fromkeys(self._summed)
-        for bucket in parts:
-            for param in bucket.params:
-                left.pop(param, None)
-        return parts + [Bucket(params) for params in divided(left, self._bucket_bytes)]
+        parts = [bucket for bucket in self.buckets if bucket.job is not None] + self._parts
+        there = {param for bucket in parts for param in bucket.params}
+        left = [param for param in self._summed if param not in there]
+        new = [Bucket(params) for params in divided(left, self._bucket_bytes)]
+        self._parts += new
+        return parts + new
 
     def forget(self) -> None:
         """Forget all gradients."""
@@ -195,7 +197,7 @@ class HostSums(GradientBuckets):
             if job is not None:
                 job.wait()
         super().forget()
-        self._last, self._summed = [None, None], {}
+        self._last, self._summed, self._parts = [None, None], {}, []
 
 
 def divided(params: Iterable[OffloadedParam], bucket_bytes: int) -> list[list[OffloadedParam]]:

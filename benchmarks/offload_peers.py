@@ -3,8 +3,8 @@
     pip install --no-deps deepspeed einops hjson msgpack ninja psutil py-cpuinfo pydantic pydantic-core tqdm
     python benchmarks/offload_peers.py [--shapes bert_large] [--rounds 9] [--optimizers 'Lamb;Came']
 
-Weights in float32, or in bfloat16 with float32 masters; gradients in bfloat16 where the optimizer takes them, or else in
-float32, as DeepSpeed and torchao copy them to the host. Each optimizer takes turns with DeepSpeedCPUAdam, in one
+Weights in float32, or in bfloat16 with float32 masters; gradients in bfloat16 where the optimizer takes them, or else
+in float32, as DeepSpeed and torchao copy them to the host. Each optimizer takes turns with DeepSpeedCPUAdam, in one
 process. torchao's CPUOffloadOptimizer steps one AdamW(fused=True) for each tensor on the host, and so does this script.
 Adds to benchmarks/results/offload-peers.json.
 """

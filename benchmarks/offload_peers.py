@@ -6,11 +6,12 @@
 Weights in float32, or in bfloat16 with float32 masters; gradients in bfloat16 where the optimizer takes them, or else
 in float32, as DeepSpeed and torchao copy them to the host. Each optimizer takes turns with DeepSpeedCPUAdam, in one
 process. torchao's CPUOffloadOptimizer steps one AdamW(fused=True) for each tensor on the host, and so does this script.
-Adds to benchmarks/results/offload-peers.json.
+Adds to benchmarks/results/offload-peers.json, and writes the second table in docs/offload.md.
 """
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.measure import spread
 from bighorn.cli.shapes import SHAPES
 
-RESULT = Path(__file__).parent / "results" / "offload-peers.json"
+HERE = Path(__file__).parent
+RESULT, PAGE = HERE / "results" / "offload-peers.json", HERE.parent / "docs" / "offload.md"
+FIGURES = re.compile(r"(<!-- peers -->\n).*?(<!-- end of peers -->)", re.DOTALL)
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -90,6 +93,19 @@ def seconds(optimizer: Any) -> float:
     return time.perf_counter() - began
 
 
+def written() -> str:
+    """The page with its table written anew."""
+    rows = {row["optimizer"]: row for row in json.loads(RESULT.read_text())["results"]}
+    lines = ["| on the CPU | weights | gradients | of DeepSpeedCPUAdam's time |", "|---|---|---|---|"]
+    for name in CONTESTANTS:
+        row = rows[name]
+        dtypes = [row[which].removeprefix("torch.") for which in ("weights", "gradients")]
+        lines.append(
+            f"| {name} | {dtypes[0]} | {dtypes[1]} | {'{median:.2f} ({p10:.2f}-{p90:.2f})'.format(**row['ratio'])} |"
+        )
+    return FIGURES.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], PAGE.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="bert_large", choices=SHAPES)
@@ -127,6 +143,8 @@ def main() -> None:
     kept = [row for row in old if (row["optimizer"], row["shapes"]) not in kinds]
     files.write_json(arguments.json, {"results": kept + rows})
     print(arguments.json)
+    if arguments.json == RESULT:
+        PAGE.write_text(written())
 
 
 if __name__ == "__main__":

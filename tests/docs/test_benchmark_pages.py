@@ -25,11 +25,11 @@ def script(name: str) -> ModuleType:
     return module
 
 
-NAMES = ("scale", "eight_bit", "precision_table", "lora", "offload")
-scale, eight_bit, precision_table, lora, offload = map(script, NAMES)
+NAMES = ("scale", "eight_bit", "precision_table", "lora", "offload", "offload_peers")
+scale, eight_bit, precision_table, lora, offload, offload_peers = map(script, NAMES)
 
 
-@pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora, offload], ids=NAMES)
+@pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora, offload, offload_peers], ids=NAMES)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb
+from tests.support.cases import allow_gradients_of
 from tests.support.offloading import OVERLAPS, Give, Overlap, loss_of, network, offloaded
 from tests.support.slow_copies import SlowCopies
 
@@ -116,6 +117,18 @@ def test_the_order_of_elements_is_kept(layout: torch.memory_format) -> None:
     Give.apply(weight, torch.randn_like(weight)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert torch.equal(host, weight)
+
+
+def test_gradients_that_are_wider_than_their_parameters() -> None:
+    weight = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    allow_gradients_of(weight, torch.float32)
+    model = nn.ParameterList([weight])
+    optimizer = offloaded(model, Lamb([weight], lr=0.1, adam=True), accumulate="host", bucket_mb=1e-4)
+    for _ in range(3):
+        Give.apply(weight, torch.full((1000,), 1.0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert weight.eq(weight[0]).all()
+    assert weight[0] < 0
 
 
 def test_gradients_are_freed_when_forgotten() -> None:

@@ -68,7 +68,7 @@ class OffloadedOptimizer(Optimizer):
         self._host_step = HostStep(optimizer, copies, max_grad_norm)
         self._sharded = any(sharding.is_sharded(param.device) for param in self._params.values())
         if accumulate == "host":
-            largest = max(param.device.nbytes for param in self._params.values())
+            largest = max(param.grad.numel() * param.grad_dtype.itemsize for param in self._params.values())
             self._grads: GradientBuckets = HostSums(copies, bucket_bytes, largest, self._worker)
         else:
             needed = self._host_step.own_clip and not self._sharded
@@ -84,21 +84,24 @@ class OffloadedOptimizer(Optimizer):
         self._broken: BrokenStep | None = None
         self._copies = copies
         self._complete = False
-        groups = [dict(group) for group in optimizer.param_groups]
-        super().__init__(groups, optimizer.defaults)
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._complete = True
+        self._take_over(optimizer)
+        self._options = SharedOptions(self.param_groups, optimizer)
+        self.read_weights()
+        self._register(model)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the host's parameters, with the state of the model's, and take its step hooks."""
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             for param in params:
                 if state := optimizer.state.pop(param.device, None):
                     optimizer.state[param.host] = param.on_host(state)
             group["params"] = [param.host for param in params]
-        self._options = SharedOptions(self.param_groups, optimizer)
         for name in STEP_HOOKS:
             setattr(self, name, getattr(optimizer, name))
             setattr(optimizer, name, OrderedDict())
         optimizer.register_step_pre_hook(lambda *_: refusals.refuse_inner_step())
-        self.read_weights()
-        self._register(model)
 
     def _register(self, model: nn.Module) -> None:
         # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).

@@ -19,6 +19,7 @@ def offload(
     *,
     overlap: Literal["copies", "backward", "forward"] = "copies",
     accumulate: Literal["device", "host"] = "device",
+    masters: bool = False,
     max_grad_norm: float | None = None,
     scaler: GradScaler | None = None,
     bucket_mb: float = 25.0,
@@ -46,6 +47,8 @@ def offload(
         accumulate: Where the gradients of several `backward()` calls are added up: on the "device", which keeps them
             there, inside `accumulate()`; or on the "host", in float32, where each call sends its own. Default:
             "device".
+        masters: Step float32 masters of 16-bit weights, which are in `state_dict()` as "master". For Lamb and Came this
+            computes what their `weight_rounding="master"` does, in less time. Default: False.
         max_grad_norm: Clip as `clip_grad_norm_` does, for an optimizer of `torch.optim`; Lamb and Came have this option
             themselves. Default: None.
         scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.
@@ -71,7 +74,7 @@ def offload(
         the parameters are on cpu, so there is nothing to offload
     """
     refusals.check_types(model, optimizer, scaler)
-    refusals.check_options(overlap, accumulate, max_grad_norm, bucket_mb)
+    refusals.check_options(overlap, accumulate, masters, max_grad_norm, bucket_mb)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError("optimizer was offloaded already: use it as it is")
     if scaler is not None and not scaler.is_enabled():
@@ -79,7 +82,13 @@ def offload(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = refusals.device_of(params, stands_in=copies is not None)
     reason = refusals.unsupported_reason(
-        model, optimizer, overlap, accumulate, clips=max_grad_norm is not None, scales=scaler is not None
+        model,
+        optimizer,
+        overlap,
+        accumulate,
+        masters=masters,
+        clips=max_grad_norm is not None,
+        scales=scaler is not None,
     )
     if reason is not None:
         raise ValueError(f"the optimizer cannot be offloaded: {reason}")
@@ -89,6 +98,7 @@ def offload(
         AcceleratorCopies(device) if copies is None else copies,
         overlap=overlap,
         accumulate=accumulate,
+        masters=masters,
         max_grad_norm=max_grad_norm,
         scaler=scaler,
         bucket_bytes=int(bucket_mb * 1e6),

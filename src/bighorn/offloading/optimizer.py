@@ -20,6 +20,7 @@ from bighorn.offloading.copies import Copies
 from bighorn.offloading.forward import before_use
 from bighorn.offloading.groups import SharedOptions
 from bighorn.offloading.host_step import BrokenStep, HostStep
+from bighorn.offloading.masters import load_with_masters, with_masters
 from bighorn.offloading.params import offloaded_params
 from bighorn.offloading.scaled import Scaled
 from bighorn.offloading.transfers import Bucket, GradientBuckets, HostSums
@@ -54,6 +55,7 @@ class OffloadedOptimizer(Optimizer):
         *,
         overlap: str,
         accumulate: str,
+        masters: bool,
         max_grad_norm: float | None,
         scaler: GradScaler | None,
         bucket_bytes: int,
@@ -62,7 +64,7 @@ class OffloadedOptimizer(Optimizer):
         self._worker = Worker(optimizer.param_groups[0]["params"][0].device)
         # The stepping thread takes the memory from its NUMA node.
         self._groups = self._worker.submit(
-            lambda: offloaded_params(model, optimizer, copies, sums=accumulate == "host")
+            lambda: offloaded_params(model, optimizer, copies, sums=accumulate == "host", masters=masters)
         ).result()
         self._params = {id(param.device): param for group in self._groups for param in group}
         self._host_step = HostStep(optimizer, copies, max_grad_norm)
@@ -218,7 +220,7 @@ class OffloadedOptimizer(Optimizer):
         """Return the state of the optimizer as if nothing were offloaded."""
         self.synchronize()
         self._options.exchange()
-        return self.optimizer.state_dict()
+        return with_masters(self.optimizer.state_dict(), list(self._params.values()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`, of an offloaded optimizer or not. It replaces a step that was broken off.
@@ -230,7 +232,8 @@ class OffloadedOptimizer(Optimizer):
             ValueError: As for the optimizer that was passed, which is unchanged then.
         """
         self._settle()
-        self.optimizer.load_state_dict(state_dict)
+        load = self.optimizer.load_state_dict
+        load_with_masters(load, state_dict, list(self._params.values()))
         self._host_step.end()
         self._forget()
         self._options.read()
@@ -355,11 +358,13 @@ class OffloadedOptimizer(Optimizer):
             self._read_written(bucket.params)
             bucket.job = self._worker.submit(lambda: self._host_step.step_bucket(bucket))
 
+    @torch.no_grad()
     def _read_written(self, params: list[Any]) -> None:
         written = [param for param in params if param.written]
         if written:
             self._copies.to_host([(param.weights, param.here) for param in written]).synchronize()
             for param in written:
+                param.take_weights()
                 param.note_equal()
 
     def _forget(self) -> None:

@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from bighorn.distributed import sharding
+from bighorn.distributed.gradient_release import StepsAhead
+from bighorn.kernels.rounding import LOW
 from bighorn.offloading.copies import Copies
 
 SLAB_BYTES = 256 << 20
@@ -28,7 +30,9 @@ class OffloadedParam:
     device: Tensor
     host: Tensor
     weights: Tensor
-    """This rank's shard of `host`."""
+    """This rank's shard of the weights, in the memory that the device copies from and to; `host` itself, or rounded."""
+    master: Tensor | None
+    """This rank's shard of `host` in float32, if `weights` are its rounding."""
     grad: Tensor
     """The gradient in the host's memory, of this rank's shard."""
     grad_of_host: Tensor
@@ -52,6 +56,17 @@ class OffloadedParam:
     def written(self) -> bool:
         """Whether a program has written the weights on the device since the last step."""
         return self._versions() != self.versions
+
+    def round_master(self) -> None:
+        """Round the master, which has taken a step, to the weights."""
+        if self.master is not None:
+            self.weights.copy_(self.master)
+
+    def take_weights(self) -> None:
+        """Take over weights that have come from the device; those that are the rounding of their master keep it."""
+        if self.master is not None:
+            rounded = self.master.to(self.weights.dtype)
+            self.master.copy_(torch.where(rounded == self.weights, self.master, self.weights))
 
     def note_equal(self) -> None:
         """Note that the weights on the device and on the host are equal."""
@@ -96,9 +111,16 @@ class OffloadedParam:
 
 
 def offloaded_params(
-    model: nn.Module, optimizer: Optimizer, copies: Copies, *, sums: bool
+    model: nn.Module, optimizer: Optimizer, copies: Copies, *, sums: bool, masters: bool
 ) -> list[list[OffloadedParam]]:
-    """Return the parameters of each group, with memory on the host; `sums`: gradients are added up there.
+    """Return the parameters of each group, with memory on the host.
+
+    Args:
+        model: The model, for names.
+        optimizer: The optimizer.
+        copies: The copies, which have the memory.
+        sums: Whether gradients are added up on the host.
+        masters: Whether 16-bit weights have masters in float32.
 
     Raises:
         ValueError: This torch refuses the gradients.
@@ -107,19 +129,28 @@ def offloaded_params(
     here = [sharding.local(param.detach()) for param in params]
     dtypes = [getattr(param, "grad_dtype", None) or param.dtype for param in params]
     weights = slots(here, [param.dtype for param in params], copies)
-    grads = slots(here, [sum_dtype(dtype) if sums else dtype for dtype in dtypes], copies)
+    # Optimizers of torch want gradients of their parameter's dtype.
+    wide = sums or (masters and not isinstance(optimizer, StepsAhead))
+    grads = slots(here, [sum_dtype(dtype) if wide else dtype for dtype in dtypes], copies)
     names = {id(param): name for name, param in model.named_parameters()}
     made = iter(
         [
-            _offloaded(param, weight, grad, dtype, names.get(id(param), f"parameter {number} of the optimizer"))
+            _offloaded(
+                param, weight, grad, dtype, names.get(id(param), f"parameter {number} of the optimizer"), masters
+            )
             for number, (param, weight, grad, dtype) in enumerate(zip(params, weights, grads, dtypes, strict=True))
         ]
     )
     return [[next(made) for _ in group["params"]] for group in optimizer.param_groups]
 
 
-def _offloaded(param: Tensor, weights: Tensor, grad: Tensor, grad_dtype: torch.dtype, label: str) -> OffloadedParam:
-    host = sharding.on_host(weights, param)
+def _offloaded(
+    param: Tensor, weights: Tensor, grad: Tensor, grad_dtype: torch.dtype, label: str, masters: bool
+) -> OffloadedParam:
+    master = None
+    if masters and weights.dtype in LOW:
+        master = torch.full_like(weights, torch.nan, dtype=torch.float32)  # the rounding of no weight
+    host = sharding.on_host(weights if master is None else master, param)
     host = Parameter(host, requires_grad=param.requires_grad) if isinstance(param, Parameter) else host
     if grad.dtype != host.dtype:
         if not hasattr(host, "grad_dtype"):
@@ -129,7 +160,7 @@ def _offloaded(param: Tensor, weights: Tensor, grad: Tensor, grad_dtype: torch.d
             )
         host.grad_dtype = None
     place = sharding.local(param).device
-    return OffloadedParam(param, host, weights, grad, sharding.on_host(grad, param), place, grad_dtype, label)
+    return OffloadedParam(param, host, weights, master, grad, sharding.on_host(grad, param), place, grad_dtype, label)
 
 
 def slots(likes: Sequence[Tensor], dtypes: Sequence[torch.dtype], copies: Copies) -> list[Tensor]:

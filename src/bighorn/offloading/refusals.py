@@ -30,12 +30,16 @@ def check_types(model: object, optimizer: object, scaler: object) -> None:
         raise TypeError(f"scaler must be a torch.amp.GradScaler or a LossScaler, not {type(scaler).__name__}")
 
 
-def check_options(overlap: object, accumulate: object, max_grad_norm: object, bucket_mb: object) -> None:
+def check_options(
+    overlap: object, accumulate: object, masters: object, max_grad_norm: object, bucket_mb: object
+) -> None:
     """Raise for an option that is out of range."""
     if overlap not in OVERLAPS:
         raise ValueError(f"overlap={overlap!r} must be one of {', '.join(map(repr, OVERLAPS))}")
     if accumulate not in ACCUMULATES:
         raise ValueError(f"accumulate={accumulate!r} must be one of {', '.join(map(repr, ACCUMULATES))}")
+    if not isinstance(masters, bool):
+        raise TypeError(f"masters={masters!r} must be True or False")
     for name, value in {"max_grad_norm": max_grad_norm, "bucket_mb": bucket_mb}.items():
         if value is None and name == "max_grad_norm":
             continue
@@ -70,11 +74,12 @@ def device_of(params: Sequence[Tensor], stands_in: bool) -> torch.device:
 
 
 def unsupported_reason(
-    model: nn.Module, optimizer: Optimizer, overlap: str, accumulate: str, *, clips: bool, scales: bool
+    model: nn.Module, optimizer: Optimizer, overlap: str, accumulate: str, *, masters: bool, clips: bool, scales: bool
 ) -> str | None:
     """The reason why an optimizer of a model cannot be offloaded like that, with the remedy, or None."""
     return (
         _model_reason(model, optimizer)
+        or _masters_reason(optimizer, masters)
         or _optimizer_reason(optimizer, accumulate, clips=clips, scales=scales)
         or _overlap_reason(optimizer, overlap, clips=clips, scales=scales)
     )
@@ -113,6 +118,18 @@ def _model_reason(model: nn.Module, optimizer: Optimizer) -> str | None:
                 f"{name} has a hook for its gradient already (release_gradients, another offload, or your own), which "
                 "would find none: leave it out"
             )
+    return None
+
+
+def _masters_reason(optimizer: Optimizer, masters: bool) -> str | None:
+    for group in optimizer.param_groups if masters else ():
+        if group.get("weight_rounding", "nearest") != "nearest":
+            return (
+                f"masters=True and weight_rounding={group['weight_rounding']!r} both say how 16-bit weights are kept: "
+                "leave weight_rounding out"
+            )
+        if any(param in optimizer.state for param in group["params"]):
+            return "masters=True is for an optimizer without state: offload it first, then load the checkpoint"
     return None
 
 

@@ -37,8 +37,9 @@ class Bucket:
 
     def land(self) -> None:
         """Return when the gradients have arrived, and free those on the device."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
+        arrival = self.arrival  # another thread may land the bucket, too
+        if arrival is not None:
+            arrival.synchronize()
         self.held, self.arrival = [], None
 
     def settle(self) -> None:
@@ -64,9 +65,12 @@ class Bucket:
             torch._foreach_mul_([param.grad for param in self.params], factor / self.factor)
             self.factor = factor
 
+    @torch.no_grad()
     def send_weights(self, copies: Copies) -> None:
         """Begin to copy the new weights to the device; the parameters have taken the step."""
         self.stepped = True
+        for param in self.params:
+            param.round_master()
         self.weights = copies.to_device([(param.weights, param.here) for param in self.params])
         for param in self.params:
             # Autograd may have saved the old weights.

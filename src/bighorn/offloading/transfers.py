@@ -24,6 +24,8 @@ class Bucket:
     """The end of the gradients' copies, while it is not known to have come."""
     held: list[Tensor] = field(default_factory=list)
     """The gradients on the device, until they have arrived."""
+    landing: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that waits, so that the other one continues when the gradients are freed."""
     job: Job[None] | None = None
     """What the stepping thread does with the bucket."""
     factor: float = 1.0
@@ -37,10 +39,10 @@ class Bucket:
 
     def land(self) -> None:
         """Return when the gradients have arrived, and free those on the device."""
-        arrival = self.arrival  # another thread may land the bucket, too
-        if arrival is not None:
-            arrival.synchronize()
-        self.held, self.arrival = [], None
+        with self.landing:
+            if self.arrival is not None:
+                self.arrival.synchronize()
+            self.held, self.arrival = [], None
 
     def settle(self) -> None:
         """Wait for the stepping thread, and let the device wait for the new weights."""

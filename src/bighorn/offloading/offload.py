@@ -48,7 +48,7 @@ def offload(
             there, inside `accumulate()`; or on the "host", in float32, where each call sends its own. Default:
             "device".
         masters: Step float32 masters of 16-bit weights, which are in `state_dict()` as "master". For Lamb and Came this
-            computes what their `weight_rounding="master"` does, in less time. Default: False.
+            computes what their `weight_rounding="master"` does. Default: False.
         max_grad_norm: Clip as `clip_grad_norm_` does, for an optimizer of `torch.optim`; Lamb and Came have this option
             themselves. Default: None.
         scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.

@@ -239,7 +239,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
         for param in params:
-            check_step_param(param, indices, begun, self._label)
+            check_step_param(param, indices, begun, lambda at, which: self._param_info(*at, which).label)
         schedule, [plan] = self._prepare(params, None, None if begun is None else begun.schedule, indices)
         try:
             if wait is not None:
@@ -433,9 +433,6 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     def _param_info(self, index: int, position: int, param: Tensor) -> ParamInfo:
         return info_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
-
-    def _label(self, at: tuple[int, int], param: Tensor) -> str:
-        return self._param_info(*at, param).label
 
     def _param_infos(self) -> Iterator[ParamInfo]:
         each = parameters(self.param_groups, self._order)

@@ -107,6 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "came-fp16": {"optimizer": "came", "state_dtype": "fp16"},
     "came-int8": {"optimizer": "came", "state_dtype": "int8"},
     "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
+    "came-corrected-int8": {"optimizer": "came", "state_dtype": "int8", "optimizer_option": ("bias_correction=True",)},
     "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
     "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
     "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},

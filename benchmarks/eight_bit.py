@@ -7,7 +7,7 @@ Deviation: an optimizer with states in float32, the leader, trains the GPT of th
 are also given to followers with states in fewer bits and weights of their own: how far these end from the leader's,
 relative to how far those have moved. Bytes and times are of a known model's shapes; a step takes turns with torch's
 fused AdamW's, as in `bighorn bench`. What does not run has its error in the table.
-Writes benchmarks/results/eight-bit.json, and from it the table in docs/precision.md; with --page that alone.
+Writes benchmarks/results/eight-bit.json, and from it the table in docs/precision-results.md; with --page that alone.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from bighorn.cli.tasks.dataset import batch_indices
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"
-PAGE = HERE.parent / "docs" / "precision.md"
+PAGE = HERE.parent / "docs" / "precision-results.md"
 TABLE = re.compile(r"(<!-- table of eight-bit\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOT_YET = "\nNot measured yet: `python benchmarks/eight_bit.py`.\n\n"
 BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
@@ -187,7 +187,7 @@ def measured(dataset: Dataset, steps: int, seeds: int, shapes: str, seconds: flo
 
 
 def written() -> str:
-    """docs/precision.md with its table written anew."""
+    """docs/precision-results.md with its table written anew."""
     found = table(json.loads(RESULT.read_text())) if RESULT.is_file() else NOT_YET
     text, count = TABLE.subn(lambda match: match[1] + found + match[2], PAGE.read_text())
     assert count == 1

@@ -70,11 +70,23 @@ def table(name: str) -> str:
         "|---" * len(head) + "|",
         *("| " + " | ".join([*row(each)[:5], _loss(each), row(each)[6]]) + " |" for each in cells),
         "",
-        f"![Results of {name}]({name}.svg)",
+        f"![{_seen(cells)}]({name}.svg)",
         "",
         *(f"- {line}" for line in verdicts(cells)),
     ]
     return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _seen(cells: list[Cell]) -> str:
+    """What the picture shows, in words: median losses, or median accuracies by batch size."""
+    names = list(dict.fromkeys(cell.optimizer for cell in cells))
+    if len(cells) == len(names):
+        return "Test loss: " + ", ".join(f"{cell.optimizer} {cell.loss[1]:.3f}" for cell in cells)
+    by_name = [
+        f"{name} " + ", ".join(f"{cell.accuracy[1]:.1%} at {cell.batch_size:,}" for cell in cells if cell.optimizer == name)
+        for name in names
+    ]
+    return "Test accuracy by batch size: " + "; ".join(by_name)
 
 
 def command(saved: dict[str, Any]) -> str:

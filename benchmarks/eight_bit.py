@@ -31,6 +31,7 @@ from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.tasks.dataset import batch_indices
+from bighorn.optim.state import StateDtype
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"
@@ -42,7 +43,7 @@ BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
 Build = Callable[[Sequence[Tensor], float], Optimizer]
 
 
-def own(kind: type[Lamb | Came], state_dtype: str) -> Build:
+def own(kind: type[Lamb | Came], state_dtype: StateDtype) -> Build:
     return lambda params, lr: kind(params, lr=lr, weight_decay=WEIGHT_DECAY, state_dtype=state_dtype)
 
 
@@ -67,7 +68,7 @@ class Contestant:
 def forms(name: str, kind: type[Lamb | Came], lr: float) -> dict[str, Contestant]:
     """All that Bighorn keeps states in."""
     leader = f"{name}, float32"
-    fewer = ("float16", "bfloat16", "int8")
+    fewer: tuple[StateDtype, ...] = ("float16", "bfloat16", "int8")
     followers = {f"{name}, {dtype}": Contestant(own(kind, dtype), lr, (leader,)) for dtype in fewer}
     return {leader: Contestant(own(kind, "float32"), lr), **followers}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -139,7 +138,7 @@ def memory_picture() -> str:
             axes.barh(range(len(names)), values, left=left, height=0.62, color=colour, label=part)
             left = [before + value for before, value in zip(left, values, strict=True)]
         for at, name in enumerate(names):
-            axes.text(left[at] + 0.25, at, f"{left[at]:.2f}", va="center", color=INK)
+            axes.text(max(left[at], rows[name]["measured"]) + 0.25, at, f"{left[at]:.2f}", va="center", color=INK)
         measured = [rows[name]["measured"] for name in names]
         axes.plot(measured, range(len(names)), "|", color=INK, markersize=13, label="measured")
         axes.set_yticks(range(len(names)), [LABELS[name] for name in names])

@@ -54,7 +54,7 @@ def side_by_side(panels: Panels, xlabel: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A figure of a report as a file of its own: with the page's colours, light or dark as the reader's system has them.
+    """A figure of a report as a file of its own: with the page's colours, light or dark as the reader's system is.
 
     `docs/_ext/pictures.py` removes these rules, and the site's own colours hold.
     """

@@ -4,7 +4,8 @@
 
 A step takes turns with that of the same optimizer whose weights, gradients and states are float32. Bytes are of the
 same shapes; losses are those of `bighorn compare --task text`, in precision-text.json and came-text.json.
-Writes benchmarks/results/precision-table.json, and from it the table in docs/precision-results.md; with --page that alone.
+Writes benchmarks/results/precision-table.json, and from it the table in docs/precision-results.md; with --page
+that alone.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python benchmarks/resident_memory.py [--blocks 8]
 
 The model is a stack of transformer-sized matrices of width 1,024, 100.7 million parameters with 8 blocks, and 8 samples
-a step, so that activations are small beside weights. Each measurement is a process of its own: after two steps, in which
-state comes to be, the kernel's peak of resident memory is reset. It is read after two more steps, less what the process
-had before it built the model. One thread; memory does not depend on what else is running.
+a step, so that activations are small beside weights. Each measurement is a process of its own: after two steps, in
+which state comes to be, the kernel's peak of resident memory is reset. It is read after two more steps, less what the
+process had before it built the model. One thread; memory does not depend on what else is running.
 Writes benchmarks/results/resident-memory.json.
 """
 
@@ -83,7 +83,9 @@ def peak(name: str, blocks: int) -> int:
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: what is freed goes back to the kernel at once
     one = CONTESTANTS[name]
-    warm = nn.Linear(128, 128, dtype=one.dtype)  # what torch, its kernels and the optimizer's module allocate by themselves
+    warm = nn.Linear(
+        128, 128, dtype=one.dtype
+    )  # what torch, its kernels and the optimizer's module allocate by themselves
     warm(torch.ones(8, 128, dtype=one.dtype)).sum().backward()
     first = one.build(warm.parameters())
     first.step()
@@ -92,7 +94,7 @@ def peak(name: str, blocks: int) -> int:
     model = stack(blocks, one.dtype)
     optimizer = one.build(model.parameters())
     if one.released:
-        release_gradients(model, optimizer)  # type: ignore[arg-type]  # only Bighorn's are released
+        release_gradients(model, optimizer)
     inputs = torch.randn(8, WIDTH, dtype=one.dtype)
 
     def step() -> None:

@@ -83,7 +83,8 @@ def _seen(cells: list[Cell]) -> str:
     if len(cells) == len(names):
         return "Test loss: " + ", ".join(f"{cell.optimizer} {cell.loss[1]:.3f}" for cell in cells)
     by_name = [
-        f"{name} " + ", ".join(f"{cell.accuracy[1]:.1%} at {cell.batch_size:,}" for cell in cells if cell.optimizer == name)
+        f"{name} "
+        + ", ".join(f"{cell.accuracy[1]:.1%} at {cell.batch_size:,}" for cell in cells if cell.optimizer == name)
         for name in names
     ]
     return "Test accuracy by batch size: " + "; ".join(by_name)

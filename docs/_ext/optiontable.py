@@ -68,7 +68,7 @@ class OptionTable(SphinxDirective):
             lines.append("")
         node = nodes.Element()
         self.state.nested_parse(StringList(lines, source=self.arguments[0]), self.content_offset, node)
-        return node.children
+        return list(node.children)
 
 
 def shorten(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:

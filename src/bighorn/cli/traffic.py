@@ -35,7 +35,7 @@ def bytes_moved(optimizer: Optimizer, clip: bool) -> int | None:
     """
     if not isinstance(optimizer, Lamb | Came):
         return None
-    if any(line.split()[2] != "triton" for line in optimizer.explain().splitlines()):
+    if any(line.split()[2] != "triton" for line in optimizer.explain().splitlines() if line.startswith("group")):
         return None
     count = _lamb if isinstance(optimizer, Lamb) else _came
     pairs: list[tuple[dict[str, Any], Tensor]] = [

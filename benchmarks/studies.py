@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from bighorn.cli.compare import COLUMNS, row, verdicts
+from bighorn.cli.compare import COLUMNS, row
 from bighorn.cli.config import RunConfig
 from bighorn.cli.reports import figures
 from bighorn.cli.sweep import Cell, Trial
+from bighorn.cli.verdict import verdicts
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"

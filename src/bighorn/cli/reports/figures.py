@@ -178,8 +178,10 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.add_subplot()
         ticks: set[float] = set()
+        every: list[float] = []
         for index, (name, xs, triples) in enumerate(groups):
             ticks.update(xs)
+            every += [value for triple in triples for value in triple]
             low, middle, high = np.array(triples).T
             shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
             for x, (worst, median, best) in zip(xs, triples, strict=True):
@@ -198,7 +200,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
         axes.minorticks_off()
-        accuracy_scale(axes)
+        accuracy_scale(axes, every)
         axes.set_xlabel(xlabel)
         axes.set_ylabel("test accuracy")
         axes.legend()
@@ -281,7 +283,7 @@ def _panels(
         if yscale == "log":
             grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         else:
-            accuracy_scale(grid[0])
+            accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
         grid[0].set_ylabel(ylabel)
         grid[-1].legend(title="batch size", fontsize=9, title_fontsize=9)
         return to_svg(figure, f"{ylabel} by {xlabel}")
@@ -291,27 +293,26 @@ ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98
 """The positions that an axis of accuracies may label."""
 
 
-def accuracy_scale(axes: Axes) -> None:
+def accuracy_scale(axes: Axes, values: Iterable[float]) -> None:
     """Scale an axis of accuracies by the logarithm of the error, so that differences near 100% can be seen."""
-    low, high = axes.get_ylim()
-    ends = [min(max(value, 0.0), 1 - SMALLEST_ERROR) for value in (low, high)]
     axes.set_yscale("function", functions=(_of_error, lambda y: 1 - 10**-y))
-    axes.set_ylim(*ends)
-    inside = [each for each in ACCURACIES if ends[0] <= each <= ends[1]]
-    low, high = map(float, _of_error(ends))
-    apart = [each for i, each in enumerate(inside) if _far(each, inside[:i], 0.06 * (high - low))]
-    if len(apart) > 1:
-        axes.yaxis.set_major_locator(FixedLocator(apart))
+    heights = _of_error(list(values))
+    low, high = float(heights.min()), float(heights.max())
+    room = 0.08 * (high - low) or 0.1
+    axes.set_ylim(1 - 10 ** -max(low - room, 0.0), 1 - 10 ** -(high + room))
+    shown: list[float] = []
+    for each in ACCURACIES:
+        height = float(_of_error(each))
+        if low - room <= height <= high + room and (not shown or height - float(_of_error(shown[-1])) >= room):
+            shown.append(each)
+    if len(shown) > 1:
+        axes.yaxis.set_major_locator(FixedLocator(shown))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
 
 def _of_error(accuracy: Any) -> Any:
     return -np.log10(np.clip(1 - np.asarray(accuracy, dtype=float), SMALLEST_ERROR, 1))
-
-
-def _far(value: float, others: Sequence[float], least: float) -> bool:
-    return not others or float(_of_error(value) - _of_error(others[-1])) >= least
 
 
 def label_powers(axis: Axis) -> None:

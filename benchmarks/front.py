@@ -3,7 +3,7 @@
     python benchmarks/front.py
 
 Draws docs/front-batch.svg, docs/front-memory.svg and docs/front-speed.svg, and writes the tables between
-`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md and docs/memory-results.md.
+`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/memory-results.md and docs/came-rates.md.
 """
 
 from __future__ import annotations
@@ -197,7 +197,23 @@ def memory_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"step-fp32": (DOCS / "speed.md", speed_table), MEMORY: (DOCS / "memory-results.md", memory_table)}
+RATES = "came-rates-digits"
+
+
+def rates_table() -> str:
+    """Mean held-out accuracies by learning rate, a row for each optimizer."""
+    cells = STUDIES[RATES]["cells"]
+    rates = sorted({tried["lr"] for cell in cells for tried in cell["tuned"]})
+    lines = ["| optimizer | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---" * (1 + len(rates)) + "|"]
+    for cell in cells:
+        found = {tried["lr"]: f"{tried['accuracy']:.1%}" for tried in cell["tuned"]}
+        lines.append(f"| {cell['name']} | {' | '.join(found.get(rate, '') for rate in rates)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"step-fp32": (DOCS / "speed.md", speed_table), MEMORY: (DOCS / "memory-results.md", memory_table),
+    RATES: (DOCS / "came-rates.md", rates_table),
+}
 
 
 def written(name: str) -> str:

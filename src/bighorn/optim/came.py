@@ -136,8 +136,9 @@ class Came(KernelOptimizer):
         decay_rate: If given, 1 - t ** -decay_rate replaces betas[1] at step t; mindformers uses 0.8. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
-        bias_correction: Correct the averages of the instability for their start at 0. The published rule does not
-            correct them, and its first step is about 11 times lr. Default: False.
+        bias_correction: Correct the averages of the instability for their start at 0, which suits AdamW's learning
+            rate. The published rule does not correct them: its first step is about 11 times lr, and it suits a tenth
+            of AdamW's learning rate. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
         skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
             where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without

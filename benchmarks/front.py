@@ -3,7 +3,8 @@
     python benchmarks/front.py
 
 Draws docs/front-batch.svg, docs/front-memory.svg and docs/front-speed.svg, and writes the tables between
-`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/memory-results.md and docs/came-rates.md.
+`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/memory-results.md and
+docs/came-rates.md.
 """
 
 from __future__ import annotations
@@ -211,7 +212,9 @@ def rates_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"step-fp32": (DOCS / "speed.md", speed_table), MEMORY: (DOCS / "memory-results.md", memory_table),
+TABLES = {
+    "step-fp32": (DOCS / "speed.md", speed_table),
+    MEMORY: (DOCS / "memory-results.md", memory_table),
     RATES: (DOCS / "came-rates.md", rates_table),
 }
 

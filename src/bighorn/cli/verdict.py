@@ -22,8 +22,9 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the mean and the half-width of its interval by Student's t; an infinite one for a single difference.
 
     Example:
-        >>> interval([0.1, 0.2, 0.3])
-        (0.2, 0.24841377117195308)
+        >>> mean, half = interval([1.0, 2.0, 3.0])
+        >>> f"{mean:.1f} +- {half:.3f}"
+        '2.0 +- 2.484'
     """
     mean = statistics.fmean(differences)
     if len(differences) < 2:

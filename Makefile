@@ -66,10 +66,15 @@ test: check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
+# The README in it has absolute links, so that it can be read on a package index.
+REPOSITORY := $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
 dist: $(STAMP)
-	rm -rf build/dist dist
+	rm -rf build/dist build/tree dist
+	mkdir -p build/tree
+	git ls-files -z | xargs -0 cp --parents --target-directory build/tree
+	$(BIN)/python docs/_ext/readme_links.py build/tree/README.md $(REPOSITORY)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[release]'
-	$(BIN)/python -m build --outdir build/dist
+	$(BIN)/python -m build --outdir build/dist build/tree
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
 	$(BIN)/python tests/package/fresh_install.py dist

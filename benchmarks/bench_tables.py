@@ -1,6 +1,6 @@
 """`bighorn bench` with the tables of this project's pages: `python benchmarks/bench_tables.py --table lambrrr`.
 
-`precision` is the table of docs/precision.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU, for
+`precision` is the table of docs/precision-results.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU, for
 docs/lambrrr-todo.md: its baseline is a loop over the tensors, and another row is the same loop compiled. All options
 of `bighorn bench` are known.
 """

@@ -7,7 +7,7 @@ Deviation: an optimizer with states in float32, the leader, trains the GPT of th
 are also given to followers with states in fewer bits and weights of their own: how far these end from the leader's,
 relative to how far those have moved. Bytes and times are of a known model's shapes; a step takes turns with torch's
 fused AdamW's, as in `bighorn bench`. What does not run has its error in the table.
-Writes benchmarks/results/eight-bit.json, and from it the table in docs/precision.md; with --page that alone.
+Writes benchmarks/results/eight-bit.json, and from it the table in docs/precision-results.md; with --page that alone.
 """
 
 import argparse
@@ -31,10 +31,11 @@ from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.tasks.dataset import batch_indices
+from bighorn.optim.state import StateDtype
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"
-PAGE = HERE.parent / "docs" / "precision.md"
+PAGE = HERE.parent / "docs" / "precision-results.md"
 TABLE = re.compile(r"(<!-- table of eight-bit\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOT_YET = "\nNot measured yet: `python benchmarks/eight_bit.py`.\n\n"
 BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
@@ -42,7 +43,7 @@ BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
 Build = Callable[[Sequence[Tensor], float], Optimizer]
 
 
-def own(kind: type[Lamb | Came], state_dtype: str) -> Build:
+def own(kind: type[Lamb | Came], state_dtype: StateDtype) -> Build:
     return lambda params, lr: kind(params, lr=lr, weight_decay=WEIGHT_DECAY, state_dtype=state_dtype)
 
 
@@ -67,7 +68,7 @@ class Contestant:
 def forms(name: str, kind: type[Lamb | Came], lr: float) -> dict[str, Contestant]:
     """All that Bighorn keeps states in."""
     leader = f"{name}, float32"
-    fewer = ("float16", "bfloat16", "int8")
+    fewer: tuple[StateDtype, ...] = ("float16", "bfloat16", "int8")
     followers = {f"{name}, {dtype}": Contestant(own(kind, dtype), lr, (leader,)) for dtype in fewer}
     return {leader: Contestant(own(kind, "float32"), lr), **followers}
 
@@ -187,7 +188,7 @@ def measured(dataset: Dataset, steps: int, seeds: int, shapes: str, seconds: flo
 
 
 def written() -> str:
-    """docs/precision.md with its table written anew."""
+    """docs/precision-results.md with its table written anew."""
     found = table(json.loads(RESULT.read_text())) if RESULT.is_file() else NOT_YET
     text, count = TABLE.subn(lambda match: match[1] + found + match[2], PAGE.read_text())
     assert count == 1

@@ -6,7 +6,7 @@ A GPT of two blocks and 32 channels learns the text of the task `text` for a few
 linear layer gets an adapter, A and B, of which B starts at zero as in peft, and the adapters learn the same text in
 upper case, whose letters the model has hardly seen. Every optimizer has a constant learning rate, with or without
 warm-up; the best of its rates after the last step is shown, over the seeds.
-Writes benchmarks/results/lora.json and the table in docs/with-peft.md.
+Writes benchmarks/results/lora.json and the table in docs/lora-results.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.tasks.text import ALPHABET, GPT, standard_library
 
 HERE = Path(__file__).parent
-RESULT, PAGE = HERE / "results" / "lora.json", HERE.parent / "docs" / "with-peft.md"
+RESULT, PAGE = HERE / "results" / "lora.json", HERE.parent / "docs" / "lora-results.md"
 FIGURES = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 PRETRAINED, BATCH_SIZE, SHOWN = 300, 4, (40, 100)
 SETTINGS = ((4, 0), (4, 20))

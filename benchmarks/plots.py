@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from bighorn.cli.reports.figures import (
+    DARK,
     LIGHT,
     SERIES,
     STYLE,
@@ -52,7 +54,19 @@ def side_by_side(panels: Panels, xlabel: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A figure of a report as a file of its own: on white, in the page's light colours."""
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(variable, LIGHT[colour])
-    return svg.replace("<svg", '<svg style="background: white; font-family: sans-serif"', 1) + "\n"
+    """A figure of a report as a file of its own: with the page's colours, light or dark as the reader's system is.
+
+    `docs/_ext/pictures.py` removes these rules, and the site's own colours hold.
+    """
+    light, dark = (
+        "".join(f"{variable[4:-1]}:{colours[name]};" for name, variable in VARIABLES.items())
+        for colours in (LIGHT, DARK)
+    )
+    rules = (
+        f"<style>:root{{font-family:sans-serif;background:#fff;{light}}}"
+        f"@media (prefers-color-scheme:dark){{:root{{background:#15171b;{dark}}}}}</style>"
+    )
+    width = re.search(r'viewBox="0 0 ([\d.]+)', svg)
+    assert width is not None
+    svg = svg.replace("<svg", f'<svg width="{float(width[1]) * 4 / 3:.0f}"', 1)
+    return re.sub(r"(<svg[^>]*>)", rf"\1{rules}", svg, count=1) + "\n"

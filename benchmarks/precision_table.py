@@ -1,10 +1,11 @@
-"""What LAMB and CAME cost and what they come to in each precision: the first table of docs/precision.md.
+"""What LAMB and CAME cost and what they come to in each precision: the first table of docs/precision-results.md.
 
     python benchmarks/precision_table.py [--shapes bert_base] [--seconds 4] [--page]
 
 A step takes turns with that of the same optimizer whose weights, gradients and states are float32. Bytes are of the
 same shapes; losses are those of `bighorn compare --task text`, in precision-text.json and came-text.json.
-Writes benchmarks/results/precision-table.json, and from it the table in docs/precision.md; with --page that alone.
+Writes benchmarks/results/precision-table.json, and from it the table in docs/precision-results.md; with --page
+that alone.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from bighorn.cli.shapes import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
 RESULT = RESULTS / "precision-table.json"
-PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
+PAGE = Path(__file__).parent.parent / "docs" / "precision-results.md"
 TABLE = re.compile(r"(<!-- table of precision-table\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -162,7 +163,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def written() -> str:
-    """docs/precision.md with its table written anew."""
+    """docs/precision-results.md with its table written anew."""
     text, count = TABLE.subn(
         lambda match: match[1] + table(json.loads(RESULT.read_text())) + match[2], PAGE.read_text()
     )

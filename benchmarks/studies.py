@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from bighorn.cli.compare import COLUMNS, row, verdicts
+from bighorn.cli.compare import COLUMNS, row
 from bighorn.cli.config import RunConfig
 from bighorn.cli.reports import figures
 from bighorn.cli.sweep import Cell, Trial
+from bighorn.cli.verdict import verdicts
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
@@ -70,11 +71,24 @@ def table(name: str) -> str:
         "|---" * len(head) + "|",
         *("| " + " | ".join([*row(each)[:5], _loss(each), row(each)[6]]) + " |" for each in cells),
         "",
-        f"![Results of {name}]({name}.svg)",
+        f"![{_seen(cells)}]({name}.svg)",
         "",
         *(f"- {line}" for line in verdicts(cells)),
     ]
     return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _seen(cells: list[Cell]) -> str:
+    """What the picture shows, in words: median losses, or median accuracies by batch size."""
+    names = list(dict.fromkeys(cell.optimizer for cell in cells))
+    if len(cells) == len(names):
+        return "Test loss: " + ", ".join(f"{cell.optimizer} {cell.loss[1]:.3f}" for cell in cells)
+    by_name = [
+        f"{name} "
+        + ", ".join(f"{cell.accuracy[1]:.1%} at {cell.batch_size:,}" for cell in cells if cell.optimizer == name)
+        for name in names
+    ]
+    return "Test accuracy by batch size: " + "; ".join(by_name)
 
 
 def command(saved: dict[str, Any]) -> str:

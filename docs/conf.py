@@ -18,11 +18,15 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
     "algorithm",
     "commands",
     "complete",
+    "llms",
     "mathml",
+    "optiontable",
     "pages",
+    "pictures",
 ]
 exclude_patterns = ["_build"]
 

@@ -10,7 +10,7 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
 from numbers import Real
@@ -72,21 +72,30 @@ def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "op
     return TypeError(f"{where} got an unknown {noun} {name!r}{hint(name, known)}. Known: {', '.join(known)}")
 
 
-def refuse_unknown(names: Iterable[object], known: Iterable[str], where: str) -> None:
-    """Raise for the first name that is not known, with the name that was probably meant."""
+def refuse_unknown(
+    names: Iterable[object], known: Iterable[str], where: str, elsewhere: Mapping[str, tuple[str, str]] = NOT_OURS
+) -> None:
+    """Raise for the first name that is not known, with the name that was probably meant.
+
+    Args:
+        names: The names that were given.
+        known: The names that there are.
+        where: What has these names.
+        elsewhere: Names in other packages: the package of each, and the remedy.
+    """
     known = list(known)
     for name in names:
         if name in known:
             continue
-        if isinstance(name, str) and name in NOT_OURS:
-            whose, remedy = NOT_OURS[name]
+        if isinstance(name, str) and name in elsewhere:
+            whose, remedy = elsewhere[name]
             raise TypeError(f"{where} got {name!r}, an option of {whose} but not of ours: {remedy}")
         raise unknown_name(where, name, known)
 
 
-def asked_for(options: Mapping[str, Any]) -> dict[str, Any]:
+def asked_for(options: Mapping[str, Any], elsewhere: Container[str] = NOT_OURS) -> dict[str, Any]:
     """Return options without those of other optimizers that are off: some trainers pass `foreach=False` to all."""
-    return {name: value for name, value in options.items() if name not in NOT_OURS or not _is_off(value)}
+    return {name: value for name, value in options.items() if name not in elsewhere or not _is_off(value)}
 
 
 def _is_off(value: object) -> bool:

@@ -13,6 +13,7 @@ from click.shell_completion import BashComplete
 from bighorn.cli import doctor
 from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
+from bighorn.cli.options import SECTIONS
 from tests.support.command_line import Invoke
 
 QUICK = {
@@ -83,3 +84,23 @@ def test_the_shell_completes_commands_options_and_values() -> None:
     assert "--optimizer" in completions("train", "--opt")
     assert completions("train", "--task", "t") == ["text"]
     assert completions("no-such-command", "--") == ["--version", "--help"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_headings_and_every_option_below_one(invoke: Invoke, name: str) -> None:
+    text = invoke(name, "--help").output
+    found = [f"{heading}:" for heading in SECTIONS if f"\n{heading}:\n" in text]
+    assert len(found) > (0 if name == "doctor" else 2)
+    other = text.partition("\nOther:\n")[2]
+    for param in command(name).params:
+        flag = param.opts[0]
+        assert text.count(f"  {flag}") >= 1
+        listed = any(param.name in names.split() for names in SECTIONS.values())
+        assert listed or f"  {flag}" in other
+
+
+def test_the_summaries_are_whole_in_80_columns() -> None:
+    width = max(map(len, COMMANDS))
+    for name in COMMANDS:
+        summary = command(name).get_short_help_str(80 - width - 6)
+        assert not summary.endswith("..."), summary

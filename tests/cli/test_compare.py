@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bighorn.cli import sweep
-from bighorn.cli.compare import COLUMNS, WIDEST, _table, continued, row, verdicts, warnings
+from bighorn.cli.compare import COLUMNS, WIDEST, _table, continued, row, warnings
 from bighorn.cli.config import RunConfig
 from bighorn.cli.run import Run
-from bighorn.cli.tasks import Dataset
+from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.verdict import expected_seconds, interval, verdicts
 from tests.support.command_line import Invoke, assert_self_contained
 
 
@@ -58,7 +60,7 @@ def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
     cells = [cell("adam", 32, 0.2, 0.9), cell("lamb", 64, 0.2, 0.8), cell("sgd", 64, 0.2, 0.7)]
-    assert verdicts(cells) == ["At batch 64: lamb 80.0%, sgd 70.0%; no seed overlaps."]
+    assert verdicts(cells) == ["At batch 64 lamb has 80.0%, sgd 70.0%.", "Not settled by one seed: run --seeds 10."]
     assert verdicts(cells[:2]) == []
 
 
@@ -157,17 +159,48 @@ def test_the_words_say_what_the_figures_say() -> None:
         cell("sgd", 64, 0.1, 0.85),
     ]
     assert verdicts(cells) == [
-        "lamb: batch 32 -> 64, median accuracy 90.0% -> 80.0% (-10.0 points).",
-        "sgd: batch 32 -> 64, median accuracy 90.0% -> 85.0% (-5.0 points).",
-        "At batch 64: sgd 85.0%, lamb 80.0%; no seed overlaps.",
+        "lamb loses 10.0 points from batch 32 to 64.",
+        "sgd loses 5.0 points from batch 32 to 64.",
+        "At batch 64 sgd has 85.0%, lamb 80.0%.",
+        "Not settled by one seed: run --seeds 10.",
     ]
     [warning] = warnings(cells)
     assert "sgd at batch 64, 0.1, is on the edge of its grid" in warning
 
 
+def test_a_verdict_has_an_interval_over_seeds() -> None:
+    """Differences of 1, 2 and 3 points: the mean is 2, and its interval t(0.975, 2) * 1 / sqrt(3) = 2.484."""
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-4)
+    assert interval([1.0]) == (1.0, math.inf)
+    small, large = cell("lamb", 32, 0.2, 0.91, 0.92, 0.93), cell("lamb", 64, 0.2, 0.9, 0.9, 0.9)
+    even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.85, 0.85)]
+    assert verdicts([small, large, *even]) == [
+        "lamb loses 2.0 +- 2.5 points from batch 32 to 64: at most 4.5.",
+        "sgd loses 5.0 +- 0.0 points from batch 32 to 64.",
+        "At batch 64 lamb has 90.0%, sgd 85.0%: ahead by 5.0 +- 0.0 points.",
+        "+- are 95% intervals by Student's t, paired over 3 seeds.",
+    ]
+    near = cell("sgd", 64, 0.2, 0.87, 0.91, 0.89)
+    assert verdicts([large, near])[:2] == [
+        "At batch 64 lamb has 90.0%, sgd 89.0%: apart by 1.0 +- 5.0 points.",
+        "Not settled: run --seeds 10.",
+    ]
+
+
+def test_runs_are_timed_before_they_begin() -> None:
+    config = RunConfig(epochs=1, threads=1, batch_size=64).resolved()
+    run = Run(config, TASKS["digits"].load(None))
+    seconds = expected_seconds([("lamb", run)], {"lamb": (0.1, 0.2)}, seeds=3, tuning_seeds=1)
+    assert run.step == 2
+    assert 0 < seconds < 3600
+    diverging = dataclasses.replace(config, lr=1e30, warmup="0", steps=1, epochs=None)
+    assert expected_seconds([("lamb", Run(diverging, run.dataset))], {"lamb": (0.1,)}, 1, 1) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--device", "cuda"], "--device cuda"),
         (["--optimizers", "lam"], "no 'lam' here; did you mean lamb?"),
         (["--optimizers", "lamb,lamb"], "names something twice"),
         (["--lrs", "sgd=0.1"], "no 'sgd' here; there are lamb, adamw"),

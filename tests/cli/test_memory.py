@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,10 +250,10 @@ def test_whether_it_fits(invoke: Invoke) -> None:
     """400 trainable weights, 72 frozen ones; AdamW keeps 2 numbers and a step, in 4 bytes each."""
     parts = {"weights": 4 * (400 + 72), "gradients": 4 * 400, "state": 8 * 400 + 4}
     assert total_of("adamw", Weights([("w", torch.empty(50, 8, device="meta"))], 4 * 72), parts["state"]) == Total(
-        parts["state"], parts["state"] / 400, sum(parts.values()), None
+        parts["state"], parts["weights"], parts["gradients"], parts["state"] / 400, sum(parts.values()), None
     )
     two = [("a", torch.empty(30, device="meta")), ("b", torch.empty(70, device="meta"))]
-    assert total_of("came", Weights(two), 500) == Total(500, 5.0, 400 + 400 + 500, 400 + 280 + 500)
+    assert total_of("came", Weights(two), 500) == Total(500, 400, 400, 5.0, 400 + 400 + 500, 400 + 280 + 500)
 
     def said(memory: str, *options: str) -> str:
         output = invoke("memory", "--shapes", "llama_7b", "--gpu-memory", memory, *options).output
@@ -264,9 +265,48 @@ def test_whether_it_fits(invoke: Invoke) -> None:
     )
     assert said("8GB", *chosen) == (
         "Fits in 8GB, before activations? no: came, came-int8, lamb, adamw. The least is came-int8, 60.8GB: sharded "
-        "(FSDP2), 8 such GPUs hold it"
+        "(FSDP2), 8 such GPUs hold it; or halve weights and gradients by --precision bf16 --weight-rounding stochastic"
     )
     assert "with released gradients: came-int8" in said("24GB", *chosen, "--precision", "bf16")
+
+
+def test_the_sums_come_first(invoke: Invoke) -> None:
+    lines = invoke("memory", "--shapes", "llama_7b").output.splitlines()
+    assert lines[1:4] == [
+        "27.0GB of weights, 27.0GB of gradients",
+        "with adamw: 53.9GB of state, 108GB in all",
+        "with came-int8: 6.9GB of state, 60.8GB in all, 34.3GB with released gradients",
+    ]
+    [came] = [line.split() for line in lines if line.startswith(" came-int8")]
+    assert came == ["came-int8", "27.0GB", "27.0GB", "6.9GB", "1.019", "60.8GB", "56%", "34.3GB"]
+
+
+def test_a_hugging_face_configuration_is_read_offline(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for transformers, whose own models are those of the integration tests."""
+
+    class Config:
+        architectures = ("Tiny",)
+
+    def from_pretrained(path: str, local_files_only: bool) -> Config:
+        assert local_files_only
+        if json.loads(Path(path).read_text()) != {"model_type": "tiny"}:
+            raise ValueError("unrecognized model")
+        return Config()
+
+    package: Any = ModuleType("transformers")
+    package.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)
+    package.Tiny = lambda _: nn.Linear(40, 10, bias=False)
+    Path("config.json").write_text('{"model_type": "tiny"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "needs the package transformers" in invoke("memory", "--hf-config", "config.json", code=1).output
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    invoke("memory", "--hf-config", "config.json", "--json", "m.json")
+    assert json.loads(Path("m.json").read_text())["parameters"] == 400
+    Path("config.json").write_text("{}")
+    assert "ValueError: unrecognized model" in invoke("memory", "--hf-config", "config.json", code=1).output
+    assert "there is no such file" in invoke("memory", "--hf-config", "absent.json", code=1).output
+    two = "memory", "--hf-config", "config.json", "--shapes", "one"
+    assert "--shapes and --hf-config each say" in invoke(*two, code=1).output
 
 
 def test_frozen_weights_count_where_it_must_fit(invoke: Invoke, zoo: str) -> None:

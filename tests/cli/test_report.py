@@ -107,3 +107,23 @@ def test_smoothing_keeps_a_constant_and_the_ends() -> None:
     np.testing.assert_allclose(figures.smoothed([2.0] * 500), 2.0)
     line = np.arange(500.0)
     np.testing.assert_allclose(figures.smoothed(line.tolist()), line)
+
+
+def test_points_have_titles_and_a_page_is_readable_on_a_telephone(invoke: Invoke) -> None:
+    svg = figures.ranges([("a & b", [32, 64], [(0.7, 0.8, 0.9), (0.98, 0.99, 0.995)])], "batch size")
+    assert "<title>a &amp; b, batch size 32: 80.0% (70.0% to 90.0%)</title>" in svg
+    assert svg.count("<title>") == 2
+    invoke("train", "--steps", "2", "--report", "r.html")
+    assert "@media (max-width: 640px)" in Path("r.html").read_text()
+
+
+def test_an_axis_of_accuracies_tells_99_from_99_5_percent() -> None:
+    """Between equal ratios of errors are equal distances."""
+    svg = figures.ranges([("a", [1, 2, 4], [(0.9,) * 3, (0.99,) * 3, (0.999,) * 3])], "batch size")
+    assert {"90%", "99%", "99.9%"} <= set(re.findall(r">([\d.]+%)<", svg))
+    points = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*fill-opacity: 0', svg)
+    heights = [float(y) for _, y in points]
+    assert len(heights) == 3
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], rel=1e-3)
+    everywhere = figures.ranges([("a", [1, 2], [(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)])], "batch size")
+    assert "nan" not in everywhere

@@ -14,7 +14,8 @@ import torch
 from matplotlib import image
 
 import bighorn.cli
-from bighorn import WindowScale
+from bighorn import WindowScale, kernels
+from bighorn.cli import display
 from bighorn.cli.commands import COMMANDS
 from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
@@ -326,3 +327,39 @@ def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
 )
 def test_options_that_an_optimizer_does_not_have(invoke: Invoke, options: list[str], message: str) -> None:
     assert message in invoke("train", "--steps", 1, *options, code=1).output
+
+
+def test_digits_train_on_one_thread_unless_told_otherwise() -> None:
+    assert RunConfig().resolved().threads == 1
+    assert RunConfig(task="text").resolved().threads == torch.get_num_threads()
+    assert RunConfig(threads=2).resolved().threads == 2
+
+
+def test_kernels_without_the_c_library_are_said_in_a_line(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "plain torch" not in invoke("train", "--steps", "1").output
+    monkeypatch.setattr(display, "status", lambda: {"cpu": kernels.Status(False, "no compiler")})
+    line = "The kernels run in plain torch, which is slower, without the C library: no compiler"
+    assert line in invoke("train", "--steps", "1").output
+    assert "plain torch" not in invoke("train", "--steps", "1", "--optimizer", "adamw").output
+
+
+def test_a_long_run_begins_with_an_estimate(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "This takes" not in invoke("train", "--steps", "8").output
+    monkeypatch.setattr(display, "LONG", 0.0)
+    assert "This takes a few seconds, without evaluations." in invoke("train", "--steps", "8").output
+
+
+def test_the_words_of_users_are_printed_as_they_are(invoke: Invoke) -> None:
+    """rich would read a llama and a colour there."""
+    Path("[red].txt").write_text("ab" * 5000)
+    output = invoke("train", "--task", "text", "--data", "[red].txt", "--steps", "1", "--json", ":llama:.json").output
+    assert "JSON: :llama:.json" in output
+    assert "[red].txt" in output
+
+
+def test_the_head_of_the_table_tells_both_accuracies_apart(invoke: Invoke) -> None:
+    lines = invoke("train", "--steps", "2").output.splitlines()
+    [head] = [line for line in lines if line.lstrip().startswith("epoch")]
+    assert head.split("  ")[-1] == "trust ratio"
+    assert "test acc" in head
+    assert "trust ratio: of the lowest/median/highest layer" in lines

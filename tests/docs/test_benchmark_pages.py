@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from bighorn.cli.shapes import SHAPES
+from studies import STUDIES, cells_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,25 +29,13 @@ def script(name: str) -> ModuleType:
 
 NAMES = ("scale", "eight_bit", "precision_table", "lora", "offload", "offload_peers")
 scale, eight_bit, precision_table, lora, offload, offload_peers = map(script, NAMES)
+front = script("front")
 
 
 @pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora, offload, offload_peers], ids=NAMES)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()
-
-
-README = {
-    "200 tiny tensors": ("step-fp32", "tiny"),
-    "EfficientNet-B0": ("step-fp32", "efficientnet_b0"),
-    "ViT-S/16": ("step-fp32", "vit_small"),
-    "ResNet-50": ("step-fp32", "resnet50"),
-    "BERT-base": ("step-fp32", "bert_base"),
-    "BERT-large": ("step-fp32", "bert_large"),
-    "one 30522x1024 tensor": ("step-fp32", "one"),
-    "BERT-base in bf16, bf16 state": ("step-bf16", "bert_base"),
-}
-"""The rows of its table: the file in results, and the parameter set in it."""
 
 
 def cells(name: str, shapes: str) -> dict[str, str]:
@@ -67,15 +57,38 @@ def test_the_study_of_lora_shows_what_its_page_says() -> None:
     assert all(run["losses"]["100"] > run["losses"]["0"] for run in fast)
 
 
-@pytest.mark.parametrize("row", README)
-def test_the_readme_says_what_was_measured(row: str) -> None:
-    found = cells(*README[row])
-    columns = [found[label] for label in ("Lamb", "Lamb, adam=True", "Came")]
-    assert f"| {row} | {' | '.join(columns)} |" in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name", front.TABLES)
+def test_a_table_behind_the_readme_is_that_of_the_file(name: str) -> None:
+    """To update tables and pictures, run `python benchmarks/front.py`."""
+    assert front.TABLES[name][0].read_text() == front.written(name)
+
+
+@pytest.mark.parametrize("name", front.PICTURES)
+def test_a_picture_of_the_readme_shows_the_files(name: str) -> None:
+    """Its numbers are words of the SVG, and matplotlib's versions differ in everything else."""
+    words = re.compile(r"<text[^>]*>([^<]*)</text>")
+    shown = (ROOT / "docs" / f"{name}.svg").read_text()
+    assert words.findall(shown) == words.findall(front.PICTURES[name]())
+    assert "prefers-color-scheme:dark" in shown
+
+
+def test_the_words_for_the_pictures_say_what_the_files_say() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    ratios = [front.ratios(*front.SPEED[row]) for row in front.SPEED if row[:3] not in ("200", "one")]
+    for label in ("Lamb", "Came"):
+        low, high = min(r[label]["median"] for r in ratios[:-1]), max(r[label]["median"] for r in ratios[:-1])
+        assert f"{label} {low:.2f} to {high:.2f}" in text
+    assert f"{ratios[-1]['Lamb']['median']:.2f} and {ratios[-1]['Came']['median']:.2f} on BERT-base in bf16" in text
+    rows = front.memory_rows()
+    least = rows["Came, int8, stochastic, released"]
+    assert f"{least['weights'] + least['gradients'] + least['state']:.1f} for Came with an int8 momentum" in text
+    cells = {(cell.optimizer, cell.batch_size): 1 - cell.accuracy[1] for cell in cells_of(STUDIES["large-batch"])}
+    errors = [f"{cells['adamw', size]:.1%} and {cells['lamb', size]:.1%} at" for size in (64, 1024, 16384)]
+    assert all(each in text for each in errors)
 
 
 def test_the_page_of_precisions_says_what_was_measured() -> None:
-    page = (ROOT / "docs" / "precision.md").read_text()
+    page = (ROOT / "docs" / "precision-results.md").read_text()
     columns = [cells("step-precision", shapes) for shapes in ("vit_small", "bert_base")]
     labels = list(columns[0])[1:]  # without the one that the others are relative to
     assert len(labels) == 12
@@ -107,3 +120,12 @@ def test_the_plan_sends_what_was_counted(label: str, optimizer: str) -> None:
     planned = scale.sums(optimizer, tensors)
     assert counted["collectives"] == len(planned)
     assert counted["bytes"] == sum(size for _, size in planned)
+
+
+def test_the_losses_beside_the_least_memory_are_those_of_the_files() -> None:
+    text = " ".join((ROOT / "docs" / "memory-results.md").read_text().split())
+    losses = {cell.optimizer: cell.loss[1] for cell in cells_of(STUDIES["came-text"])}
+    said = f"the corrected rule ends at {losses['came-corrected']:.4f} and AdamW at {losses['adamw']:.4f}"
+    assert said in text
+    [least] = cells_of(STUDIES["came-small-text"])
+    assert least.loss[0] < losses["came-corrected"] < least.loss[2] < losses["adamw"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,9 @@ sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
 
 import algorithm
 import complete
+import llms
+import optiontable
+import pictures
 
 
 def warnings_for(names: set[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -58,3 +63,36 @@ def test_every_backend_in_python_carries_tags_of_the_reference(name: str) -> Non
 def test_the_citation_has_the_version() -> None:
     lines = (Path(__file__).parents[2] / "CITATION.cff").read_text().splitlines()
     assert f"version: {bighorn.__version__}" in lines
+
+
+@pytest.mark.parametrize("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])
+def test_a_search_finds_a_page(words: str) -> None:
+    """The site's search knows whole words of its pages; a page must have all that were asked for."""
+    docs = Path(__file__).parents[2] / "docs"
+    pages = {page.stem: set(re.findall(r"\w+", page.read_text().lower())) for page in docs.glob("*.md")}
+    assert [name for name, found in pages.items() if set(words.split()) <= found]
+
+
+def test_pictures_take_the_colours_of_the_page() -> None:
+    svg = (Path(__file__).parents[2] / "docs" / "front-speed.svg").read_text()
+    found = pictures.inline(svg, 'a "picture"')
+    assert 'class="picture" aria-label="a &quot;picture&quot;"' in found
+    assert "<style>" in svg
+    assert "<style>" not in found
+    css = (Path(__file__).parents[2] / "docs" / "_static" / "site.css").read_text()
+    assert {name for name in re.findall(r"var\((--[\w-]+)\)", found) if f"{name}:" not in css} == set()
+
+
+@pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came])
+def test_every_option_has_a_place_in_a_table(kind: type[Any]) -> None:
+    said = optiontable.meanings(kind)
+    listed = [word for words in optiontable.SUBJECTS.values() for word in words.split()]
+    assert len(listed) == len(set(listed))
+    own = set(inspect.signature(kind).parameters) - {"unknown"}
+    assert own == set(said) <= set(listed)
+    assert all(said.values())
+
+
+def test_the_list_for_programs_has_first_sentences() -> None:
+    assert llms.first_sentence("Version 5 (arXiv:1904.00962v5). More.") == "Version 5 (arXiv:1904.00962v5)."
+    assert llms.first_sentence("no end") == "no end"

@@ -338,9 +338,9 @@ def test_an_option_of_others_that_is_off_is_taken(kind: Kind) -> None:
     assert off.items() <= optimizer.param_groups[0].items()
     assert not off.keys() & optimizer.defaults.keys()
     with pytest.raises(TypeError, match=r"'foreach', an option of torch\.optim but not of ours"):
-        kind(weights(), lr=0.1, foreach=True)
+        kind(weights(), lr=0.1, foreach=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unknown option 'learning_rate'"):
-        kind(weights(), lr=0.1, learning_rate=None)
+        kind(weights(), lr=0.1, learning_rate=None)  # type: ignore[arg-type]
 
 
 OF_THE_WHOLE: dict[str, Any] = {
@@ -404,7 +404,7 @@ def test_a_precision_that_does_not_fit_the_parameter(unfit: str, when: str, kind
 @pytest.mark.parametrize("state_dtype", ["int8", "float16"])
 def test_a_running_maximum_in_blocks(state_dtype: str) -> None:
     with pytest.raises(ValueError, match=f'{state_dtype}.*amsgrad.*state_dtype="float32"'):
-        Lamb(weights(), second_moment="amsgrad", state_dtype=state_dtype)
+        Lamb(weights(), second_moment="amsgrad", state_dtype=state_dtype)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [Came], indirect=True)
@@ -433,7 +433,7 @@ def test_why_a_beta_is_refused_and_relative_step_is_a_schedule() -> None:
         with pytest.raises(ValueError, match=message):
             Came(weights(), **options)
     with pytest.raises(TypeError, match=r"'relative_step', an option of Adafactor.*lr=bighorn.schedules.RelativeStep"):
-        Came(weights(), relative_step=True)
+        Came(weights(), relative_step=True)  # type: ignore[arg-type]
 
 
 def test_an_option_of_the_whole_optimizer_written_into_a_group_later(kind: Kind) -> None:

@@ -131,6 +131,16 @@ that builds optimizers.
 """
 
 
+PAGES = """
+```{pages}
+:hidden:
+
+with-*
+```
+"""
+"""The pages below this one on the site."""
+
+
 def versions(trainer: Trainer) -> str:
     """The installed versions of a trainer's packages."""
     found = []
@@ -171,7 +181,7 @@ def losses() -> str:
 def page() -> str:
     """The text of the page, with today's date."""
     when = datetime.now(timezone.utc).date().isoformat()
-    return f"{table()}{losses()}\nRun on {when} with torch {version('torch')}.\n"
+    return f"{table()}{losses()}\nRun on {when} with torch {version('torch')}.\n{PAGES}"
 
 
 if __name__ == "__main__":

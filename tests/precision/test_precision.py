@@ -122,7 +122,7 @@ def test_dither_is_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "int8"])
-def test_a_second_moment_that_shrinks(state_dtype: str, backend: str) -> None:
+def test_a_second_moment_that_shrinks(state_dtype: Any, backend: str) -> None:
     """Gradients fall to a tenth. In bfloat16, each step subtracts less than half an ulp, which is lost."""
     torch.manual_seed(4)
     parameter = Parameter(torch.randn(64, 256))

@@ -18,11 +18,11 @@ from bighorn.cli import cuda, files, traffic
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
 from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, param_set_of
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
-from bighorn.cli.display import counting, quantity
+from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import compare, draw, error, prepared, temporaries
-from bighorn.cli.options import FILE, command_line, config_options, option
+from bighorn.cli.options import FILE, Command, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.values import at_least, check_device, names, positive
@@ -98,13 +98,13 @@ class BenchConfig:
         at_least("--seconds", self.seconds, 0)
 
 
-@click.command(epilog="Example: bighorn bench --shapes vit_small,bert_base --report bench.html")
+@click.command(cls=Command, epilog="Example: bighorn bench --shapes vit_small,bert_base --report bench.html")
 @config_options(BenchConfig)
 @click.option("--report", type=FILE, help="Write an HTML report: all figures, optimizers beside each other.")
 @click.option("--json", "json_file", type=FILE, help="Write the figures, and what they depend on, as JSON.")
 @click.pass_context
 def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
-    """Time optimizer steps: this package's, torch's, and those of other packages that are installed.
+    """Time optimizer steps beside torch's and other packages'.
 
     Each optimizer takes turns with the table's first row on parameters of real models' shapes, with random gradients
     and its state in place. Times are medians; ratios are of each round, as median and 10th to 90th percentile.
@@ -136,7 +136,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         "baseline": layout.baseline,
         "results": [],
     }
-    console = Console(soft_wrap=True, highlight=False)
+    console = terminal()
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
     about, here = content["environment"], content["machine"]
@@ -150,7 +150,9 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         content["results"].append(result)
         if json_file is not None:  # written after each set, since an error of a peer on the device can end the run
             files.write_json(json_file, content)
-        console.print(f"\n[bold]{name}[/]: {result['tensors']} tensors, {quantity(result['parameters'])} parameters")
+        console.print(
+            f"\n{name}: {result['tensors']} tensors, {quantity(result['parameters'])} parameters", style="bold"
+        )
         console.print(as_table(result["optimizers"], layout.columns))
         for note in result["notes"]:
             console.print(note, markup=False)

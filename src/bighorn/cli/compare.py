@@ -8,19 +8,19 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from bighorn.cli import files, sweep
 from bighorn.cli.config import PRECISIONS, RunConfig
-from bighorn.cli.display import counting
+from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
-from bighorn.cli.options import FILE, command_line, config_options, option
+from bighorn.cli.options import FILE, Command, command_line, config_options, option
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, check_name, names, numbers
+from bighorn.cli.values import DEVICES, at_least, check_name, names, numbers
+from bighorn.cli.verdict import expected_seconds, verdicts
 
 WIDEST = 120
 """Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
@@ -53,7 +53,10 @@ class CompareConfig:
         shown=", ".join(f"{name} {task.target:g}" for name, task in TASKS.items()),
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
-    processes: int | None = option(None, "Runs at a time, each on one thread.", shown="one per processor")
+    processes: int | None = option(
+        None, "Runs at a time, each on one thread.", shown="one per processor, and one on a GPU"
+    )
+    device: str = option("cpu", "Device of the runs.", choices=DEVICES)
 
     def __post_init__(self) -> None:
         at_least("--seeds", self.seeds, 1)
@@ -69,7 +72,9 @@ class CompareConfig:
         return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), sizes)
 
 
-@click.command(epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --report compare.html")
+@click.command(
+    cls=Command, epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --report compare.html"
+)
 @config_options(CompareConfig)
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
@@ -87,12 +92,12 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     grids = learning_rates(config.lrs, list(batch_sizes))
     task = TASKS[config.task]
     target = config.target or task.target
-    processes = config.processes or sweep.available_processors()
+    processes = config.processes or (sweep.available_processors() if config.device == "cpu" else 1)
     tuning_seeds = config.tuning_seeds or config.seeds
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
 
-    console = Console(soft_wrap=True, highlight=False)
-    shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision")}
+    console = terminal()
+    shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision", "device")}
     bases = [
         (name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved())
         for name, sizes in batch_sizes.items()
@@ -100,8 +105,8 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     ]
     epochs = bases[0][1].epochs
     dataset = task.load(config.data)
-    for _, base in bases:  # an error of the last cell is raised before any run
-        Run(base, dataset.held_out(sweep.HELD_OUT))
+    held_out = dataset.held_out(sweep.HELD_OUT)
+    fresh = [(name, Run(base, held_out)) for name, base in bases]  # an error of the last cell comes before any run
     settings = asdict(config) | {
         "optimizers": ", ".join(batch_sizes),
         "batch_sizes": _sizes(batch_sizes),
@@ -116,6 +121,9 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     console.print(f"{config.task}: {dataset.description}; {epochs:g} epochs, {runs} runs, {processes} at a time")
     for name in grids:
         console.print(f"{name}: learning rates {_rates(grids[name])}")
+    seconds = expected_seconds(fresh, grids, config.seeds, tuning_seeds) / processes
+    console.print(f"This takes {duration(seconds)}, and more where a grid is continued.")
+    del fresh
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=runs)
         cells = sweep.compare(
@@ -130,10 +138,13 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         )
 
     head = [name.format(target=f"{target:.0%}") for name in COLUMNS]
-    Console(soft_wrap=True, highlight=False, width=max(console.width, WIDEST)).print(_table(cells, head))
-    notes = [*verdicts(cells), *continued(cells, grids), *warnings(cells)]
+    answers, notes = verdicts(cells), [*continued(cells, grids), *warnings(cells)]
+    for line in answers:
+        console.print(line)
+    terminal(width=max(console.width, WIDEST)).print(_table(cells, head))
     for note in notes:
         console.print(note)
+    notes = answers + notes
     if report is not None:
         from bighorn.cli.reports.compare import compare_report
 
@@ -245,29 +256,6 @@ def row(cell: sweep.Cell) -> tuple[str, ...]:
         f"{cell.trials[0].state_bytes / 1e6:.2f} MB",
         f"{cell.seconds:.1f} s",
     )
-
-
-def verdicts(cells: Sequence[sweep.Cell]) -> list[str]:
-    """Return sentences on the effect of a larger batch on each optimizer, and on the comparison at the largest."""
-    lines = []
-    by_name = {cell.optimizer: [other for other in cells if other.optimizer == cell.optimizer] for cell in cells}
-    for name, mine in by_name.items():
-        small, large = mine[0], mine[-1]
-        if small is not large:
-            lines.append(
-                f"{name}: batch {small.batch_size} -> {large.batch_size}, median accuracy {small.accuracy[1]:.1%} -> "
-                f"{large.accuracy[1]:.1%} ({100 * (large.accuracy[1] - small.accuracy[1]):+.1f} points)."
-            )
-    top = max(cell.batch_size for cell in cells)
-    largest = [cell for cell in cells if cell.batch_size == top]
-    if len(largest) > 1:
-        first, second = sorted(largest, key=lambda cell: -cell.accuracy[1])[:2]
-        apart = first.accuracy[0] > second.accuracy[2]
-        lines.append(
-            f"At batch {top}: {first.optimizer} {first.accuracy[1]:.1%}, {second.optimizer} "
-            f"{second.accuracy[1]:.1%}; " + ("no seed overlaps." if apart else "the seeds' ranges overlap.")
-        )
-    return lines
 
 
 def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]]) -> list[str]:

@@ -105,7 +105,9 @@ class RunConfig:
     backend: str | None = option(None, "Kernels of lamb and came.", shown="auto", choices=("auto", *BACKENDS))
     device: str = option("cpu", "Device of model, batches and optimizer; cuda needs a single process.", choices=DEVICES)
     threads: int | None = option(
-        None, "CPU threads; a run is bitwise reproducible for one number of them.", shown="torch's choice"
+        None,
+        "CPU threads; a run is bitwise reproducible for one number of them.",
+        shown="1 for digits, else torch's choice",
     )
 
     def _check(self) -> None:
@@ -151,7 +153,7 @@ class RunConfig:
             epochs=task.epochs if self.epochs is None and self.steps is None else self.epochs,
             weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
             loss_scale=self.loss_scale or ("dynamic" if self.precision == "fp16" else "none"),
-            threads=torch.get_num_threads() if self.threads is None else self.threads,
+            threads=self.threads or (1 if task.one_thread else torch.get_num_threads()),
         )
 
     def total_steps(self, samples: int) -> int:

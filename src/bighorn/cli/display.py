@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -10,9 +11,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bighorn.cli.environment import device_name
+from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.run import Run
+from bighorn.kernels import status
 
-HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'acc':>7}{'lr':>9}{'per s':>7}"
+HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'test acc':>9}{'lr':>9}{'per s':>7}"
+
+TIMED = 4
+"""The first steps, on whose times but the first's the estimate of a run is based."""
+
+LONG = 20
+"""Seconds of a run above which it begins with an estimate."""
+
+
+def terminal(**options: Any) -> Console:
+    """Return a console that prints words as they are, without markup, emoji or colours of its own."""
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False, **options)
 
 
 class Display:
@@ -29,6 +43,7 @@ class Display:
         self.run, self.console, self._warnings = run, console, warnings
         self._line = run.step, seconds
         self._refreshed = 0.0
+        self._first: list[float] = []
         self._live: Live | None = None
         if console.is_terminal and not console.quiet:
             self._bar = Progress(
@@ -46,7 +61,10 @@ class Display:
     def __enter__(self) -> "Display":
         introduce(self.run, self.console, self._warnings)
         if self.run.step < self.run.total:
-            self.console.print("  ".join([HEADER, *(gauge.label for gauge in self.run.gauges[:1])]), style="dim")
+            label = [gauge.label for gauge in self.run.gauges[:1]]
+            if label:
+                self.console.print(f"{label[0]}: of the lowest/median/highest layer", style="dim")
+            self.console.print("  ".join([HEADER, *label]), style="dim")
         if self._live is not None:
             self._live.start()
         return self
@@ -59,6 +77,8 @@ class Display:
 
     def stepped(self) -> None:
         """Show the last step."""
+        if len(self._first) < TIMED:
+            self._time()
         if self._live is None or time.perf_counter() - self._refreshed < 0.2:
             return
         self._refreshed = time.perf_counter()
@@ -70,6 +90,13 @@ class Display:
         self._bar.update(self._task, completed=self.run.step)
         self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
 
+    def _time(self) -> None:
+        """Time the first steps, and after the last of them print how long the run will take if that is long."""
+        self._first.append(self.run.history.seconds)
+        left = (self.run.total - self.run.step) * (self._first[-1] - self._first[0]) / (TIMED - 1)
+        if len(self._first) == TIMED and left > LONG:
+            self.console.print(f"This takes {duration(left)}, without evaluations.", style="dim")
+
     def evaluated(self) -> None:
         """Print the line of the last evaluation; training loss and accuracy are means since the previous line."""
         run, history = self.run, self.run.history
@@ -77,7 +104,7 @@ class Display:
         _, test_loss, test_accuracy = history.tests[-1]
         loss, accuracy = sum(history.loss[-count:]) / count, sum(history.accuracy[-count:]) / count
         self.console.print(
-            f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:7.1%}"
+            f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:9.1%}"
             f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._gauge()}".rstrip(),
         )
         self._line = run.step, history.seconds
@@ -109,6 +136,9 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
+    slower = missing_library(run)
+    if slower:
+        console.print(slower)
     if run.ranks.size > 1:
         share = run.batch_size // run.ranks.size
         machines = f" on {run.ranks.machines} machines" if run.ranks.machines > 1 else ""
@@ -117,6 +147,14 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         console.print(f"resumed after step {run.step}")
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow")
+
+
+def missing_library(run: Run) -> str:
+    """A line about kernels that run without the C library, which is slower; empty if they do not."""
+    config, cpu = run.config, status()["cpu"]
+    if config.device != "cpu" or not OPTIMIZERS[config.optimizer].state_dtypes or cpu.available:
+        return ""
+    return f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}"
 
 
 def counting(console: Console) -> Progress:
@@ -138,3 +176,17 @@ def short(value: float) -> str:
     """A ratio in at most five characters: .0123, 1.2, 35, 1e-06."""
     text = f"{value:.2g}"
     return text.removeprefix("0") if text.startswith("0.") else text
+
+
+def duration(seconds: float) -> str:
+    """A time in words: about 20 s, about 4 min, about 2.5 h.
+
+    Example:
+        >>> duration(0.2), duration(250), duration(9000)
+        ('a few seconds', 'about 4 min', 'about 2.5 h')
+    """
+    if seconds < 5:
+        return "a few seconds"
+    if seconds < 90:
+        return f"about {round(seconds, -1) or seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"

@@ -15,28 +15,28 @@ from bighorn import CAME_PRESETS, PRESETS, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
-from bighorn.cli.options import FILE
+from bighorn.cli.options import FILE, Command
 from bighorn.kernels import BACKENDS, status
 from bighorn.kernels.cpu import library
 
 VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 
-@click.command(epilog="Example: bighorn doctor --require cpu --json doctor.json")
+@click.command(cls=Command, epilog="Example: bighorn doctor --require cpu --json doctor.json")
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
 @click.option("--presets", is_flag=True, help="List what Lamb.like() and Came.like() give, instead.")
 @click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
 def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> None:
-    """Say which backends work here and why others do not, and what bighorn finds on this machine."""
+    """Say which backends work here, and why others do not."""
     if presets and require:
         raise click.UsageError("--presets only prints a table: leave out --require.")
     files.check_outputs({"--json": json_file})
     content: dict[str, Any] = {"presets": preset_rows()} if presets else findings()
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(_preset_table(content["presets"]) if presets else _table(content))
     if json_file is not None:
         files.write_text(json_file, json.dumps(content, indent=1) + "\n")
-        console.print(f"JSON: {json_file}")
+        console.print(f"JSON: {json_file}", markup=False)
     for name in require:
         if not content["backends"][name]["works"]:
             raise InputError(

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
-from bighorn.cli.display import counting
+from bighorn.cli.display import counting, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.options import FILE, command_line, config_options, given, option
+from bighorn.cli.options import FILE, Command, command_line, config_options, given, option
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, positive
@@ -86,14 +86,14 @@ class Curve:
         return SETTLING + int(np.argmin(slopes[SETTLING:]))
 
 
-@click.command("lr-find", epilog="Example: bighorn lr-find --optimizer came --task text --report lr.html")
+@click.command("lr-find", cls=Command, epilog="Example: bighorn lr-find --optimizer came --task text --report lr.html")
 @config_options(SearchConfig)
 @config_options(RunConfig, only=SHARED)
 @click.option("--report", type=FILE, help="Write an HTML report with the curve.")
 @click.option("--json", "json_file", type=FILE, help="Write the curve and what it depends on as JSON.")
 @click.pass_context
 def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
-    """Find a learning rate: train while it grows, and find where the loss falls fastest.
+    """Find a learning rate, where the loss falls fastest as it grows.
 
     One run whose learning rate grows by the same factor at each step. It ends early when the smoothed loss is 4 times
     the best. The suggestion is where that falls most steeply: a place to start from; bighorn compare tunes in earnest.
@@ -104,7 +104,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     dataset = TASKS[config.task].load(config.data)
     run = Run(config, dataset)
     about = provenance(command_line(ctx), config.device)
-    console = Console(soft_wrap=True, highlight=False)
+    console = terminal()
     console.print(f"{config.task}: {dataset.description}; {config.optimizer}, batch {config.batch_size}")
     curve, ended = range_test(run, search, console)
     chosen, best = curve.suggestion(), int(np.argmin(curve.smooth))

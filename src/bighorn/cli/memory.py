@@ -7,24 +7,23 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from bighorn.cli import files, models
 from bighorn.cli.config import PRECISIONS
-from bighorn.cli.display import quantity
+from bighorn.cli.display import quantity, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, kinds, predicted
 from bighorn.cli.models import Weights
 from bighorn.cli.offloaded import OFFLOAD_HEAD, offload_bytes, offload_rows
-from bighorn.cli.options import FILE, command_line, config_options, option
+from bighorn.cli.options import FILE, Command, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import at_least, bytes_in, check_name, names, read_options, suggestion
 from bighorn.kernels.rounding import ROUNDING_MODES
 
-SOURCES = ("task", "shapes", "model")
+SOURCES = ("task", "shapes", "model", "hf_config")
 SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
 """The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``."""
 
@@ -33,12 +32,15 @@ SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
 class MemoryConfig:
     """The options of a prediction; one of :data:`SOURCES` names the model."""
 
-    task: str | None = option(None, "A task's model.", shown="digits, unless --shapes or --model is given")
+    task: str | None = option(None, "A task's model.", shown="digits, unless another option names a model")
     shapes: str | None = option(None, f"A set of shapes, of {', '.join(SHAPES)}.")
     model: str | None = option(
         None,
         "Any model, as PACKAGE.MODULE:CALLABLE. That is imported and called without arguments, on torch's meta "
         "device: it runs the code, and allocates no weights.",
+    )
+    hf_config: str | None = option(
+        None, "The config.json of a Hugging Face model, read offline with the package transformers."
     )
     data: str | None = option(None, "Data for the task, as in bighorn train: they say how many classes there are.")
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown="all but came-fp16")
@@ -63,7 +65,7 @@ class MemoryConfig:
     rows: int = option(10, "Kinds of layers to list, the largest first.")
 
     def __post_init__(self) -> None:
-        given = [f"--{name}" for name in SOURCES if getattr(self, name) is not None]
+        given = [f"--{name.replace('_', '-')}" for name in SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} each say what to predict for: give one of them.")
         if self.data is not None and given not in ([], ["--task"]):
@@ -99,17 +101,19 @@ class MemoryConfig:
             return self.shapes, models.of_shapes(self.shapes, dtype)
         if self.model is not None:
             return self.model, models.of_code("--model", self.model, dtype)
+        if self.hf_config is not None:
+            return self.hf_config, models.of_hf_config("--hf-config", self.hf_config, dtype)
         task = self.task or "digits"
         return task, models.of_task(task, self.data, dtype)
 
 
-@click.command(epilog="Example: bighorn memory --shapes llama_7b --report memory.html")
+@click.command(cls=Command, epilog="Example: bighorn memory --shapes llama_7b --report memory.html")
 @config_options(MemoryConfig)
 @click.option("--report", type=FILE, help="Write an HTML report with a bar chart.")
 @click.option("--json", "json_file", type=FILE, help="Write the bytes of every parameter as JSON.")
 @click.pass_context
 def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
-    """Predict, to the byte, what optimizers keep for a model: per layer, in total and per parameter.
+    """Predict to the byte what a model and its optimizer need.
 
     From shapes alone: neither weights nor state are allocated, so that a small machine can ask about a large model.
     "all" is the state with all weights and gradients; "released" has only the largest gradient, as with
@@ -130,24 +134,27 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     totals = {name: total_of(name, weights, sum(mine.values())) for name, mine in sizes.items()}
     limit = None if config.gpu_memory is None else bytes_in("--gpu-memory", config.gpu_memory)
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = terminal()
     about = f"{source}: {quantity(elements)} trainable parameters in {len(params)} tensors, {config.precision}"
     console.print(about)
-    console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
-    console.print(_table(TOTAL_HEAD, total_rows(totals)))
+    answers = summary(weights, totals)
+    for line in answers:
+        console.print(line)
     offloaded = offload_bytes(weights, {name: total.state for name, total in totals.items()})
+    if limit is not None:
+        console.print(verdict(totals, limit, f"{config.gpu_memory}", config.precision))
+    console.print(_table(TOTAL_HEAD, total_rows(totals)))
     if config.offload:
         console.print(_table(OFFLOAD_HEAD, offload_rows(offloaded)))
-    if limit is not None:
-        console.print(verdict(totals, limit, f"{config.gpu_memory}"))
+    console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
     if report is not None:
         from bighorn.cli.reports import Section
         from bighorn.cli.reports.memory import memory_report
 
         by_layer = Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers)))
         about_all = (
-            "The state; with all weights and gradients; and with only the largest gradient, as with "
-            "bighorn.release_gradients. Activations are not counted."
+            f"{'; '.join(answers)}. Released: with only the largest gradient, as with bighorn.release_gradients. "
+            "Activations are not counted."
         )
         total = Section("Totals", about_all, head=TOTAL_HEAD, rows=total_rows(totals))
         settings = asdict(config) | {"optimizers": ", ".join(wanted)}
@@ -173,7 +180,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
 
 
 LAYER_HEAD = ("bytes of",)
-TOTAL_HEAD = ("optimizer", "state", "bytes per parameter", "all", "released")
+TOTAL_HEAD = ("optimizer", "weights", "gradients", "state", "per parameter", "sum", "of adamw's", "released")
 
 
 def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
@@ -192,6 +199,8 @@ class Total:
 
     Attributes:
         state: The state.
+        weights: All weights.
+        gradients: All gradients.
         per_parameter: The state by the number of trainable parameters.
         all: The state, all weights and all gradients.
         released: The state, all weights, and the largest gradient; None for an optimizer of torch, which does not step
@@ -199,6 +208,8 @@ class Total:
     """
 
     state: int
+    weights: int
+    gradients: int
     per_parameter: float
     all: int
     released: int | None
@@ -207,26 +218,46 @@ class Total:
 def total_of(name: str, weights: Weights, state: int) -> Total:
     """Return the totals of an optimizer, for its size of state."""
     gradients = [param.nbytes for _, param in weights.trainable]
-    kept = weights.frozen_bytes + sum(gradients) + state
+    held = weights.frozen_bytes + sum(gradients)
     elements = sum(param.numel() for _, param in weights.trainable)
-    return Total(state, state / elements, kept + sum(gradients), kept + max(gradients) if name in OURS else None)
+    released = held + state + max(gradients) if name in OURS else None
+    return Total(state, held, sum(gradients), state / elements, held + sum(gradients) + state, released)
 
 
 def total_rows(totals: Mapping[str, Total]) -> list[tuple[str, ...]]:
     """Return the totals of each optimizer as text."""
+    adamw = totals.get("adamw")
     return [
         (
             name,
+            f"{quantity(total.weights)}B",
+            f"{quantity(total.gradients)}B",
             f"{quantity(total.state)}B",
             f"{total.per_parameter:.3f}",
             f"{quantity(total.all)}B",
+            "-" if adamw is None else f"{total.all / adamw.all:.0%}",
             "-" if total.released is None else f"{quantity(total.released)}B",
         )
         for name, total in totals.items()
     ]
 
 
-def verdict(totals: Mapping[str, Total], limit: int, memory: str) -> str:
+def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
+    """Return the sums in words: those of AdamW, and of the one of Bighorn's optimizers that needs the least."""
+    ours = [name for name in totals if name in OURS]
+    least = [min(ours, key=lambda name: totals[name].all)] if ours else []
+    names = dict.fromkeys([*(name for name in totals if name == "adamw"), *least])
+    held = next(iter(totals.values()))
+    frozen = f" ({quantity(weights.frozen_bytes)}B of them frozen)" if weights.frozen_bytes else ""
+    said = [f"{quantity(held.weights)}B of weights{frozen}, {quantity(held.gradients)}B of gradients"]
+    for name in names:
+        total = totals[name]
+        released = "" if total.released is None else f", {quantity(total.released)}B with released gradients"
+        said.append(f"with {name}: {quantity(total.state)}B of state, {quantity(total.all)}B in all{released}")
+    return said
+
+
+def verdict(totals: Mapping[str, Total], limit: int, memory: str, precision: str) -> str:
     """Return which optimizers fit in a memory of ``limit`` bytes, before activations, or what would make one fit."""
     answers: dict[str, list[str]] = {"yes": [], "with released gradients": [], "no": []}
     for name, total in totals.items():
@@ -238,6 +269,8 @@ def verdict(totals: Mapping[str, Total], limit: int, memory: str) -> str:
         name, least = min(totals.items(), key=lambda pair: pair[1].all)
         gpus = -(-least.all // limit)
         said += f". The least is {name}, {quantity(least.all)}B: sharded (FSDP2), {gpus} such GPUs hold it"
+        if precision == "fp32":
+            said += "; or halve weights and gradients by --precision bf16 --weight-rounding stochastic"
     return f"Fits in {memory}, before activations? {said}"
 
 

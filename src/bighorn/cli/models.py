@@ -67,6 +67,33 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Weights:
         raise
     except Exception as error:  # the code of users may raise any error
         raise InputError(f"{flag} {place}: {type(error).__name__}: {error}") from error
+    return _checked(flag, place, made, dtype)
+
+
+def of_hf_config(flag: str, path: str, dtype: torch.dtype) -> Weights:
+    """Return the weights of the model that a Hugging Face configuration file describes; nothing is downloaded.
+
+    Raises:
+        InputError: transformers is not installed, or does not know such a model.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"{flag} {path}: there is no such file. Give the config.json beside a model's weights.")
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise InputError(f"{flag} {path} needs the package transformers: pip install transformers") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        names = [name for name in config.architectures or () if hasattr(transformers, name)]
+        with torch.device("meta"):
+            made = getattr(transformers, names[0])(config) if names else transformers.AutoModel.from_config(config)
+    except Exception as error:  # a configuration may be wrong in any way
+        raise InputError(f"{flag} {path}: {type(error).__name__}: {error}") from error
+    return _checked(flag, path, made, dtype)
+
+
+def _checked(flag: str, place: str, made: object, dtype: torch.dtype) -> Weights:
+    """Return the weights of what user code or a file has made."""
     if not isinstance(made, nn.Module):
         raise InputError(f"{flag} {place} gives a {type(made).__name__}, but must give a torch.nn.Module.")
     for name, param in made.named_parameters():

@@ -102,11 +102,18 @@ OPTIMIZERS = {
     "sgd": Recipe(0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), partial(torch.optim.SGD, momentum=0.9, foreach=True)),
 }
 
+STOCHASTIC = "weight_rounding=stochastic"
+SMALL = {"state_dtype": "int8", "precision": "bf16"}
+"""The options of what needs the least memory, which ``STOCHASTIC`` completes."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "came-bf16": {"optimizer": "came", "state_dtype": "bf16"},
     "came-fp16": {"optimizer": "came", "state_dtype": "fp16"},
     "came-int8": {"optimizer": "came", "state_dtype": "int8"},
     "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
+    "came-corrected-int8": {"optimizer": "came", "state_dtype": "int8", "optimizer_option": ("bias_correction=True",)},
+    "came-small": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC,)},
+    "came-small-corrected": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC, "bias_correction=True")},
     "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
     "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
     "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},

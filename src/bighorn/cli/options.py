@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class FilePath(click.Path):
@@ -30,6 +30,33 @@ class FilePath(click.Path):
 FILE = FilePath()
 
 
+SECTIONS = {
+    "Model and data": "task data shapes model hf_config seed",
+    "Optimizer": "optimizer optimizers optimizer_option lr lrs lr_scaling lr_min lr_max warmup schedule weight_decay "
+    "max_grad_norm state_dtype weight_rounding",
+    "Length": "batch_size batch_sizes epochs steps seeds tuning_seeds seconds target",
+    "Precision and device": "precision loss_scale backend device threads processes gpu_memory parallel accumulate "
+    "tail_overlap shard_update clip",
+    "Files": "save resume report json_file plot_schedule",
+}
+"""The headings of a command's help, and the options below each; others come last."""
+
+
+class Command(click.Command):
+    """A command whose help has its options under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, by :data:`SECTIONS`."""
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        for heading, names in SECTIONS.items():
+            mine = [record for name in names.split() if (record := records.pop(name, None))]
+            if mine:
+                with formatter.section(heading):
+                    formatter.write_dl(mine)
+        with formatter.section("Other"):
+            formatter.write_dl([record for record in records.values() if record])
+
+
 def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is also a command line option (see :func:`config_options`).
 
@@ -42,11 +69,11 @@ def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[
     return dataclasses.field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
 
 
-def config_options(config: type[Any], only: Container[str] | None = None) -> Callable[[Command], Command]:
+def config_options(config: type[Any], only: Container[str] | None = None) -> Callable[[Function], Function]:
     """Add to a command one option per field of the dataclass ``config``, or per field in ``only``."""
     hints = typing.get_type_hints(config)
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Function) -> Function:
         for field in reversed(dataclasses.fields(config)):
             if only is not None and field.name not in only:
                 continue

@@ -22,7 +22,7 @@ def bytes_once(optimizer: Optimizer, state: int) -> int:
 
 
 def bytes_moved(optimizer: Optimizer, clip: bool) -> int | None:
-    """Return the bytes that the Triton kernels of this package read and write in all passes, as in docs/gpu.md.
+    """Return the bytes that the Triton kernels of this package read and write in all passes, as in docs/gpu-results.md.
 
     The sums that a pass keeps for the next one, less than 2% of the parameters, are not counted.
 
@@ -35,7 +35,7 @@ def bytes_moved(optimizer: Optimizer, clip: bool) -> int | None:
     """
     if not isinstance(optimizer, Lamb | Came):
         return None
-    if any(line.split()[2] != "triton" for line in optimizer.explain().splitlines()):
+    if any(line.split()[2] != "triton" for line in optimizer.explain().splitlines() if line.startswith("group")):
         return None
     count = _lamb if isinstance(optimizer, Lamb) else _came
     pairs: list[tuple[dict[str, Any], Tensor]] = [

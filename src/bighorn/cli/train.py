@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bighorn.cli import checkpoint, files, sharded_checkpoint
 from bighorn.cli.config import ParallelConfig, RunConfig
@@ -16,7 +17,7 @@ from bighorn.cli.display import Display, introduce
 from bighorn.cli.environment import device_name, environment
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.options import FILE, command_line, config_options, given, words
+from bighorn.cli.options import FILE, Command, command_line, config_options, given, words
 from bighorn.cli.ranks import Interrupt, Ranks
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import TASKS, Dataset
@@ -25,7 +26,7 @@ PICTURES = (".png", ".svg")
 RESULTS = ("--save", "--report", "--json")
 
 
-@click.command(epilog="Example: bighorn train --task text --steps 200 --report run.html")
+@click.command(cls=Command, epilog="Example: bighorn train --task text --steps 200 --report run.html")
 @config_options(RunConfig)
 @config_options(ParallelConfig)
 @click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")
@@ -44,7 +45,7 @@ def train(
     plot_schedule: Path | None,
     **_: Any,
 ) -> None:
-    """Train a model with LAMB, CAME or, for comparison, with one of torch's optimizers.
+    """Train a model with LAMB, CAME or one of torch's optimizers.
 
     Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
     resumed run is bitwise the one that was never interrupted, on a GPU as far as torch's kernels are deterministic.
@@ -85,7 +86,7 @@ def _run(request: Request, command: str, ctx: click.Context, ranks: Ranks) -> bo
     run, warnings = _set_up(request, ranks)
     history = run.history
     history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
-    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False)
+    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False, markup=False, emoji=False)
     plot, save = request.outputs["--plot-schedule"], request.outputs["--save"]
     if plot is not None:
         introduce(run, console, warnings)
@@ -235,7 +236,8 @@ def _summary(run: Run) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     if figures["test_accuracy"] is not None:
         table.add_row(
-            "Test accuracy", f"[bold]{figures['test_accuracy']:.2%}[/] (best {figures['best_test_accuracy']:.2%})"
+            "Test accuracy",
+            Text.assemble((f"{figures['test_accuracy']:.2%}", "bold"), f" (best {figures['best_test_accuracy']:.2%})"),
         )
         table.add_row("Test loss", f"{figures['test_loss']:.4f}")
     table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")

@@ -4,8 +4,8 @@ A block is within one row of dim 0, in the row's logical order whatever its memo
 shorter. So a shard of whole rows has the same blocks as the whole tensor, and a checkpoint fits any memory format. A
 tensor of short rows (a vector has rows of one element) needs a scale for each row, and is better kept in float32.
 
-The code of a value represents its share of the scale, by one of the forms below (docs/precision.md has the measurements
-behind them). Arithmetic is in float32.
+The code of a value represents its share of the scale, by one of the forms below (docs/precision-results.md has the
+measurements behind them). Arithmetic is in float32.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
+from bighorn.optim.describe import Table
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.state import (
     MIN_8BIT_SIZE,
     MOMENT_DTYPES,
+    StateDtype,
     StateSpec,
     StateTensorSpec,
     all_dims,
@@ -33,9 +35,9 @@ FactorRule = Literal["matrix", "last_two", "linear"]
 """The rules by which tensors are factored. Kernels receive "linear" as "matrix", of which it has fewer tensors."""
 
 
-@dataclass(frozen=True)
-class CameTelemetry:
-    """The metrics of the last step, with one entry per parameter (per slice of a stacked one).
+@dataclass(frozen=True, repr=False)
+class CameTelemetry(Table):
+    """The metrics of the last step, with one entry per parameter (per slice of a stacked one); it prints as a table.
 
     Attributes:
         names: The parameters' names, or their indices in `param_groups`.
@@ -134,8 +136,9 @@ class Came(KernelOptimizer):
         decay_rate: If given, 1 - t ** -decay_rate replaces betas[1] at step t; mindformers uses 0.8. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
-        bias_correction: Correct the averages of the instability for their start at 0. The published rule does not
-            correct them, and its first step is about 11 times lr. Default: False.
+        bias_correction: Correct the averages of the instability for their start at 0, which suits AdamW's learning
+            rate. The published rule does not correct them: its first step is about 11 times lr, and it suits a tenth
+            of AdamW's learning rate. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
         skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
             where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
@@ -201,14 +204,14 @@ class Came(KernelOptimizer):
         skip_nonfinite: bool = False,
         maximize: bool = False,
         exclude_from_weight_decay: Exclusion | None = None,
-        state_dtype: torch.dtype | str | None = None,
+        state_dtype: torch.dtype | StateDtype | None = None,
         min_8bit_size: int = MIN_8BIT_SIZE,
         weight_rounding: Rounding = "nearest",
         rounding_seed: int = 0,
         grad_norm_group: Any = None,
         names: Names | None = None,
         backend: str = "auto",
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "lr" or value is not None}
         super().__init__(params, arguments, unknown)
@@ -221,7 +224,7 @@ class Came(KernelOptimizer):
         return CameTelemetry(*self._figures())
 
     @classmethod
-    def like(cls, name: str, params: ParamsT, **overrides: Any) -> Came:
+    def like(cls, name: presets.CamePreset, params: ParamsT, **overrides: Any) -> Came:
         """Return the CAME of another package: a row of `bighorn.CAME_PRESETS`.
 
         Args:

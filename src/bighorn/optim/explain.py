@@ -19,8 +19,10 @@ from bighorn.optim.step_plan import StepPlan
 Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
 
 
-def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str) -> str:
-    """Return one line for each kind of tensor: its backend, the reason for it, and what makes its steps slower.
+def explained(
+    infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str
+) -> dict[int, list[str]]:
+    """Return lines by group, one for each kind of tensor: its backend, the reason, and what makes its steps slower.
 
     Raises:
         ValueError: The requested backend does not serve a tensor.
@@ -32,12 +34,13 @@ def explained(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algori
         name, why = kernels.pick(backend, view, options, info.row_shard)
         kind = index, name, str(view.device), str(view.dtype), why, _slower(info, view, name)
         kinds.setdefault(kind, []).append(view)
-    lines = [
-        f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
-        f"{dtype.removeprefix('torch.')} on {device} ({why}){slower}"
-        for (index, name, device, dtype, why, slower), tensors in kinds.items()
-    ]
-    return "\n".join(lines)
+    lines: dict[int, list[str]] = {}
+    for (index, name, device, dtype, why, slower), tensors in kinds.items():
+        lines.setdefault(index, []).append(
+            f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
+            f"{dtype.removeprefix('torch.')} on {device} ({why}){slower}"
+        )
+    return lines
 
 
 def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:

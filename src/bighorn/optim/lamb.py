@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
+from bighorn.optim.describe import Table
 from bighorn.optim.optimizer import KernelOptimizer
-from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateSpec, moments_dtype, moments_spec
+from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateDtype, StateSpec, moments_dtype, moments_spec
 
 
-@dataclass(frozen=True)
-class LambTelemetry:
-    """The metrics of the last step, with one entry per parameter (per slice of a stacked one).
+@dataclass(frozen=True, repr=False)
+class LambTelemetry(Table):
+    """The metrics of the last step, with one entry per parameter (per slice of a stacked one); it prints as a table.
 
     Attributes:
         names: The parameters' names, or their indices in `param_groups`.
@@ -190,14 +191,14 @@ class Lamb(KernelOptimizer):
         maximize: bool = False,
         exclude_from_weight_decay: Exclusion | None = None,
         exclude_from_layer_adaptation: Exclusion | None = None,
-        state_dtype: torch.dtype | str | None = None,
+        state_dtype: torch.dtype | StateDtype | None = None,
         min_8bit_size: int = MIN_8BIT_SIZE,
         weight_rounding: Rounding = "nearest",
         rounding_seed: int = 0,
         grad_norm_group: Any = None,
         names: Names | None = None,
         backend: str = "auto",
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__(params, locals(), unknown)
 
@@ -209,7 +210,7 @@ class Lamb(KernelOptimizer):
         return LambTelemetry(*self._figures())
 
     @classmethod
-    def like(cls, name: str, params: ParamsT, **overrides: Any) -> Lamb:
+    def like(cls, name: presets.LambPreset, params: ParamsT, **overrides: Any) -> Lamb:
         """Return the LAMB of another package or of a version of the paper: a row of `bighorn.PRESETS`.
 
         Args:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from bighorn.arguments import choice
+from bighorn.arguments import NOT_OURS, choice
 
 Options = Mapping[str, Any]
 
@@ -28,6 +28,7 @@ class Preset:
         source: The source: repository, file and commit, or package and version.
         aliases: The names of others that compute the same.
         complete: A function from the parameters and the given options to further options. Default: None.
+        argument: The argument of the source that asks for it by True. Default: None.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Preset:
     source: str
     aliases: tuple[str, ...] = ()
     complete: Callable[[Iterable[Any], Options], Options] | None = None
+    argument: str | None = None
 
 
 def _exclusions_fall_back(_: Iterable[Any], given: Options) -> Options:
@@ -74,18 +76,21 @@ PRESETS = (
         _APEX,
         "clips the global gradient norm to 1",
         "NVIDIA/apex 06a83ce, csrc/multi_tensor_lamb.cu with use_nvlamb=True",
+        argument="use_nvlamb",
     ),
     Preset(
         "lambc",
         {**_TIMM, "trust_ratio_bounds": (0.0, 1.0)},
         "as apex; trust ratio at most 1",
         "timm 1.0.31, optim/lamb.py with trust_clip=True",
+        argument="trust_clip",
     ),
     Preset(
         "lambw",
         {**_TIMM, "decay_mode": "decoupled"},
         "as apex; x decays first, by lr * weight_decay, and stays out of u",
         "timm 1.0.31, optim/lamb.py with decoupled_decay=True",
+        argument="decoupled_decay",
     ),
     Preset(
         "keras",
@@ -161,6 +166,66 @@ CAME_PRESETS = (
     ),
 )
 """The table of presets of `Came`."""
+
+
+LambPreset = Literal[
+    "paper-v5",
+    "optax",
+    "paper-v3",
+    "apex",
+    "timm",
+    "nvlamb",
+    "lambc",
+    "lambw",
+    "keras",
+    "torch_npu",
+    "cybertronai",
+    "deepspeed",
+    "colossalai",
+    "tfa",
+    "mindspore",
+]
+"""The names of `PRESETS`, for type checkers."""
+
+CamePreset = Literal[
+    "came-pytorch",
+    "pytorch_optimizer",
+    "onetrainer",
+    "sana",
+    "came8bit",
+    "sana-8bit",
+    "onetrainer-8bit",
+    "mindformers",
+]
+"""The names of `CAME_PRESETS`, for type checkers."""
+
+
+def _instead(preset: Preset) -> tuple[str, str]:
+    """The packages that have the argument of a preset, and the remedy: the preset, or the option that makes it."""
+    own = [f"{name}={value!r}" for name, value in preset.options.items() if name not in _TIMM]
+    return preset.source.partition(",")[0], " or ".join([f'use Lamb.like("{preset.name}", ...)', *own])
+
+
+ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    **NOT_OURS,
+    **{preset.argument: _instead(preset) for preset in PRESETS if preset.argument},
+    "caution": ("timm", "use cautious"),
+    "corrected_weight_decay": ("timm", "give weight_decay as a schedule: its value times lr / the largest lr"),
+    "adam_w_mode": ("apex", 'leave it out, or use decay_mode="l2" for adam_w_mode=False'),
+    "set_grad_none": ("apex", "use zero_grad(set_to_none=...)"),
+    "reduced_precision_dtype": ("apex", "leave it out: 16-bit parameters have float32 moments"),
+    "min_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)"),
+    "max_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)"),
+    "clamp_value": ("torch_optimizer", "use weight_norm_bounds=(0, clamp_value)"),
+    "debias": ("torch_optimizer", "use bias_correction"),
+    "weight_decouple": ("pytorch_optimizer", 'use decay_mode="decoupled"'),
+    "fixed_decay": ("pytorch_optimizer", "leave it out: decay is multiplied by lr"),
+    "pre_norm": ("pytorch_optimizer", "use max_grad_norm"),
+    "eps1": ("pytorch_optimizer", "use eps=(eps1, eps2)"),
+    "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)"),
+    "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
+}
+"""Arguments of other packages' LAMBs and CAMEs: the package of each, and the remedy."""
 
 
 def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Preset, ...] = PRESETS) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from bighorn.optim import explain
+from bighorn.optim import describe, explain
 from bighorn.optim.algorithm import Algorithm
 from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.settings import Settings
@@ -75,8 +75,17 @@ class Reports(Optimizer):
         optimizer = cls(params=params, **options)
         return explain.bytes_of_state(optimizer._param_infos(), optimizer.param_groups, cls.algorithm)
 
+    def __repr__(self) -> str:
+        """The options that are not the constructor's defaults."""
+        return describe.written(type(self), self.param_groups, self._scheduled, self._settings)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+
     def explain(self) -> str:
         """Return one line for each kind of tensor: the backend that serves it, and the reason.
+
+        A further line of a group has its schedules, exclusions and clip, if there are any.
 
         Raises:
             ValueError: The requested backend does not serve a tensor, for which `step` raises too.
@@ -84,4 +93,9 @@ class Reports(Optimizer):
         attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
         if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
             self._forget_plans()
-        return explain.explained(self._param_infos(), self.param_groups, self.algorithm, self._settings.backend)
+        kernels = explain.explained(self._param_infos(), self.param_groups, self.algorithm, self._settings.backend)
+        more = describe.options_of_groups(self._param_infos(), self._scheduled, self.param_groups, self._settings)
+        lines: list[str] = []
+        for index, mine in sorted(kernels.items()):
+            lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
+        return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from bighorn.kernels import codec, rounding
 from bighorn.kernels.rounding import Rounding
 from bighorn.kernels.storage import is_freed
 
-MOMENT_DTYPES = {
+StateDtype = Literal["float32", "bfloat16", "float16", "int8"]
+MOMENT_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

@@ -47,6 +47,7 @@ def compare_report(
             for cell in (of[name][0], of[name][-1])
         },
         [
+            Section("In words", "\n".join(notes)),
             Section(
                 "Accuracy by batch size", f"Median, lowest and highest of {seeds} seeds on the test data.", accuracy
             ),
@@ -57,7 +58,6 @@ def compare_report(
                 head=head,
                 rows=rows,
             ),
-            Section("In words", "\n".join(notes)),
             Section(
                 "Convergence",
                 "The test error on the way: median of the seeds, at the learning rate chosen.",

@@ -8,10 +8,11 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
 
 # Placeholders that to_svg() replaces by the page's CSS variables, so that figures follow light and dark mode.
 INK, GRID = "#010203", "#040506"
@@ -24,6 +25,13 @@ LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
         strict=True,
     )
 )  # the page's colours, for a figure without a page
+DARK = {INK: "#a9adb7", GRID: "#363a43"} | dict(
+    zip(
+        SERIES,
+        ("#83a8ff", "#ff9a56", "#4fd0ab", "#c09bff", "#ff85ae", "#a3a9b5", "#e0bd4a", "#5cc8de"),
+        strict=True,
+    )
+)
 
 STYLE: Any = {
     "font.size": 11,
@@ -49,6 +57,12 @@ STYLE: Any = {
     "figure.facecolor": "none",
     "figure.constrained_layout.use": True,
 }
+
+TIP = "tip:"
+"""The beginning of an id that :func:`to_svg` turns into the text that a browser shows above the point."""
+
+SMALLEST_ERROR = 1e-4
+"""The smallest error that an axis of accuracies tells from 0."""
 
 WIDTH = 9.2
 """Inches; the width of the page's text column at its natural size."""
@@ -164,10 +178,15 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         figure = Figure(figsize=(WIDTH, 3.6))
         axes = figure.add_subplot()
         ticks: set[float] = set()
+        every: list[float] = []
         for index, (name, xs, triples) in enumerate(groups):
             ticks.update(xs)
+            every += [value for triple in triples for value in triple]
             low, middle, high = np.array(triples).T
             shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
+            for x, (worst, median, best) in zip(xs, triples, strict=True):
+                words = f"{name}, {xlabel} {x:g}: {median:.1%} ({worst:.1%} to {best:.1%})"
+                axes.plot([x * shift], [median], "o", color=SERIES[0], alpha=0, markersize=14, gid=TIP + words)
             axes.errorbar(
                 np.array(xs) * shift,
                 middle,
@@ -181,7 +200,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        accuracy_scale(axes, every)
         axes.set_xlabel(xlabel)
         axes.set_ylabel("test accuracy")
         axes.legend()
@@ -251,6 +270,9 @@ def _panels(
         for axes, (name, lines) in zip(grid, panels, strict=True):
             for index, (label, xs, ys) in enumerate(lines):
                 axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
+                for x, y in zip(xs, ys, strict=True):
+                    tip = f"{TIP}{name}, {label}: {xlabel} {x:.3g}, {ylabel} {y:.2%}"
+                    axes.plot([x], [y], "o", color=SERIES[0], alpha=0, markersize=12, gid=tip)
             axes.set_xscale(xscale)
             axes.set_title(name, fontsize=11, loc="left")
             axes.set_xlabel(xlabel)
@@ -258,10 +280,39 @@ def _panels(
         if yscale == "log":
             grid[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             grid[0].yaxis.set_minor_locator(NullLocator())
-        grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        if yscale == "log":
+            grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        else:
+            accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
         grid[0].set_ylabel(ylabel)
         grid[-1].legend(title="batch size", fontsize=9, title_fontsize=9)
         return to_svg(figure, f"{ylabel} by {xlabel}")
+
+
+ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
+"""The positions that an axis of accuracies may label."""
+
+
+def accuracy_scale(axes: Axes, values: Iterable[float]) -> None:
+    """Scale an axis of accuracies by the logarithm of the error, so that differences near 100% can be seen."""
+    axes.set_yscale("function", functions=(_of_error, lambda y: 1 - 10**-y))
+    heights = _of_error(list(values))
+    low, high = float(heights.min()), float(heights.max())
+    room = 0.08 * (high - low) or 0.1
+    axes.set_ylim(1 - 10 ** -max(low - room, 0.0), 1 - 10 ** -(high + room))
+    shown: list[float] = []
+    for each in ACCURACIES:
+        height = float(_of_error(each))
+        if low - room <= height <= high + room and (not shown or height - float(_of_error(shown[-1])) >= room):
+            shown.append(each)
+    if len(shown) > 1:
+        axes.yaxis.set_major_locator(FixedLocator(shown))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+
+
+def _of_error(accuracy: Any) -> Any:
+    return -np.log10(np.clip(1 - np.asarray(accuracy, dtype=float), SMALLEST_ERROR, 1))
 
 
 def label_powers(axis: Axis) -> None:
@@ -298,6 +349,7 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend)_\d+"', "", svg)
+    svg = re.sub(rf'<g id="{TIP}([^"]*)">', r"<g><title>\1</title>", svg)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)
     return svg

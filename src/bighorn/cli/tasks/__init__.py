@@ -25,6 +25,8 @@ class Task(Protocol):
     """Default passes over the training data."""
     batch_sizes: tuple[int, ...]
     """The batch sizes that ``bighorn compare`` compares."""
+    one_thread: bool
+    """Whether the model is so small that a step is faster on one thread, above all on a busy machine."""
     target: float
     """The test accuracy to which ``bighorn compare`` counts the steps."""
 

@@ -13,6 +13,7 @@ class Digits:
     batch_size = 128
     epochs = 20.0
     batch_sizes: tuple[int, ...] = (32, 256, 1024)
+    one_thread = True
     target = 0.95
 
     def load(self, data: str | None) -> Dataset:

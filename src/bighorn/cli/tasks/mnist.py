@@ -23,6 +23,7 @@ class Mnist:
     batch_size = 256
     epochs = 3.0
     batch_sizes: tuple[int, ...] = (256, 1024, 4096)
+    one_thread = False
     target = 0.97
 
     def load(self, data: str | None) -> Dataset:

@@ -11,6 +11,7 @@ class MnistRows(Mnist):
 
     name = "mnist-rows"
     batch_sizes: tuple[int, ...] = (256, 4096, 16384)
+    one_thread = False
     target = 0.95
 
     def model(self, dataset: Dataset) -> nn.Module:

@@ -22,6 +22,7 @@ class Text:
     batch_size = 64
     epochs = 1.0
     batch_sizes: tuple[int, ...] = (16, 64, 256)
+    one_thread = False
     target = 0.5
 
     def load(self, data: str | None) -> Dataset:

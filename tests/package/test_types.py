@@ -1,0 +1,56 @@
+"""mypy refuses misspelt options and values before a program runs, and accepts those that there are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from bighorn import CAME_PRESETS, PRESETS
+from bighorn.optim.presets import CamePreset, LambPreset
+from bighorn.optim.state import MOMENT_DTYPES, StateDtype
+from tests.support.processes import LIMIT
+
+ROOT = Path(__file__).parents[2]
+HEAD = "import torch\nfrom bighorn import Came, Lamb\nparams = torch.nn.Linear(4, 2).parameters()\n"
+REFUSED = (
+    "Lamb(params, weight_deacy=1)",
+    "Came(params, lr=0.1, weight_deacy=1)",
+    'Lamb.like("timn", params)',
+    'Came.like("sanna", params, lr=0.1)',
+    'Lamb(params, state_dtype="int4")',
+    'Came(params, lr=0.1, state_dtype="int4")',
+    'Lamb(params, decay_mode="coupled")',
+    'Lamb(params, weight_rounding="up")',
+    'Came(params, lr=0.1, factor="last")',
+    'Lamb(params, lr="0.1")',
+)
+ACCEPTED = (
+    "Lamb(params, 0.1, weight_decay=1)",
+    'Lamb.like("timm", params, lr=0.1)',
+    'Came.like("sana", params, lr=0.1)',
+    'Lamb(params, state_dtype="int8", weight_rounding="kahan")',
+    "Came(params, lr=0.1, state_dtype=torch.bfloat16)",
+    "options: dict[str, object] = {}",
+)
+
+
+def test_mypy_refuses_what_the_constructors_refuse(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    path = tmp_path / "program.py"
+    path.write_text(HEAD + "\n".join((*REFUSED, *ACCEPTED)) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    lines = {int(number) for number in re.findall(r"program\.py:(\d+): error", done.stdout)}
+    first = HEAD.count("\n") + 1
+    assert lines == set(range(first, first + len(REFUSED))), done.stdout + done.stderr
+
+
+def test_the_types_have_the_names_of_the_tables() -> None:
+    for presets, names in ((PRESETS, LambPreset), (CAME_PRESETS, CamePreset)):
+        assert list(get_args(names)) == [word for preset in presets for word in (preset.name, *preset.aliases)]
+    assert list(get_args(StateDtype)) == list(MOMENT_DTYPES)

@@ -49,8 +49,8 @@ def trained(dataset: Dataset, task: str, steps: int, name: str, seed: int) -> tu
     ratios = []
     while not run.done:
         run.train_step()
-        assert run.gauge is not None
-        ratios.append(run.gauge.tolist())
+        assert run.metric is not None
+        ratios.append(run.metric.tolist())
     return ratios, statistics.fmean(run.history.loss[-max(1, steps // 10) :])
 
 

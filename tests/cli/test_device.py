@@ -134,8 +134,8 @@ def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.
         assert run.history
     history = run.history
     assert run.step == len(history.loss) == len(history.lr) == 3
-    assert history.gauge_steps == ([1, 2, 3] if optimizer == "lamb" else [])
-    assert all(len(rows) == 3 for rows in history.gauges.values())
+    assert history.metric_steps == ([1, 2, 3] if optimizer == "lamb" else [])
+    assert all(len(rows) == 3 for rows in history.metrics.values())
 
 
 def test_the_name_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

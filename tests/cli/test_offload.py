@@ -20,7 +20,7 @@ from bighorn.offloading import OffloadedOptimizer
 from tests.support.command_line import Invoke
 from tests.support.slow_copies import SlowCopies
 
-KEPT = ("loss", "accuracy", "lr", "gauges", "scale", "skipped")
+KEPT = ("loss", "accuracy", "lr", "metrics", "scale", "skipped")
 
 
 @pytest.fixture

@@ -52,12 +52,12 @@ def test_came_shows_confidence_and_the_size_of_its_updates(invoke: Invoke) -> No
         assert words in page.text
     history = json.loads(Path("r.json").read_text())["history"]
     assert history["layers"] == ["hidden1.weight", "hidden2.weight", "head.weight"]
-    assert {name: np.shape(rows) for name, rows in history["gauges"].items()} == {
+    assert {name: np.shape(rows) for name, rows in history["metrics"].items()} == {
         "confidence": (8, 3),
         "update_rms": (8, 3),
     }
     # In the first step of the published formula the second moment is g^2 / 1000, so u is about 1/sqrt(0.001).
-    assert min(history["gauges"]["update_rms"][0]) > 20
+    assert min(history["metrics"]["update_rms"][0]) > 20
 
 
 def test_report_of_a_resumed_run_shows_the_whole_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

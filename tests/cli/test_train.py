@@ -39,7 +39,7 @@ def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
     assert result["config"]["batch_size"] == 128
     assert result["config"]["lr"] == OPTIMIZERS["lamb"].lr
     assert result["history"]["commands"] == ["bighorn train --report out/run.html --json out/run.json"]
-    assert len(result["history"]["gauges"]["trust_ratio"][0]) == len(result["history"]["layers"]) == 3
+    assert len(result["history"]["metrics"]["trust_ratio"][0]) == len(result["history"]["layers"]) == 3
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))

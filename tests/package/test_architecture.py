@@ -183,6 +183,7 @@ GONE = {
     *("Ahead", "Cut", "Drive", "Feed", "Fingerprint", "Flight", "Held", "Kept", "Late", "Looks", "Part", "Places"),
     *("Ready", "Suspects", "Watch", "Whereabouts", "kept_for", "laid_by", "lay_out", "owners"),
     *("step_ahead", "strays", "take_over", "unrounded", "why_not", "why_refused", "why_unfit", "why_whole"),
+    *("Gauge", "gauge", "gauges"),
 }
 """Names that the glossary has replaced."""
 

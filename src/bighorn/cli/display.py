@@ -61,7 +61,7 @@ class Display:
     def __enter__(self) -> "Display":
         introduce(self.run, self.console, self._warnings)
         if self.run.step < self.run.total:
-            label = [gauge.label for gauge in self.run.gauges[:1]]
+            label = [metric.label for metric in self.run.metrics[:1]]
             if label:
                 self.console.print(f"{label[0]}: of the lowest/median/highest layer", style="dim")
             self.console.print("  ".join([HEADER, *label]), style="dim")
@@ -85,8 +85,8 @@ class Display:
         history = self.run.history
         text = f"loss {history.loss[-1]:.4f}   acc {history.accuracy[-1]:.1%}   lr {history.lr[-1]:.2e}   "
         text += f"{quantity(self._speed())} samples/s"
-        if self.run.gauge is not None:
-            text += f"   {self.run.gauges[0].label} {self._gauge()}"
+        if self.run.metric is not None:
+            text += f"   {self.run.metrics[0].label} {self._metric()}"
         self._bar.update(self._task, completed=self.run.step)
         self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
 
@@ -105,7 +105,7 @@ class Display:
         loss, accuracy = sum(history.loss[-count:]) / count, sum(history.accuracy[-count:]) / count
         self.console.print(
             f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:9.1%}"
-            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._gauge()}".rstrip(),
+            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._metric()}".rstrip(),
         )
         self._line = run.step, history.seconds
 
@@ -113,11 +113,11 @@ class Display:
         step, seconds = self._line
         return (self.run.step - step) * self.run.batch_size / max(self.run.history.seconds - seconds, 1e-9)
 
-    def _gauge(self) -> str:
+    def _metric(self) -> str:
         """Return the lowest, the median and the highest value of the layers."""
-        if self.run.gauge is None:
+        if self.run.metric is None:
             return ""
-        ordered = self.run.gauge.sort().values.tolist()
+        ordered = self.run.metric.sort().values.tolist()
         return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))
 
 

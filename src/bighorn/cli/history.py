@@ -18,9 +18,9 @@ class History:
         scale: Loss scale of each step; empty without loss scaling.
         skipped: The steps, counted from 1, that changed nothing because gradients overflowed.
         tests: Evaluations, ``(step, loss, accuracy)``.
-        layers: Names of the matrices, for which gauges are kept; empty for optimizers without gauges.
-        gauge_steps: The steps, counted from 1, whose gauges were kept.
-        gauges: One value per layer for each of these steps, by the name of the gauge.
+        layers: Names of the matrices, for which metrics are kept; empty for optimizers without metrics.
+        metric_steps: The steps, counted from 1, whose metrics were kept.
+        metrics: One value per layer for each of these steps, by the name of the metric.
         seconds: Time spent in training steps.
         commands: The command that started the run, and each one that resumed it.
     """
@@ -32,8 +32,8 @@ class History:
     skipped: list[int] = field(default_factory=list)
     tests: list[tuple[int, float, float]] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
-    gauge_steps: list[int] = field(default_factory=list)
-    gauges: dict[str, list[list[float]]] = field(default_factory=dict)
+    metric_steps: list[int] = field(default_factory=list)
+    metrics: dict[str, list[list[float]]] = field(default_factory=dict)
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
 
@@ -43,12 +43,12 @@ class History:
 
     def truncate(self, steps: int) -> None:
         """Remove the steps after the first ``steps``."""
-        kept = sum(step <= steps for step in self.gauge_steps)
+        kept = sum(step <= steps for step in self.metric_steps)
         self.skipped = [step for step in self.skipped if step <= steps]
         for values in (self.loss, self.accuracy, self.lr, self.scale):
             del values[steps:]
-        del self.gauge_steps[kept:]
-        for rows in self.gauges.values():
+        del self.metric_steps[kept:]
+        for rows in self.metrics.values():
             del rows[kept:]
 
 

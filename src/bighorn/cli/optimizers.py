@@ -18,8 +18,8 @@ STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8"
 
 
 @dataclass(frozen=True)
-class Gauge:
-    """One metric per layer and step.
+class Metric:
+    """A number per layer and step.
 
     Attributes:
         name: The attribute of ``telemetry()``.
@@ -36,7 +36,7 @@ class Gauge:
     times_lr: bool
 
 
-TRUST_RATIO = Gauge(
+TRUST_RATIO = Metric(
     "trust_ratio",
     "trust ratio",
     "Effective learning rate by layer",
@@ -44,7 +44,7 @@ TRUST_RATIO = Gauge(
     times_lr=True,
 )
 
-CONFIDENCE = Gauge(
+CONFIDENCE = Metric(
     "confidence",
     "confidence",
     "Effective learning rate by layer",
@@ -53,7 +53,7 @@ CONFIDENCE = Gauge(
     times_lr=True,
 )
 
-UPDATE_RMS = Gauge(
+UPDATE_RMS = Metric(
     "update_rms",
     "update RMS",
     "Update size by layer",
@@ -74,7 +74,7 @@ class Recipe:
         build: A function from parameter groups and options to the optimizer.
         state_dtypes: The choices of ``--state-dtype``; the first is the default. Empty for torch's optimizers, whose
             state has the dtype of the parameters and which have no ``--backend``.
-        gauges: The values of its telemetry that the history keeps for each layer.
+        metrics: The values of its telemetry that the history keeps for each layer.
     """
 
     lr: float
@@ -82,7 +82,7 @@ class Recipe:
     grid: tuple[float, ...]
     build: Callable[..., torch.optim.Optimizer]
     state_dtypes: tuple[str, ...] = ()
-    gauges: tuple[Gauge, ...] = ()
+    metrics: tuple[Metric, ...] = ()
 
 
 OPTIMIZERS = {

@@ -22,7 +22,7 @@ from bighorn.cli.values import read_options, scale_policy, warmup_steps
 TEST_BATCH = 1000
 
 HEAT_COLUMNS = 400
-"""The approximate largest number of steps of a run whose gauges are kept."""
+"""The approximate largest number of steps of a run whose metrics are kept."""
 
 MAX_UNREAD = 50
 """Steps on a GPU whose losses the host reads at once, since a read waits until the device has finished the steps."""
@@ -80,15 +80,15 @@ class Run:
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
         self.whole_optimizer: torch.optim.Optimizer = self._train_step.whole
         """The optimizer of all parameters, which is sharded as they are."""
-        self.gauges = OPTIMIZERS[config.optimizer].gauges
+        self.metrics = OPTIMIZERS[config.optimizer].metrics
         self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         self.step = 0
         self._seed_from_step()
         self._history = History()
         self._unread: list[Tensor] = []  # mean loss and accuracy of the last steps, not yet in the history
         self._max_unread = 1 if self.device.type == "cpu" else MAX_UNREAD
-        self.gauge: Tensor | None = None
-        """The first gauge of each layer in the last step for which it was read; None for optimizers without gauges."""
+        self.metric: Tensor | None = None
+        """The first metric of each layer in the last step that read it; None for optimizers without metrics."""
 
     @property
     def history(self) -> History:
@@ -140,8 +140,8 @@ class Run:
         history.lr.append(lr)
         if not stepped:
             history.skipped.append(self.step)
-        elif self.gauges and (self._heat_map_due or self.evaluation_due):
-            self._record_gauges()
+        elif self.metrics and (self._heat_map_due or self.evaluation_due):
+            self._record_metrics()
         if self.evaluation_due:
             self._read_losses()
         history.seconds += time.perf_counter() - started
@@ -176,17 +176,17 @@ class Run:
         """Whether the last step is a column of the heat maps."""
         return (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0
 
-    def _record_gauges(self) -> None:
+    def _record_metrics(self) -> None:
         history = self._history
-        telemetry = self._train_step.telemetry(tuple(gauge.name for gauge in self.gauges))
+        telemetry = self._train_step.telemetry(tuple(metric.name for metric in self.metrics))
         rows = {name: {key: of[key] for key in of if key in self._matrices} for name, of in telemetry.items()}
-        first = rows[self.gauges[0].name]
-        self.gauge = torch.tensor(list(first.values()))
+        first = rows[self.metrics[0].name]
+        self.metric = torch.tensor(list(first.values()))
         history.layers = list(first)
         if self._heat_map_due:
-            history.gauge_steps.append(self.step)
+            history.metric_steps.append(self.step)
             for name, row in rows.items():
-                history.gauges.setdefault(name, []).append(list(row.values()))
+                history.metrics.setdefault(name, []).append(list(row.values()))
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:

@@ -254,9 +254,9 @@ def _summary(run: Run) -> Table:
 def as_json(run: Run) -> dict[str, Any]:
     """Return all data of a run, for later analysis."""
     history = {name: values for name, values in vars(run.history).items() if name != "seconds"}
-    history["gauges"] = {
+    history["metrics"] = {
         name: [[value if math.isfinite(value) else None for value in row] for row in rows]
-        for name, rows in run.history.gauges.items()
+        for name, rows in run.history.metrics.items()
     }
     return {
         "config": asdict(run.config),

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 
 from bighorn import Came, Lamb
-from bighorn.cli.optimizers import Gauge, state_bytes
+from bighorn.cli.optimizers import Metric, state_bytes
 from bighorn.cli.reports import Section, figures, render
 from bighorn.cli.run import Run
 
@@ -32,7 +32,7 @@ def train_report(run: Run) -> str:
             Section("Loss", "Cross-entropy in nats. Training: each batch, with dropout, and its running mean.", loss),
             Section("Accuracy", "", accuracy),
         ]
-        sections += [_heat_map(run, gauge) for gauge in run.gauges if history.gauges.get(gauge.name)]
+        sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
         sections.append(
             Section("Learning rate", "As scheduled, the same for all layers.", figures.line(steps, history.lr, "lr"))
         )
@@ -63,20 +63,20 @@ def train_report(run: Run) -> str:
     )
 
 
-def _heat_map(run: Run, gauge: Gauge) -> Section:
+def _heat_map(run: Run, metric: Metric) -> Section:
     history = run.history
     position = {name: index for index, (name, _) in enumerate(run.model.named_parameters())}
     order = sorted(range(len(history.layers)), key=lambda index: position.get(history.layers[index], len(position)))
-    values = np.array(history.gauges[gauge.name], dtype=float).T[order]
-    if gauge.times_lr:
-        values = values * np.array([history.lr[step - 1] for step in history.gauge_steps])
+    values = np.array(history.metrics[metric.name], dtype=float).T[order]
+    if metric.times_lr:
+        values = values * np.array([history.lr[step - 1] for step in history.metric_steps])
     return Section(
-        gauge.heading,
-        f"{gauge.text} Logarithmic colours; the outermost values share the last ones.",
+        metric.heading,
+        f"{metric.text} Logarithmic colours; the outermost values share the last ones.",
         figures.heat_map(
             [history.layers[index] for index in order],
-            history.gauge_steps,
+            history.metric_steps,
             values,
-            f"lr x {gauge.label}" if gauge.times_lr else gauge.label,
+            f"lr x {metric.label}" if metric.times_lr else metric.label,
         ),
     )

@@ -273,7 +273,7 @@ class OffloadedOptimizer(Optimizer):
         """Step the parameters that have gradients and have not taken a step that was broken off, and end it.
 
         Raises:
-            RuntimeError: No step was broken off, or nobody knows how far the arithmetic has come.
+            RuntimeError: No step was broken off, or the arithmetic may have been interrupted.
         """
         self._settle()
         broken = self._broken

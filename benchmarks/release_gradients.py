@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -46,6 +46,22 @@ def resident(field: str) -> int:
     return 1024 * int(kilobytes)
 
 
+def peak_of_steps(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> int:
+    """The peak of resident memory in the third and fourth step, after state has come to be."""
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        step()
+    return resident("VmHWM")
+
+
 def stack(blocks: int) -> nn.Sequential:
     shapes = [(WIDTH, WIDTH)] * 4 + [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
     return nn.Sequential(*(nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)) for _ in range(blocks)))
@@ -62,18 +78,7 @@ def peak(name: str, released: bool, blocks: int) -> int:
     if released:
         release_gradients(model, optimizer)
     inputs = torch.randn(8, WIDTH)
-
-    def step() -> None:
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(2):
-        step()
-    return resident("VmHWM") - before
+    return peak_of_steps(model, optimizer, inputs) - before
 
 
 def collectives(name: str, released: bool, blocks: int) -> dict[str, int]:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from bighorn import Came, Lamb, release_gradients
 from bighorn.cli import files
 from bighorn.cli.environment import package_version, provenance
-from release_gradients import resident
+from release_gradients import peak_of_steps, resident
 
 WIDTH = 1024
 RESULT = Path(__file__).parent / "results" / "resident-memory.json"
@@ -96,18 +96,7 @@ def peak(name: str, blocks: int) -> int:
     if one.released:
         release_gradients(model, optimizer)
     inputs = torch.randn(8, WIDTH, dtype=one.dtype)
-
-    def step() -> None:
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(2):
-        step()
-    return resident("VmHWM") - before
+    return peak_of_steps(model, optimizer, inputs) - before
 
 
 def main() -> None:

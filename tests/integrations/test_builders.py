@@ -21,7 +21,7 @@ from torch import nn
 
 from bighorn import Came, Lamb
 from tests.support.other_packages import bare_packages
-from tests.support.trainer_model import INPUTS, INSTALL, LABELS, Net, batches
+from tests.support.trainer_model import INPUTS, INSTALL, LABELS, Logits, Net, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -268,14 +268,6 @@ def test_fastais_learner(kind: Any) -> None:
     core = pytest.importorskip("fastai.data.core", reason=BARE, exc_type=ImportError)
     load = pytest.importorskip("fastai.data.load", reason=BARE, exc_type=ImportError)
     wrapper = pytest.importorskip("fastai.optimizer", reason=BARE, exc_type=ImportError).OptimWrapper
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x: Any) -> Any:
-            return self.net.head(torch.tanh(self.net.norm(self.net.body(x))))
 
     pairs = list(zip(INPUTS, LABELS, strict=True))
     loaders = core.DataLoaders(load.DataLoader(pairs, bs=2), load.DataLoader(pairs, bs=2))

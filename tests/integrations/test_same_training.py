@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,8 +17,8 @@ import torch
 from torch import nn
 
 from bighorn import Came, Lamb
-from tests.support.other_packages import bare_packages
-from tests.support.trainer_model import INPUTS, INSTALL, LABELS, Net, batches
+from tests.support.other_packages import bare_packages, timm_optim
+from tests.support.trainer_model import INPUTS, INSTALL, LABELS, Logits, Net, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,15 +55,9 @@ def by_hand(kind: Any) -> list[float]:
 
 @contextmanager
 def timm(kind: Any) -> Iterator[Callable[[Net], Any]]:
-    with bare_packages("pip install --no-deps timm", "timm") as load:
-        models: Any = ModuleType("timm.models")
-        models.group_parameters = models.group_with_matcher = None
-        sys.modules["timm.models"] = models
-        sys.modules.pop("bighorn.integrations.timm", None)
-        load("bighorn.integrations.timm")
+    with timm_optim() as registry:
         name = {"Lamb": "bighornlamb", "Came": "bighorncame"}.get(kind.__name__, "adamw")
-        yield partial(load("timm.optim").create_optimizer_v2, opt=name, filter_bias_and_bn=False, **OPTIONS)
-        sys.modules.pop("bighorn.integrations.timm")
+        yield partial(registry.create_optimizer_v2, opt=name, filter_bias_and_bn=False, **OPTIONS)
 
 
 @contextmanager
@@ -200,17 +192,6 @@ def lightning(kind: Any, folder: Path) -> list[float]:
     data = torch.utils.data.TensorDataset(INPUTS, LABELS)
     trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
     return losses
-
-
-class Logits(nn.Module):
-    """The model without its loss, which fastai computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x: Any) -> Any:
-        return self.net.head(torch.tanh(self.net.norm(self.net.body(x))))
 
 
 def learner(kind: Any, folder: Path, losses: list[float]) -> Any:

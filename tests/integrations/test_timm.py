@@ -12,14 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from bighorn import Came, Lamb
 from tests.support import peer_formulas
-from tests.support.other_packages import bare_packages
+from tests.support.other_packages import timm_optim
 from tests.support.trainer_model import Net, batches
 
 if peer_formulas.TIMM_ABSENT:
@@ -31,14 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture
 def timm() -> Iterator[Any]:
     """timm.optim with our names in its registry, without the rest of timm."""
-    with bare_packages("pip install --no-deps timm", "timm") as load:
-        models: Any = ModuleType("timm.models")
-        models.group_parameters = models.group_with_matcher = None
-        sys.modules["timm.models"] = models
-        sys.modules.pop("bighorn.integrations.timm", None)
-        load("bighorn.integrations.timm")
-        yield load("timm.optim")
-        sys.modules.pop("bighorn.integrations.timm")
+    with timm_optim() as module:
+        yield module
 
 
 def test_the_registry_makes_it_with_groups_of_its_own(timm: Any) -> None:

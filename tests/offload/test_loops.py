@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale, groups, schedules
 from tests.support.cases import Kind
-from tests.support.offloading import OVERLAPS, Make, Overlap, loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Make, Overlap, loss_of, network, offloaded, scaled_step
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
 ACCUMULATES = ("device", "host")
@@ -167,14 +167,7 @@ def test_scalers(ours: bool, make: Make, overlap: Overlap) -> None:
     theirs = offloaded(nets[1], other, overlap=overlap, scaler=scalers[1])
     for step in range(6):
         for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
-            loss = loss_of(net, step) * (torch.inf if step == 2 else 1.0)
-            scaler.scale(loss).backward()
-            if optimizer is plain:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(scaler, optimizer, loss_of(net, step) * (torch.inf if step == 2 else 1.0))
     theirs.synchronize()
     assert_equal(*nets)
     assert scalers[0].get_scale() == scalers[1].get_scale()
@@ -189,13 +182,7 @@ def test_a_scaler_with_a_clip() -> None:
     theirs = offloaded(nets[1], other, scaler=scalers[1])
     for step in range(4):
         for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
-            scaler.scale(loss_of(net, step)).backward()
-            if optimizer is plain:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(scaler, optimizer, loss_of(net, step))
     assert_equal(*nets)
 
 

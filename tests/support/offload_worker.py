@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from bighorn import Came, Lamb, LossScaler, WindowScale, offload
 from bighorn.offloading import OffloadedOptimizer
+from tests.support.offloading import scaled_step
 from tests.support.processes import run_scenarios
 from tests.support.slow_copies import SlowCopies
 
@@ -120,14 +121,8 @@ def overflow_on_one_rank(make: Make) -> None:
     plain, theirs = make(nets[0]), offloaded(nets[1], make(nets[1]), scaler=scalers[1])
     for step in range(STEPS):
         for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
-            loss = scaler.scale(loss_of(net, step))
-            (loss * torch.inf if step == 1 and dist.get_rank() == 1 else loss).backward()
-            if optimizer is plain:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
-            scaler.update()
-            optimizer.zero_grad()
+            overflows = step == 1 and dist.get_rank() == 1
+            scaled_step(scaler, optimizer, loss_of(net, step) * (torch.inf if overflows else 1.0))
     assert_equal(*nets)
     assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
 

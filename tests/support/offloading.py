@@ -60,6 +60,17 @@ def loss_of(net: nn.Module, step: int) -> Any:
     return net(inputs).square().mean()
 
 
+def scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    """Train one step with a scaler; an offloaded optimizer has it, so that `step()` replaces `scaler.step`."""
+    scaler.scale(loss).backward()
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
     """Offload to the stand-in, with random delays and orders of arrival."""
     options.setdefault("copies", SlowCopies(seed=zlib.crc32(repr(sorted(map(str, options.items()))).encode())))

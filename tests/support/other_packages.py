@@ -38,3 +38,16 @@ def bare_packages(install: str, *names: str) -> Iterator[Any]:
         for name in [name for name in sys.modules if name.partition(".")[0] == root]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+@contextmanager
+def timm_optim() -> Iterator[Any]:
+    """Give timm.optim with our names in its registry, without the rest of timm."""
+    with bare_packages("pip install --no-deps timm", "timm") as load:
+        models: Any = ModuleType("timm.models")
+        models.group_parameters = models.group_with_matcher = None
+        sys.modules["timm.models"] = models
+        sys.modules.pop("bighorn.integrations.timm", None)
+        load("bighorn.integrations.timm")
+        yield load("timm.optim")
+        sys.modules.pop("bighorn.integrations.timm")

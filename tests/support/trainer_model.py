@@ -33,9 +33,23 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 2)
 
+    def logits(self, inputs: Tensor) -> Any:
+        return self.head(torch.tanh(self.norm(self.body(inputs))))
+
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(torch.tanh(self.norm(self.body(inputs))))
+        logits = self.logits(inputs)
         return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+class Logits(nn.Module):
+    """The model without its loss, which fastai computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.net.logits(inputs)
 
 
 def batches(start: int = 0) -> list[tuple[Tensor, Tensor]]:

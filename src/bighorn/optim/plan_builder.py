@@ -24,6 +24,8 @@ from bighorn.optim.state import REAL_DTYPES, is_dense, local_view, overlaps, ref
 from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepPlan
 
 State = dict[str, Any]
+Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]]
+"""Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
 
 def build(
@@ -53,7 +55,7 @@ def build(
             serve one.
     """
     bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
-    backends: dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]] = {}
+    backends: Backends = {}
     indices = {id(param): index for index, param in enumerate(params)}
     states: dict[int, tuple[State, list[str]]] = {}
     bindings: list[tuple[ParamBinding, BucketPlan]] = []
@@ -95,16 +97,7 @@ def build(
     for (_, device, _), buckets in backends.items():
         for bucket in buckets:
             bucket.metrics = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
-    sizes = [len(bucket_plan.bucket.params) for bucket_plan in bucket_plans.values()]
-    starts = dict(zip(map(id, bucket_plans.values()), itertools.accumulate(sizes, initial=0), strict=False))
-    labels: list[list[str]] = [[] for _ in params]
-    row_indices: list[list[int]] = [[] for _ in params]
-    homes: dict[int, int] = {}
-    for info, (binding, bucket_plan) in zip(infos, bindings, strict=True):
-        # Reports have the parameters in all flat tensors of a group in one order on every rank.
-        home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
-        labels[home] += _labels(info, len(binding.rows))
-        row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
+    labels, row_indices = _report_rows(infos, bindings, list(bucket_plans.values()), len(params))
     plan = StepPlan(
         buckets=list(bucket_plans.values()),
         kernels=[],
@@ -116,6 +109,29 @@ def build(
     plan.bind(list(map(sharding.local, grads)))
     for bucket_plan, label in wrappers:
         _try_on_copies(bucket_plan.bucket, label)
+    _add_kernels(plan, backends)
+    return plan, [states[index][0] if index in states else {} for index in range(len(params))]
+
+
+def _report_rows(
+    infos: list[ParamInfo], bindings: list[tuple[ParamBinding, BucketPlan]], bucket_plans: list[BucketPlan], count: int
+) -> tuple[list[list[str]], list[list[int]]]:
+    """Return the labels of each parameter in reports, and the rows of all buckets with its metrics."""
+    sizes = [len(bucket_plan.bucket.params) for bucket_plan in bucket_plans]
+    starts = dict(zip(map(id, bucket_plans), itertools.accumulate(sizes, initial=0), strict=False))
+    labels: list[list[str]] = [[] for _ in range(count)]
+    row_indices: list[list[int]] = [[] for _ in range(count)]
+    homes: dict[int, int] = {}
+    for info, (binding, bucket_plan) in zip(infos, bindings, strict=True):
+        # Reports have the parameters in all flat tensors of a group in one order on every rank.
+        home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
+        labels[home] += _labels(info, len(binding.rows))
+        row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
+    return labels, row_indices
+
+
+def _add_kernels(plan: StepPlan, backends: Backends) -> None:
+    """Make the kernels of a plan, which is bound to gradients."""
     sharded_dims = [dims for _, _, dims in backends if isinstance(dims, ShardedDims)]
     for (name, device, dims), buckets in backends.items():
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
@@ -124,7 +140,6 @@ def build(
         else:
             ranks: RankSums = dims if isinstance(dims, FlatGroup) else _reduce_group(dims, sharded_dims)
             plan.meshes.setdefault(ranks, []).append(ShardLaunch(kernel, device, dims))
-    return plan, [states[index][0] if index in states else {} for index in range(len(params))]
 
 
 def _reduce_group(dims: ShardedDims, all_dims: list[ShardedDims]) -> ReduceGroup:

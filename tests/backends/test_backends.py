@@ -422,8 +422,8 @@ def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None
 
 @pytest.mark.parametrize(
     ("bad", "first"),
-    [(math.nan, True), (math.inf, False), (-math.inf, False)],
-    ids=["nan-first-step", "inf-later-step", "-inf-later-step"],
+    [(math.nan, True), (-math.inf, False)],
+    ids=["nan-first-step", "-inf-later-step"],
 )
 @pytest.mark.parametrize(
     ("backend", "case"),

@@ -39,9 +39,9 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """The group of a single process, for DistributedDataParallel."""
+    """The group of a single process, for DistributedDataParallel; it takes half a second to end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     end_process_group()

@@ -30,11 +30,11 @@ def traits(case: Case) -> set[tuple[object, ...]]:
     }
     has |= {tuple(group.get(name, default) for name, default in COMPILED.items()) for group in groups}
     has |= {("groups", len(groups))}
-    bits = [(name, case.options.get(name)) for name in ("state_dtype", "min_8bit_size", "weight_rounding")]
+    state_dtype, weight_rounding = (case.options.get(name) for name in ("state_dtype", "weight_rounding"))
     for leaf in case.leaves:
         dtype = leaf.dtype or case.dtype
         has |= {("leaf", leaf.name), ("gradient", dtype, case.gradient_dtype(leaf))}
-        has |= {("state", dtype, *bits[:2]), ("weights", dtype, bits[2])}
+        has |= {("state", dtype, state_dtype), ("weights", dtype, weight_rounding)}
     return {(case.kind.algorithm.name, *trait) for trait in has}
 
 
@@ -48,7 +48,8 @@ def cost(case: Case) -> float:
         if leaf.shape
     )
     centred = 2 if options.get("grad_centralization") else 1
-    return centred * (0.04 * rows + 1e-5 * case.size)
+    blocks = 10 if options.get("state_dtype") in ("int8", torch.float16) else 1
+    return centred * blocks * (0.04 * rows + 1e-5 * case.size)
 
 
 def covering(cases: Iterable[Case]) -> set[str]:

@@ -1,6 +1,7 @@
 """Every preset of CAME is compared with the CAME of its package, and with the page that lists it.
 
-`python -m tests.math.test_came_presets` measures all of them and writes `docs/came-presets.md`.
+`python -m tests.math.test_came_presets` measures all of them and writes `docs/came-presets.md` and CAME's tables
+of `docs/preset-results.md`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import CAME_PRESETS, Came, Preset, kernels
-from tests.math.test_presets import BOUNDS, FIGURE, lrs, without_figures
-from tests.support import peer_came_formulas
+from tests.math.test_presets import BOUNDS, lrs
+from tests.support import peer_came_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LEFT_OUT, Case
+from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
 
 PAGE = Path(__file__).parents[2] / "docs" / "came-presets.md"
 INSTALL = {"came_pytorch": "pip install 'bighorn[peers]'", "pytorch_optimizer": "pip install 'bighorn[peers]'"}
@@ -262,68 +263,53 @@ model = torch.nn.Conv2d(16, 32, 1)
 optimizer = Came.like("sana", model.named_parameters(), lr=1e-4)
 ```
 
-| preset | differs from the paper | options beyond the defaults | read in |
-|---|---|---|---|
+| preset | differs from the paper | options beyond the defaults |
+|---|---|---|
 """
 
-PROOF = """
-Their checkpoints are converted, those in 8 bits included: [resuming](coming-from.md).
-
-## CAME in 8 bits elsewhere
-
-* **One scale for up to 2,048 rows.** SANA's `CAME8BitWrapper` and OneTrainer's `CAME8bit` split the momentum by
-  `tensor.split(2048)`, which counts rows of dim 0, not elements: most matrices have one scale and one minimum.
-  Bighorn's `"int8"` has a scale for each 256 elements of a row.
-* **No zero.** A code between a minimum and a maximum does not represent 0, so that rows without gradients, as in an
-  embedding, get a momentum, which the confidence magnifies: in a test they move from 1 to between 5.8 and 7.1 in ten
-  steps of lr 0.01. Bighorn's codes represent 0, and such rows stay.
-* **What is rounded.** Both step with the momentum before it is rounded, and read the rounded one at the next step.
-  Bighorn computes the instability and the step from what it has stored.
-* **A wrong step in OneTrainer.** For 1x1 convolutions it has `res_approx = update.view(grad.shape)` where
-  `res_approx.view` is meant: the step is the momentum times the update, and goes down whatever the sign of the
-  gradient. Bighorn does not reproduce this.
-
-## Comparison with the packages
-
-A test makes ten steps with weight decay and with a learning rate that changes at each step. Its parameters are
-matrices, one row, one column, vectors, one element, stacks, convolutions of 1x1, 3x3 and of one dimension, an all-zero
-parameter, a large one and gradients of 1e-3. Each figure is the largest ||ours - theirs|| / ||theirs|| of a tensor,
-over all backends that serve it. The package itself computes theirs in float64, or its formula does, which
-`tests/support/peer_came_formulas.py` implements again from the package's code.
-
+TAIL = """
+Each row is [tested](preset-results.md) against the package or its formula, those of 8 bits only on tensors that keep
+32: [codes differ](preset-results.md#came-in-8-bits-elsewhere). Checkpoints are [converted](coming-from.md), 8 bits
+included.
 """
 
 
 def page() -> str:
-    """Return the text of `docs/came-presets.md`, measured now on every backend that works on this machine."""
+    """Return the text of `docs/came-presets.md`."""
     text = HEAD
     for preset in CAME_PRESETS:
-        names = ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))
         options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        text += f"| {names} | {preset.differs} | {options} | {preset.source} |\n"
-    text += PROOF
-    text += f"Measured with {', '.join(f'{name} {version(name)}' for name in ('torch', *INSTALL))}.\n\n"
-    text += "| preset | with | against | float64 | float32 |\n|---|---|---|---|---|\n"
+        text += f"| {named(preset)} | {preset.differs} | {options} |\n"
+    return text + TAIL
+
+
+def results() -> str:
+    """Return CAME's tables of `docs/preset-results.md`, measured now on every backend that works on this machine."""
+    rows = []
     backends = [name for name, found in kernels.status().items() if found.available and found.device == "cpu"]
     for proof in PROOFS:
         given = [f"`{name}={value!r}`" for name, value in proof.options.items()]
         double = max(difference(proof, name, torch.float64) for name in backends if name not in LEFT_OUT)
         single = max(difference(proof, name, torch.float32) for name in backends)
-        text += f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |\n"
-    return text
+        rows.append(f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |")
+    return tables(CAME_PRESETS, INSTALL, rows)
 
 
-def test_the_page_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = PAGE.read_text()
+def test_the_page_is_what_the_table_says() -> None:
+    assert PAGE.read_text() == page(), "write it anew: python -m tests.math.test_came_presets"
+
+
+def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = written("came")
     figures = FIGURE.findall(text)
     assert len(figures) == len(PROOFS)
     assert max(float(double) for double, _ in figures) <= BOUNDS[torch.float64]
     assert max(float(single) for _, single in figures) <= BOUNDS[torch.float32]
-    module = sys.modules[__name__]
-    monkeypatch.setattr(module, "difference", lambda *_: 0.0)
-    monkeypatch.setattr(module, "version", lambda _: "any")
-    assert without_figures(text) == without_figures(page()), "write it anew: python -m tests.math.test_came_presets"
+    monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
+    monkeypatch.setattr(preset_pages, "version", lambda _: "any")
+    assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_came_presets"
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    write("came", results())

@@ -1,6 +1,7 @@
 """Every preset is compared with the LAMB of its package, and with the page that lists it.
 
-`python -m tests.math.test_presets` measures all of them and writes `docs/presets.md`.
+`python -m tests.math.test_presets` measures all of them and writes `docs/presets.md` and LAMB's tables of
+`docs/preset-results.md`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ import contextlib
 import functools
 import importlib
 import inspect
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import PRESETS, Lamb, Preset, kernels
-from tests.support import peer_formulas
+from tests.support import peer_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LRS, Case, set_gradients, set_lr
+from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
 
 STEPS = 10
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -319,7 +319,8 @@ HEAD = """\
 
 <!-- Written by `python -m tests.math.test_presets`; a test fails if it differs from the table of presets. -->
 
-`Lamb.like(name, params, **overrides)` makes the LAMB of another package, or of a version of the paper:
+`Lamb.like(name, params, **overrides)` makes the LAMB of another package, or of a version of the paper. What you pass
+overrides the preset:
 
 ```python
 import torch
@@ -329,63 +330,56 @@ model = torch.nn.Linear(4, 2)
 optimizer = Lamb.like("timm", model.named_parameters(), lr=0.01)
 ```
 
-Options that you pass override the preset's. `bighorn doctor --presets` prints the table, and `bighorn.PRESETS`
-contains it.
+`bighorn doctor --presets` prints the table, and `bighorn.PRESETS` contains it. Each row is
+[tested against the package or its formula](preset-results.md).
 
-| preset | differs from version 5 of the paper | options beyond the defaults | read in |
-|---|---|---|---|
+| preset | differs from version 5 of the paper | options beyond the defaults |
+|---|---|---|
 """
 
-PROOF = """
-## Comparison with the packages
-
-A test makes ten steps with weight decay and with a learning rate that changes at each step. Its parameters are
-matrices, vectors, one element, an all-zero parameter, an all-zero gradient, both, a norm above 10, a norm near 0, and
-gradients of 1e-3. Each figure is the largest ||ours - theirs|| / ||theirs|| of a tensor, over all backends that serve
-it. The package itself computes theirs in float64, or its formula does, which `tests/support/peer_formulas.py`
-implements again from the package's code.
-
+TAIL = """
+DeepSpeed from e5d277f on is `Lamb.like("deepspeed", ..., bias_correction=True)`; ColossalAI's undistributed Lamb is
+`paper-v3`; MindSpore before 08097c0 had a trust ratio of at most 10 on GPUs.
 """
 
 
 def page() -> str:
-    """Return the text of `docs/presets.md`, measured now on every backend that works on this machine."""
+    """Return the text of `docs/presets.md`."""
     text = HEAD
     for preset in PRESETS:
-        names = ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))
         options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        text += f"| {names} | {preset.differs} | {options or 'none'} | {preset.source} |\n"
-    text += PROOF
-    text += f"Measured with {', '.join(f'{name} {version(name)}' for name in ('torch', *INSTALL))}.\n\n"
-    text += "| preset | with | against | float64 | float32 |\n|---|---|---|---|---|\n"
+        text += f"| {named(preset)} | {preset.differs} | {options or 'none'} |\n"
+    return text + TAIL
+
+
+def results() -> str:
+    """Return LAMB's tables of `docs/preset-results.md`, measured now on every backend that works on this machine."""
+    rows = []
     backends = [name for name, found in kernels.status().items() if found.available and found.device == "cpu"]
     for proof in PROOFS:
         given = [f"`{name}={value!r}`" for name, value in proof.options.items() if name != "weight_decay"]
         given += ["two groups, one without decay" if proof.undecayed else "two groups"] * proof.grouped
         double = max(difference(proof, name, torch.float64) for name in backends if name != "triton")
         single = max(difference(proof, name, torch.float32) for name in backends)
-        text += f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |\n"
-    return text
+        rows.append(f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |")
+    return tables(PRESETS, INSTALL, rows)
 
 
-FIGURE = re.compile(r"\| (\d+e[+-]\d+) \| (\d+e[+-]\d+) \|$", re.MULTILINE)
+def test_the_page_is_what_the_table_says() -> None:
+    assert PAGE.read_text() == page(), "write it anew: python -m tests.math.test_presets"
 
 
-def without_figures(text: str) -> str:
-    return FIGURE.sub("| | |", re.sub(r"^Measured with .*$", "", text, flags=re.MULTILINE))
-
-
-def test_the_page_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = PAGE.read_text()
+def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = written("lamb")
     figures = FIGURE.findall(text)
     assert len(figures) == len(PROOFS)
     assert max(float(double) for double, _ in figures) <= BOUNDS[torch.float64]
     assert max(float(single) for _, single in figures) <= BOUNDS[torch.float32]
-    module = sys.modules[__name__]
-    monkeypatch.setattr(module, "difference", lambda *_: 0.0)
-    monkeypatch.setattr(module, "version", lambda _: "any")
-    assert without_figures(text) == without_figures(page()), "write it anew: python -m tests.math.test_presets"
+    monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
+    monkeypatch.setattr(preset_pages, "version", lambda _: "any")
+    assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_presets"
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    write("lamb", results())

@@ -1,0 +1,48 @@
+"""The tables of docs/preset-results.md, which the tests of LAMB's and of CAME's presets measure and write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from bighorn import Preset
+
+RESULTS = Path(__file__).parents[2] / "docs" / "preset-results.md"
+FIGURE = re.compile(r"\| (\d+e[+-]\d+) \| (\d+e[+-]\d+) \|$", re.MULTILINE)
+
+
+def named(preset: Preset) -> str:
+    """The names of a preset, as a cell."""
+    return ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))
+
+
+def tables(presets: Sequence[Preset], packages: Iterable[str], rows: Iterable[str]) -> str:
+    """Return the tables of some presets: where each was read, and the rows of figures."""
+    text = "\n| preset | read in |\n|---|---|\n"
+    text += "".join(f"| {named(preset)} | {preset.source} |\n" for preset in presets)
+    text += f"\nMeasured with {', '.join(f'{name} {version(name)}' for name in ('torch', *packages))}.\n"
+    text += "\n| preset | with | against | float64 | float32 |\n|---|---|---|---|---|\n"
+    return text + "".join(f"{row}\n" for row in rows) + "\n"
+
+
+def written(name: str) -> str:
+    """Return the tables that the page has between its comments of this name."""
+    [text] = _between(name).findall(RESULTS.read_text())
+    return str(text)
+
+
+def write(name: str, text: str) -> None:
+    """Write the tables of this name into the page."""
+    RESULTS.write_text(_between(name).sub(lambda _: text, RESULTS.read_text()))
+
+
+def without_figures(text: str) -> str:
+    """Return tables without what was measured and with which versions."""
+    return FIGURE.sub("| | |", re.sub(r"^Measured with .*$", "", text, flags=re.MULTILINE))
+
+
+def _between(name: str) -> re.Pattern[str]:
+    start, end = f"<!-- {name}: written by a test's module -->\n", f"<!-- end of {name} -->"
+    return re.compile(f"(?<={re.escape(start)}).*?(?={re.escape(end)})", re.DOTALL)

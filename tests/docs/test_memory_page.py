@@ -1,4 +1,4 @@
-"""The bytes in docs/memory.md are the predicted ones; run as a program, this file writes them there."""
+"""The bytes in docs/memory-results.md are the predicted ones; run as a program, this file writes them there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from bighorn.cli.footprint import FOOTPRINTS, Named
 from bighorn.cli.shapes import SHAPES
 
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[2] / "docs" / "memory-results.md"
 SETS = ("bert_base", "vit_small", "resnet50", "efficientnet_b0", "llama_1b", "llama_7b")
 FIGURES = re.compile(r"(?<=<!-- figures: )([^\n]*-->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 

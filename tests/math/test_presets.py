@@ -330,8 +330,7 @@ model = torch.nn.Linear(4, 2)
 optimizer = Lamb.like("timm", model.named_parameters(), lr=0.01)
 ```
 
-`bighorn doctor --presets` prints the table, and `bighorn.PRESETS` contains it. Each row is
-[tested against the package or its formula](preset-results.md).
+Each row, also in `bighorn.PRESETS`, is [tested against the package or its formula](preset-results.md).
 
 | preset | differs from version 5 of the paper | options beyond the defaults |
 |---|---|---|

@@ -117,6 +117,28 @@ def test_points_have_titles_and_a_page_is_readable_on_a_telephone(invoke: Invoke
     assert "@media (max-width: 640px)" in Path("r.html").read_text()
 
 
+SPREAD = {"median": 1.25, "p10": 1.2, "p90": 1.4}
+TIPS = {
+    "training, step 1: loss 2": figures.curves([1, 2], [2.0, 1.0], [2], [0.5], "loss"),
+    "test, step 2: accuracy 50.00%": figures.curves([1, 2], [0.2, 0.3], [2], [0.5], "accuracy", percent=True),
+    "learning rate 0.01: loss 0.5": figures.search([0.001, 0.01], [2.0, 1.0], [1.0, 0.5], None),
+    "step 3: lr 0.1": figures.line([1, 2, 3], [0.3, 0.2, 0.1], "lr"),
+    "lamb, 2 of 3x4: 8 bytes": figures.bars(["came", "lamb"], [("2 of 3x4", [4.0, 8.0])], "bytes"),
+    "Lamb: 1.25 (1.20 to 1.40)": figures.spreads([("AdamW", SPREAD), ("Lamb", SPREAD)], "ratio"),
+}
+
+
+@pytest.mark.parametrize("words", TIPS)
+def test_every_figure_says_its_values(words: str) -> None:
+    assert f"<title>{words}</title>" in TIPS[words]
+
+
+def test_a_long_curve_has_titles_at_some_points_and_the_last() -> None:
+    svg = figures.line(range(1, 1001), [0.5] * 999 + [0.25], "lr")
+    assert "<title>step 1000: lr 0.25</title>" in svg
+    assert svg.count("<title>") <= figures.MOST_TIPS
+
+
 def test_an_axis_of_accuracies_tells_99_from_99_5_percent() -> None:
     """Between equal ratios of errors are equal distances."""
     svg = figures.ranges([("a", [1, 2, 4], [(0.9,) * 3, (0.99,) * 3, (0.999,) * 3])], "batch size")

@@ -84,8 +84,12 @@ def curves(
         axes = figure.add_subplot()
         if len(steps) > 60:
             axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
-        axes.plot(steps, smoothed(batches), color=SERIES[0], label="training")
+        means, number = smoothed(batches), "{:.2%}" if percent else "{:.4g}"
+        axes.plot(steps, means, color=SERIES[0], label="training")
         axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
+        for name, xs, ys in (("training", *thinned(steps, means)), ("test", test_steps, tests)):
+            for x, y in zip(xs, ys, strict=True):
+                add_tip(axes, x, y, f"{name}, step {x}: {label} {number.format(y)}")
         if log:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -107,6 +111,8 @@ def search(lrs: Sequence[float], losses: Sequence[float], smooth: Sequence[float
         axes = figure.add_subplot()
         axes.plot(lrs, losses, color=SERIES[0], alpha=0.3, linewidth=0.8, label="each step")
         axes.plot(lrs, smooth, color=SERIES[0], label="smoothed")
+        for lr, loss in zip(*thinned(lrs, smooth), strict=True):
+            add_tip(axes, lr, loss, f"learning rate {lr:.2g}: loss {loss:.4g}")
         if chosen is not None:
             at, height = lrs[chosen], smooth[chosen]
             axes.axvline(at, color=SERIES[1], linewidth=1.2, linestyle="--")
@@ -122,7 +128,10 @@ def search(lrs: Sequence[float], losses: Sequence[float], smooth: Sequence[float
 def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
     """Draw one quantity over the steps."""
     with mpl.rc_context(STYLE):
-        return to_svg(_line(steps, values, label, SERIES[0]), f"{label} by step")
+        figure = _line(steps, values, label, SERIES[0])
+        for step, value in zip(*thinned(steps, values), strict=True):
+            add_tip(figure.axes[0], step, value, f"step {step}: {label} {value:.4g}")
+        return to_svg(figure, f"{label} by step")
 
 
 def line_picture(steps: Sequence[int], values: Sequence[float], label: str, kind: str) -> bytes:
@@ -186,7 +195,7 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
             shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
             for x, (worst, median, best) in zip(xs, triples, strict=True):
                 words = f"{name}, {xlabel} {x:g}: {median:.1%} ({worst:.1%} to {best:.1%})"
-                axes.plot([x * shift], [median], "o", color=SERIES[0], alpha=0, markersize=14, gid=TIP + words)
+                add_tip(axes, x * shift, median, words)
             axes.errorbar(
                 np.array(xs) * shift,
                 middle,
@@ -216,6 +225,8 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], lab
         for index, (part, values) in enumerate(parts):
             colour = SERIES[index % len(SERIES)]
             ends = axes.barh(names, values, left=left, height=0.64, color=colour, label=part)
+            for bar, name, value in zip(ends, names, values, strict=True):
+                bar.set_gid(f"{TIP}{name}, {part}: {value:.3g} {label}")
             left += values
         axes.bar_label(ends, [f"{total:.3g}" for total in left], padding=4, color=INK)
         axes.invert_yaxis()
@@ -232,10 +243,11 @@ def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
         axes = figure.add_subplot()
-        for place, (_, spread) in enumerate(rows):
+        for place, (name, spread) in enumerate(rows):
             colour = SERIES[0] if place else SERIES[5]
             axes.plot([spread["p10"], spread["p90"]], [place, place], color=colour, linewidth=3, alpha=0.4)
             axes.plot([spread["median"]], [place], "o", color=colour, markersize=7)
+            add_tip(axes, spread["median"], place, "{}: {median:.2f} ({p10:.2f} to {p90:.2f})".format(name, **spread))
         axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
         label_powers(axes.xaxis)
@@ -271,8 +283,7 @@ def _panels(
             for index, (label, xs, ys) in enumerate(lines):
                 axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
                 for x, y in zip(xs, ys, strict=True):
-                    tip = f"{TIP}{name}, {label}: {xlabel} {x:.3g}, {ylabel} {y:.2%}"
-                    axes.plot([x], [y], "o", color=SERIES[0], alpha=0, markersize=12, gid=tip)
+                    add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {y:.2%}")
             axes.set_xscale(xscale)
             axes.set_title(name, fontsize=11, loc="left")
             axes.set_xlabel(xlabel)
@@ -321,6 +332,24 @@ def label_powers(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
+
+
+MOST_TIPS = 60
+"""The most points of a curve that have a text."""
+
+
+Points = Sequence[float] | np.ndarray
+
+
+def thinned(xs: Points, ys: Points) -> tuple[Points, Points]:
+    """Return at most MOST_TIPS of the points, evenly distributed, and the last one."""
+    every = -(-len(xs) // MOST_TIPS)
+    return xs[::-1][::every], ys[::-1][::every]
+
+
+def add_tip(axes: Axes, x: float, y: float, words: str) -> None:
+    """Let a browser show a text above a point."""
+    axes.plot([x], [y], "o", color=SERIES[0], alpha=0, markersize=12, gid=TIP + words)
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:

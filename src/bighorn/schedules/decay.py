@@ -1,4 +1,8 @@
-"""Schedules whose values fall by a formula."""
+"""Schedules whose values fall by a formula.
+
+A new class also needs its name in `__all__` of the package, a check of each new argument in `CHECKS` of `checks.py`,
+values at some steps in `FORMULAS` of `tests/math/test_schedules.py`, and a row in `docs/schedules.md`.
+"""
 
 from __future__ import annotations
 

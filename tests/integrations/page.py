@@ -1,4 +1,4 @@
-"""The page of the trainers that the tests run: `python -m tests.integrations.page` writes `docs/trainers.md`.
+"""The pages of the trainers: `python -m tests.integrations.page` writes `docs/trainers.md`, and results that it measures.
 
 `make integrations` does so after the tests have passed.
 """
@@ -10,7 +10,9 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RESULTS = DOCS / "trainers.md", DOCS / "trainers-results.md"
+BEGIN, END = "<!-- tables of the tests: written by `make integrations` -->\n", "<!-- end of tables -->\n"
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,24 @@ class Trainer:
 
 TRAINERS = (
     Trainer(
-        "[Hugging Face Trainer](with-transformers.md), [peft](with-peft.md), [TRL](with-trl.md)",
+        "[Hugging Face Trainer, TRL](with-transformers.md), [peft](with-peft.md)",
         ("transformers", "peft", "accelerate"),
         "`Trainer.train()`, resumed; under LoRA",
         "`optimizers=(Lamb(...), None)`",
     ),
-    Trainer("[Accelerate](with-accelerate.md)", ("accelerate",), "`prepare`, `save_state`, `load_state`", "none"),
+    Trainer("[Accelerate](with-accelerate.md)", ("accelerate",), "`prepare`, `save_state`, `load_state`", "`prepare(model, Lamb(...))`"),
     Trainer(
         "[Lightning](with-lightning.md)",
         ("lightning", "jsonargparse"),
         "`Trainer.fit`, resumed; `LightningCLI`",
         "`--optimizer=bighorn.Lamb`",
     ),
-    Trainer("[DeepSpeed](with-deepspeed.md)", ("deepspeed",), "its engine, with ZeRO 1 and 2 and without", "none"),
+    Trainer(
+        "[DeepSpeed](with-deepspeed.md)",
+        ("deepspeed",),
+        "its engine, with ZeRO 1 and 2 and without",
+        "`deepspeed.initialize(model=model, optimizer=Lamb(...), config=config)`",
+    ),
     Trainer(
         "[Megatron-LM](with-megatron.md)",
         (),
@@ -71,13 +78,13 @@ TRAINERS = (
     ),
     Trainer("[Hydra](with-config-files.md)", ("hydra-core",), "`instantiate`", "`_target_: bighorn.Lamb`"),
     Trainer(
-        "[NeMo AutoModel](with-nemo.md)",
+        "[NeMo AutoModel](with-config-files.md)",
         ("nemo-automodel",),
         "`build_optimizer`, with `param_group_overrides`",
         "`_target_: bighorn.Lamb`",
     ),
     Trainer(
-        "[verl](with-nemo.md)",
+        "[verl](with-config-files.md)",
         ("verl",),
         "`FSDPOptimizerConfig` and `build_optimizer`; no worker, which needs ray",
         "`optimizer_impl: bighorn`, `optimizer: Lamb`",
@@ -99,7 +106,7 @@ TRAINERS = (
         "[OneTrainer](with-sd-scripts.md)",
         (),
         "not installed: `modules/trainer/GenericTrainer.py` `__grad_hook` and `modules/util/optimizer` were read",
-        "one line in a copy, on the page",
+        "one line in a copy",
     ),
     Trainer(
         "[diffusion-pipe](with-sd-scripts.md)",
@@ -109,7 +116,7 @@ TRAINERS = (
     ),
     Trainer("[diffusers, SANA, PixArt](with-diffusers.md)", ("diffusers",), "the loop of its scripts", "one import"),
     Trainer(
-        "[sentence-transformers](with-sentence-transformers.md)",
+        "[sentence-transformers](with-transformers.md)",
         ("sentence-transformers",),
         "its trainer is that of transformers",
         "`optimizers=(Lamb(...), None)`",
@@ -118,20 +125,27 @@ TRAINERS = (
 )
 
 HEAD = """\
-# Trainers that the tests run
+# Trainers
 
 <!-- Written by `make integrations`; a test fails if the rows differ. -->
 
-`make integrations` installs these and runs the tests in them, by their own registries, parsers and config loaders.
-A trainer whose dependencies would bring CUDA or another torch is installed without them, and the tests import the part
-that builds optimizers.
+[What the tests run](trainers-results.md), with which versions.
 
-| trainer | version | what runs | your line |
-|---|---|---|---|
+| trainer | your line |
+|---|---|
 """
 
 
 PAGES = """
+In all of them:
+
+* **Names.** Construct the optimizer from `model.named_parameters()` before the trainer wraps the model. Where a trainer passes
+  parameters without names, give `names=model`, or exclude by `"ndim<2"`.
+* **The learning rate** is the optimizer's own.
+* **One clip.** Use the trainer's, or `max_grad_norm` of the optimizer, which needs one pass less.
+* **One scheduler.** With a [schedule](schedules.md) of Bighorn leave the trainer's out, or pass
+  `bighorn.integrations.OwnSchedule(optimizer)` where a trainer needs one.
+
 ```{pages}
 :hidden:
 
@@ -139,6 +153,11 @@ with-*
 ```
 """
 """The pages below this one on the site."""
+
+TESTED = """
+| trainer | version | what runs |
+|---|---|---|
+"""
 
 
 def versions(trainer: Trainer) -> str:
@@ -165,9 +184,14 @@ same bits from their own checkpoints. The table has the mean loss of the last ep
 """
 
 
+def page() -> str:
+    """The text of the guide: each trainer with the lines that a user writes."""
+    return HEAD + "".join(f"| {each.name} | {each.glue} |\n" for each in TRAINERS) + PAGES
+
+
 def table() -> str:
-    """The head of the page and the table of trainers, with the versions that are installed."""
-    return HEAD + "".join(f"| {each.name} | {versions(each)} | {each.runs} | {each.glue} |\n" for each in TRAINERS)
+    """What of each trainer the tests run, with the versions that are installed."""
+    return TESTED + "".join(f"| {each.name} | {versions(each)} | {each.runs} |\n" for each in TRAINERS)
 
 
 def losses() -> str:
@@ -178,11 +202,13 @@ def losses() -> str:
     return LOSSES + "".join(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in each)} |\n" for name, each in rows)
 
 
-def page() -> str:
-    """The text of the page, with today's date."""
+def results(text: str) -> str:
+    """The text of the page of results, with its tables written anew and today's date."""
     when = datetime.now(timezone.utc).date().isoformat()
-    return f"{table()}{losses()}\nRun on {when} with torch {version('torch')}.\n{PAGES}"
+    tables = f"{table()}{losses()}\nRun on {when} with torch {version('torch')}.\n\n"
+    return f"{text.partition(BEGIN)[0]}{BEGIN}{tables}{END}{text.partition(END)[2]}"
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    RESULTS.write_text(results(RESULTS.read_text()))

@@ -1,6 +1,6 @@
 """Other trainers build the optimizers themselves, by their own registry, parser or config loader.
 
-The files of each that run here, with their versions, are in the table of docs/trainers.md.
+The files of each that run here, with their versions, are in the table of docs/trainers-results.md.
 """
 
 from __future__ import annotations

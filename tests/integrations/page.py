@@ -139,12 +139,11 @@ HEAD = """\
 PAGES = """
 In all of them:
 
-* **Names.** Construct the optimizer from `model.named_parameters()` before the trainer wraps the model. Where a trainer passes
-  parameters without names, give `names=model`, or exclude by `"ndim<2"`.
-* **The learning rate** is the optimizer's own.
-* **One clip.** Use the trainer's, or `max_grad_norm` of the optimizer, which needs one pass less.
+* **Names.** Pass `model.named_parameters()`. Where the trainer passes parameters without names, give `names=model`, or exclude by
+  `"ndim<2"`.
+* **One clip.** Use the trainer's, or the optimizer's `max_grad_norm`, which needs one pass less.
 * **One scheduler.** With a [schedule](schedules.md) of Bighorn leave the trainer's out, or pass
-  `bighorn.integrations.OwnSchedule(optimizer)` where a trainer needs one.
+  `bighorn.integrations.OwnSchedule(optimizer)`.
 
 ```{pages}
 :hidden:

@@ -129,7 +129,7 @@ HEAD = """\
 
 <!-- Written by `make integrations`; a test fails if the rows differ. -->
 
-[What the tests run](trainers-results.md), with which versions.
+The line that you write for each trainer; [what the tests run](trainers-results.md) of each.
 
 | trainer | your line |
 |---|---|

@@ -39,7 +39,12 @@ TRAINERS = (
         "`Trainer.train()`, resumed; under LoRA",
         "`optimizers=(Lamb(...), None)`",
     ),
-    Trainer("[Accelerate](with-accelerate.md)", ("accelerate",), "`prepare`, `save_state`, `load_state`", "`prepare(model, Lamb(...))`"),
+    Trainer(
+        "[Accelerate](with-accelerate.md)",
+        ("accelerate",),
+        "`prepare`, `save_state`, `load_state`",
+        "`prepare(model, Lamb(...))`",
+    ),
     Trainer(
         "[Lightning](with-lightning.md)",
         ("lightning", "jsonargparse"),

@@ -1,4 +1,4 @@
-"""The pages of the trainers: `python -m tests.integrations.page` writes `docs/trainers.md`, and results that it measures.
+"""The pages of the trainers: `python -m tests.integrations.page` writes `docs/trainers.md`, and tables of results.
 
 `make integrations` does so after the tests have passed.
 """
@@ -142,10 +142,10 @@ The line that you write for each trainer; [what the tests run](trainers-results.
 
 
 PAGES = """
-In all of them:
+If the page of a trainer does not say otherwise:
 
-* **Names.** Pass `model.named_parameters()`. Where the trainer passes parameters without names, give `names=model`, or exclude by
-  `"ndim<2"`.
+* **Names.** Pass `model.named_parameters()`. If the trainer passes parameters without names, give `names=model`, or
+  exclude by `"ndim<2"`.
 * **One clip.** Use the trainer's, or the optimizer's `max_grad_norm`, which needs one pass less.
 * **One scheduler.** With a [schedule](schedules.md) of Bighorn leave the trainer's out, or pass
   `bighorn.integrations.OwnSchedule(optimizer)`.

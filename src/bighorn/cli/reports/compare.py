@@ -37,19 +37,21 @@ def compare_report(
             for name in names
         ]
     )
-    seeds = len(cells[0].trials)
+    seeds, epochs = len(cells[0].trials), cells[0].trials[0].config.epochs
     return render(
         "Can the batch grow and the accuracy stay?",
-        f"{' against '.join(names)} on {data}; {cells[0].trials[0].config.epochs:g} epochs, {seeds} seeds.",
+        " ".join(notes),
         {
             f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}"
             for name in names
             for cell in (of[name][0], of[name][-1])
         },
         [
-            Section("In words", "\n".join(notes)),
             Section(
-                "Accuracy by batch size", f"Median, lowest and highest of {seeds} seeds on the test data.", accuracy
+                "Accuracy by batch size",
+                f"{' against '.join(names)} on the test data of {data} after {epochs:g} epochs: median, lowest and "
+                f"highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
+                accuracy,
             ),
             Section(
                 "Results",

@@ -96,7 +96,8 @@ def curves(
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_locator(NullLocator())
         if percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+            # A batch without an error, which is at infinity, may leave the figure.
+            accuracy_scale(axes, [*np.minimum(means, max(tests, default=1.0)), *tests])
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.set_xlim(0, max(steps[-1], 1))
@@ -177,6 +178,9 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("step")
         bar = figure.colorbar(image, ax=axes, label=label, extend="both", pad=0.015, aspect=max(12, 1.1 * len(layers)))
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if len(layers) > 6 else (1, 3)))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
+        bar.ax.yaxis.set_major_formatter("{x:g}")
         bar.outline.set_visible(False)
         return to_svg(figure, f"{label} by layer and step")
 

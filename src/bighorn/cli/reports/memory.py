@@ -31,7 +31,7 @@ def memory_report(
     return render(
         f"Optimizer state of {source}",
         f"{about}.",
-        {row[0]: row[1] for row in total_table.rows},
+        {f"state of {row[0]}": row[total_table.head.index("state")] for row in total_table.rows},
         [
             Section(
                 "State by optimizer",

@@ -30,7 +30,7 @@ def train_report(run: Run) -> str:
         )
         sections += [
             Section("Loss", "Cross-entropy in nats. Training: each batch, with dropout, and its running mean.", loss),
-            Section("Accuracy", "", accuracy),
+            Section("Accuracy", "On a logarithmic scale of the error, up to the best test.", accuracy),
         ]
         sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
         sections.append(

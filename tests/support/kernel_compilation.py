@@ -49,8 +49,11 @@ def spilled_by_ptxas(kernel: Any, folder: Path) -> int:
 
 
 def spilled_by_amdgcn(kernel: Any) -> int:
-    """Return the number of registers that are kept in memory."""
-    return sum(map(int, re.findall(r"[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])))
+    """Return the number of vector registers in memory, or the bytes of memory that a thread uses.
+
+    Scalar registers that do not suffice are kept in lanes of vector registers, which is not memory.
+    """
+    return max(map(int, re.findall(r"(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"])))
 
 
 def all_in_amdgcn(kernel: Any) -> tuple[int, int]:

@@ -93,9 +93,9 @@ def refuse_unknown(
         raise unknown_name(where, name, known)
 
 
-def asked_for(options: Mapping[str, Any], elsewhere: Container[str] = NOT_OURS) -> dict[str, Any]:
+def asked_for(options: Mapping[str, Any], off_is_ours: Container[str] = NOT_OURS) -> dict[str, Any]:
     """Return options without those of other optimizers that are off: some trainers pass `foreach=False` to all."""
-    return {name: value for name, value in options.items() if name not in elsewhere or not _is_off(value)}
+    return {name: value for name, value in options.items() if name not in off_is_ours or not _is_off(value)}
 
 
 def _is_off(value: object) -> bool:

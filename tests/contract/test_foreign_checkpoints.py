@@ -16,6 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb
+from bighorn.compat.torch_npu import NpuFusedLamb
 from bighorn.optim.checkpoint_formats import FORMATS
 from tests.support import peer_came_formulas, peer_formulas
 from tests.support.case_tensors import FEW, Leaf
@@ -369,6 +370,43 @@ def test_a_run_of_apex_goes_on_as_its_formula_would(backend: str) -> None:
         assert optimizer.state[a]["step"] == 6
 
 
+def npu_checkpoint(parameters: list[Parameter], optimizer: Lamb) -> dict[str, Any]:
+    """Return the `state_dict()` of torch_npu's NpuFusedLamb, whose groups have four options."""
+    group = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    names = ("exp_avg", "exp_avg_sq")
+    state = {
+        i: {"step": int(optimizer.state[p]["step"]), **{name: optimizer.state[p][name] for name in names}}
+        for i, p in enumerate(parameters)
+    }
+    return {"state": state, "param_groups": [{**group, "initial_lr": 0.1, "params": list(range(len(parameters)))}]}
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_run_of_torch_npu_goes_on(adam: bool, backend: str) -> None:
+    case = Case("npu", {}, (Leaf("weight", (5, 7)), Leaf("bias", (17,), fill="small")))
+
+    def go_on(parameters: list[Parameter], optimizer: Lamb, steps: range) -> None:
+        for step in steps:
+            set_gradients(parameters, case.gradients(step))
+            optimizer.step()
+
+    theirs = case.parameters()
+    peer = NpuFusedLamb(theirs, 0.1, weight_decay=0.01, adam=adam)
+    go_on(theirs, peer, range(3))
+    ours = copies(theirs)
+    optimizer = Lamb.like("torch_npu", ours, lr=7.0, adam=adam, backend=backend)
+    state = saved_and_loaded(npu_checkpoint(theirs, peer))
+    with pytest.warns(ConvertedStateWarning, match="NpuFusedLamb do not tell adam and use_global_grad_norm"):
+        optimizer.load_state_dict(state)
+    go_on(ours, optimizer, range(3, 6))
+    go_on(theirs, peer, range(3, 6))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    notes = note(Lamb(copies(theirs)), state)
+    assert "bias_correction=True stays, where torch_npu's NpuFusedLamb has False" in notes
+    assert "weight_norm_bounds=None stays" in notes
+
+
 # ---- the note ---------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +460,7 @@ def test_groups_of_torch_before_2_7_do_not_tell_adam_from_adamw() -> None:
 
 def test_every_kind_of_checkpoint_is_on_the_page() -> None:
     names = {run.name for run in RUNS} | {sana.name for sana in FAMILY} | {"torch's Adam or AdamW", "apex's FusedLAMB"}
+    names.add("torch_npu's NpuFusedLamb")
     assert {row.name for row in FORMATS} == names
     for row in FORMATS:
         assert row.name in PAGE.read_text()

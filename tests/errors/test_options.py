@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import PRESETS, Came, Lamb
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused, same, snapshot, stepped, weights
 
@@ -329,6 +329,32 @@ def test_a_misspelt_key_written_into_a_group_later(name: str, kind: Kind, backen
     optimizer.param_groups[0]["fused"] = True
     with refused(parameters, optimizer, TypeError, "'fused'.*torch.optim.*backend"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("off", "remedy"),
+    [
+        ({"adam_w_mode": False}, 'decay_mode="l2" for adam_w_mode=False'),
+        ({"debias": False}, "use bias_correction"),
+        ({"weight_decouple": False}, 'decay_mode="decoupled"'),
+        ({"min_coeff": 0}, "trust_ratio_bounds"),
+        ({"clamp_value": 0.0}, "weight_norm_bounds"),
+        ({"eps1": 0.0}, "eps1, eps2"),
+    ],
+)
+def test_an_option_of_others_whose_off_means_something_else_is_refused(off: dict[str, Any], remedy: str) -> None:
+    """apex's adam_w_mode=False was once accepted, and decayed as with True."""
+    with pytest.raises(TypeError, match=re.escape(remedy)):
+        Lamb.like("apex", weights(), **off)
+
+
+@pytest.mark.parametrize(("preset", "argument"), [(p.name, p.argument) for p in PRESETS if p.argument])
+@pytest.mark.parametrize("value", [True, False])
+def test_the_argument_of_a_preset_is_refused_beside_it(preset: Any, argument: str, value: bool) -> None:
+    with pytest.raises(ValueError, match=f"preset {preset!r} is {argument}=True, got {value}"):
+        Lamb.like(preset, weights(), **{argument: value})
+    if not value:
+        Lamb.like("apex", weights(), **{argument: value})
 
 
 def test_an_option_of_others_that_is_off_is_taken(kind: Kind) -> None:

@@ -26,6 +26,7 @@ class Format:
         name: The name in messages.
         algorithm: The algorithm here that can continue with the state.
         marks: Keys that all groups have; together with the order of the formats, they identify the format.
+        bare: Whether groups that have other options are of another format.
         where: The marks that identify the format by their value as well, with that value.
         evidence: Whether the state of a parameter shows the format. If given, that of one parameter must.
         becomes: Options that have other names here, each with a function from its value to the options here.
@@ -43,6 +44,7 @@ class Format:
     name: str
     algorithm: str
     marks: frozenset[str]
+    bare: bool = False
     where: Group = field(default_factory=dict)
     evidence: Callable[[State], bool] | None = None
     becomes: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
@@ -59,7 +61,9 @@ class Format:
     def recognises(self, groups: Iterable[Group], states: Iterable[State]) -> bool:
         """Whether all of these groups, and the states of their parameters, have this format."""
         return all(
-            self.marks <= group.keys() and all(group[key] is value for key, value in self.where.items())
+            self.marks <= group.keys()
+            and all(group[key] is value for key, value in self.where.items())
+            and (not self.bare or group.keys() <= {*self.marks, *NO_OPTIONS, "initial_lr"})
             for group in groups
         ) and (self.evidence is None or any(map(self.evidence, states)))
 
@@ -205,6 +209,25 @@ FORMATS = (
             "maximize": (False,),
         },
         unsaved='use_nvlamb and adam_w_mode, here always_adapt and decay_mode ("l2" for adam_w_mode=False)',
+    ),
+    Format(
+        name="torch_npu's NpuFusedLamb",
+        algorithm="lamb",
+        marks=frozenset({"lr", "betas", "eps", "weight_decay"}),
+        bare=True,
+        evidence=lambda state: {"exp_avg", "exp_avg_sq"} <= state.keys(),
+        implied={
+            "bias_correction": (False,),
+            "grad_averaging": (True,),
+            "decay_mode": ("ratio",),
+            "always_adapt": (True,),
+            "weight_norm_bounds": ((0.0, 10.0),),
+            "trust_ratio_bounds": (None,),
+            "second_moment": ("adam",),
+            "cautious": (False,),
+            "maximize": (False,),
+        },
+        unsaved="adam and use_global_grad_norm, here max_grad_norm=1.0",
     ),
     Format(
         name="pytorch_optimizer's Lamb",

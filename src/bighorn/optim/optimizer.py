@@ -26,7 +26,7 @@ from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
 from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams
-from bighorn.optim.presets import ELSEWHERE
+from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.replaced_params import WithFlatTensors
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
@@ -87,7 +87,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         """Create an optimizer from the arguments of its class. `partial`: it holds one rank's share of a model."""
         arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
-        checks.refuse_unknown(checks.asked_for(unknown, ELSEWHERE), arguments, type(self).__name__, ELSEWHERE)
+        checks.refuse_unknown(checks.asked_for(unknown, OFF_IS_OURS), arguments, type(self).__name__, ELSEWHERE)
         self._settings = Settings.of(arguments)
         self._scheduled, self._order, self._flat, self._given, self._firsts = [], [], [], [], []
         self._forget()

@@ -227,14 +227,24 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
 }
 """Arguments of other packages' LAMBs and CAMEs: the package of each, and the remedy."""
 
+OFF_IS_OURS = frozenset(NOT_OURS).union(
+    (preset.argument for preset in PRESETS if preset.argument),
+    ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
+    ("reduced_precision_dtype",),
+)
+"""Arguments that ask for what is the default here if they are off; adam_w_mode=False, for one, does not."""
+
 
 def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Preset, ...] = PRESETS) -> dict[str, Any]:
     """Return the options of a preset for some parameters; given options override its own.
 
     Raises:
-        ValueError: There is no such preset.
+        ValueError: There is no such preset, or its argument in its own package is given and off.
     """
     known = {word: preset for preset in presets for word in (preset.name, *preset.aliases)}
     choice(*known)("preset", name)
     preset = known[name]
+    if preset.argument in given:
+        value = given[preset.argument]
+        raise ValueError(f"preset {name!r} is {preset.argument}=True, got {value!r}: leave it out, or use 'apex'")
     return {**preset.options, **given, **(preset.complete(params, given) if preset.complete else {})}

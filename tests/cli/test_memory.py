@@ -277,6 +277,11 @@ def test_the_sums_come_first(invoke: Invoke) -> None:
         "with adamw: 53.9GB of state, 108GB in all",
         "with came-int8: 6.9GB of state, 60.8GB in all, 34.3GB with released gradients",
     ]
+    in_bf16 = invoke("memory", "--shapes", "llama_7b", "--precision", "bf16").output.splitlines()
+    assert in_bf16[2:4] == [
+        "with adamw: 27.0GB of state, 53.9GB in all",
+        "with adamw in fp32, as under autocast: 108GB in all",
+    ]
     [came] = [line.split() for line in lines if line.startswith(" came-int8")]
     assert came == ["came-int8", "27.0GB", "27.0GB", "6.9GB", "1.019", "60.8GB", "56%", "34.3GB"]
 

@@ -254,6 +254,9 @@ def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
         total = totals[name]
         released = "" if total.released is None else f", {quantity(total.released)}B with released gradients"
         said.append(f"with {name}: {quantity(total.state)}B of state, {quantity(total.all)}B in all{released}")
+        if name == "adamw" and all(param.element_size() == 2 for _, param in weights.trainable):
+            in_fp32 = weights.frozen_bytes + 16 * sum(param.numel() for _, param in weights.trainable)
+            said.append(f"with adamw in fp32, as under autocast: {quantity(in_fp32)}B in all")
     return said
 
 

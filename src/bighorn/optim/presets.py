@@ -244,7 +244,7 @@ def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Pre
     known = {word: preset for preset in presets for word in (preset.name, *preset.aliases)}
     choice(*known)("preset", name)
     preset = known[name]
-    if preset.argument in given:
+    if preset.argument is not None and preset.argument in given:
         value = given[preset.argument]
         raise ValueError(f"preset {name!r} is {preset.argument}=True, got {value!r}: leave it out, or use 'apex'")
     return {**preset.options, **given, **(preset.complete(params, given) if preset.complete else {})}

@@ -90,6 +90,8 @@ def memory_layout(state: Tensor, tensor: Tensor) -> array[int] | None:
 
 def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:
     """Return a layout (csrc/numbers.h) of elements in the order of the strides `order`; None if `strides` are equal."""
+    if order == strides:
+        return None
     dims = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: -order[d])
     if all(order[d] == strides[d] for d in dims):
         return None

@@ -227,7 +227,7 @@ FORMATS = (
             "cautious": (False,),
             "maximize": (False,),
         },
-        unsaved="adam and use_global_grad_norm, here max_grad_norm=1.0",
+        unsaved="adam and use_global_grad_norm (in bighorn.Lamb: max_grad_norm=1.0)",
     ),
     Format(
         name="pytorch_optimizer's Lamb",

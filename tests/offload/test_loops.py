@@ -367,6 +367,9 @@ def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Ov
                 theirs.synchronize()
                 net[3].bias.data.fill_(0.25)
                 theirs.read_weights()
+            if step == 4:
+                theirs.synchronize()
+                net[3].weight.data = net[3].weight * 0.5
             loss_of(net, step).backward()
             if step == 4 and overlap != "backward":  # between backward and step
                 with torch.no_grad():

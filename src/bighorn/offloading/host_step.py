@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
-from bighorn.offloading.transfers import Bucket
+from bighorn.offloading.transfers import Bucket, step_parts
 
 MOST_NAMES = 5
 """The most parameters that an error names."""
@@ -83,8 +84,8 @@ class HostStep:
         self._given: tuple[bool, ...] = ()
         self.prepared = threading.Event()
         """Set when the running step has found all errors that it can find before the first parameter is written."""
-        self.in_doubt: Bucket | None = None
-        """The bucket that is being stepped."""
+        self.in_doubt: list[OffloadedParam] = []
+        """The parameters that are being stepped."""
         self.begun = False
         """Whether buckets have been stepped, and the step has not been ended."""
         self.error: BaseException | None = None
@@ -103,7 +104,7 @@ class HostStep:
     def _step_bucket(self, bucket: Bucket) -> None:
         def wait() -> None:
             bucket.land()
-            self.in_doubt = bucket
+            self.in_doubt = bucket.params
 
         bucket.bind()
         try:
@@ -115,11 +116,8 @@ class HostStep:
         finally:
             bucket.unbind()
         self.begun = True
-        self._stepped(bucket)
-
-    def _stepped(self, bucket: Bucket) -> None:
         bucket.send_weights(self._copies)
-        self.in_doubt = None
+        self.in_doubt = []
 
     def give(self, square_sum: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Begin to copy the numbers of a step from the device."""
@@ -128,60 +126,64 @@ class HostStep:
         pairs = [(slot, here) for slot, here in zip(self._numbers, numbers, strict=True) if here is not None]
         self._arrival = self._copies.to_host(pairs) if pairs else None
 
-    def run(self, parts: list[Bucket]) -> None:
+    def run(self, buckets: list[Bucket]) -> None:
         """Take the step with the buckets that have not taken it, and end it."""
-        parts = [bucket for bucket in parts if not bucket.stepped]
-        self.in_doubt = self.error = None
+        buckets = [bucket for bucket in buckets if not bucket.stepped]
+        self.in_doubt, self.error = [], None
         try:
-            for bucket in parts:
+            for bucket in buckets:
                 bucket.bind()
-            self._run(parts)
+            self._run(step_parts(buckets))
             self.begun = False
         except BaseException as error:
             self.error = error
             raise
         finally:
-            for bucket in parts:
+            for bucket in buckets:
                 bucket.unbind()
                 bucket.sent.set()
             self.prepared.set()
 
-    def _run(self, parts: list[Bucket]) -> None:
-        optimizer, params = self.optimizer, [[param.host for param in bucket.params] for bucket in parts]
+    def _run(self, parts: list[list[Bucket]]) -> None:
+        params = [[param for bucket in part for param in bucket.params] for part in parts]
+        optimizer, hosts = self.optimizer, [[param.host for param in part] for part in params]
         square_sum, grad_scale, found_inf = self._numbers_given()
 
         def wait(part: int) -> None:
-            self.in_doubt = None
-            parts[part].land()
-            if factor is not None:
-                parts[part].scale(factor)
+            self.in_doubt = []
+            for bucket in parts[part]:
+                bucket.land()
+                if factor is not None:
+                    bucket.scale(factor)
             self.prepared.set()
-            self.in_doubt = parts[part]
+            self.in_doubt = params[part]
 
         def stepped(part: int) -> None:
-            self._stepped(parts[part])
+            for bucket in parts[part]:
+                bucket.send_weights(self._copies)
+            self.in_doubt = []
 
         factor: float | None = None
         if isinstance(optimizer, StepsBuckets):
             scaler = {"grad_scale": grad_scale, "found_inf": found_inf} if found_inf is not None else {}
             vars(optimizer).update(scaler)
             try:
-                optimizer.step_in_parts(params, wait, stepped, square_sum if self.own_clip else None)
+                optimizer.step_in_parts(hosts, wait, stepped, square_sum if self.own_clip else None)
             finally:
                 for name in scaler:
                     vars(optimizer).pop(name, None)
             return
         if found_inf is not None and found_inf.item():
-            for bucket in parts:
+            for bucket in chain.from_iterable(parts):
                 bucket.land()
             return
         factor = self._factor(square_sum, grad_scale)
         if isinstance(optimizer, StepsInParts):
-            optimizer.step_in_parts(params, wait)
+            optimizer.step_in_parts(hosts, wait)
             for part in range(len(parts)):
                 stepped(part)
         else:
-            step_in_parts(optimizer, params, wait, stepped)
+            step_in_parts(optimizer, hosts, wait, stepped)
 
     def _numbers_given(self) -> list[Tensor | None]:
         if self._arrival is not None:
@@ -199,13 +201,13 @@ class HostStep:
     def broken(self, error: BaseException | None, buckets: list[Bucket]) -> BrokenStep:
         """Return how far the step with these buckets has come."""
         stepped = [param for bucket in buckets if bucket.stepped for param in bucket.params]
-        return BrokenStep(error, stepped, [] if self.in_doubt is None else self.in_doubt.params)
+        return BrokenStep(error, stepped, self.in_doubt)
 
     def end(self) -> None:
         """End a step that buckets have taken, without the others."""
         if self.begun and isinstance(self.optimizer, StepsBuckets):
             self.optimizer.step_in_parts([], lambda _: None, None, None)
-        self.begun, self.in_doubt, self.error = False, None, None
+        self.begun, self.in_doubt, self.error = False, [], None
 
 
 def shortened(names: list[str]) -> str:

@@ -261,12 +261,13 @@ class OffloadedOptimizer(Optimizer):
     def read_weights(self) -> None:
         """Copy the weights from the device to the host.
 
-        A step notices by itself that a program has written weights, unless it wrote through `.data`, which torch does
-        not count.
+        A step notices by itself that a program has written weights in place, or has assigned to `param.data`. It does
+        not notice a write into `param.data`, as that of many averages of weights (`param.data.copy_(average)`), or
+        through a pointer, as those of NumPy and of kernels: torch does not count these.
         """
         self._join()
         for param in self._params.values():
-            param.versions = ()
+            param.equal_at = ()
         self._read_written(list(self._params.values()))
 
     def finish_step(self) -> None:
@@ -328,7 +329,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _end_backward(self) -> None:
         """Send the last bucket; autograd does not call this if the backward pass ends with an error."""
-        self._send()
+        self._send(is_last=self._accumulate == "device")
         self._in_backward = False
 
     def _wait_for(self, params: list[Tensor]) -> None:
@@ -353,8 +354,8 @@ class OffloadedOptimizer(Optimizer):
             self._send()
 
     @torch.no_grad()
-    def _send(self) -> None:
-        if (bucket := self._grads.send()) is not None and self.overlap == "backward" and not self._partial:
+    def _send(self, is_last: bool = False) -> None:
+        if (bucket := self._grads.send(is_last=is_last)) is not None and self.overlap == "backward" and not self._partial:
             self._read_written(bucket.params)
             bucket.job = self._worker.submit(lambda: self._host_step.step_bucket(bucket))
 

@@ -42,8 +42,8 @@ class OffloadedParam:
     grad_dtype: torch.dtype
     """The dtype of gradients on the device."""
     label: str
-    versions: tuple[int, ...] = ()
-    """The version counters of `device` at the time when it and `host` were equal; none if they are not."""
+    equal_at: tuple[int, ...] = ()
+    """The address and version counters of `device` at the time when it and `host` were equal; none if they are not."""
     arrived: bool = False
     """Whether there is a gradient for the next step."""
 
@@ -55,7 +55,7 @@ class OffloadedParam:
     @property
     def written(self) -> bool:
         """Whether a program has written the weights on the device since the last step."""
-        return self._versions() != self.versions
+        return self._address_and_versions() != self.equal_at
 
     def round_master(self) -> None:
         """Round the master, which has taken a step, to the weights."""
@@ -70,11 +70,13 @@ class OffloadedParam:
 
     def note_equal(self) -> None:
         """Note that the weights on the device and on the host are equal."""
-        self.versions = self._versions()
+        self.equal_at = self._address_and_versions()
 
-    def _versions(self) -> tuple[int, ...]:
-        # A write to a distributed tensor is not counted by its shard, nor the other way round.
-        return self.device._version, sharding.local(self.device)._version
+    def _address_and_versions(self) -> tuple[int, ...]:
+        # A write to a distributed tensor is not counted by its shard, nor the other way round. `param.data = other` is
+        # not counted at all.
+        shard = sharding.local(self.device)
+        return shard.data_ptr(), shard._version, self.device._version
 
     def check_unmoved(self) -> None:
         """Raise if the model has moved, or has changed its dtype or shapes."""

@@ -74,9 +74,9 @@ class Bucket:
         for param in self.params:
             param.round_master()
         self.weights = copies.to_device([(param.weights, param.here) for param in self.params])
+        # Autograd may have saved the old weights.
+        torch.autograd.graph.increment_version([param.device for param in self.params])
         for param in self.params:
-            # Autograd may have saved the old weights.
-            torch.autograd.graph.increment_version(param.device)
             param.note_equal()
         self.sent.set()
 
@@ -105,11 +105,14 @@ class GradientBuckets:
         self._open_bytes += padded(grad.nbytes)
         return self._open_bytes >= self._bucket_bytes
 
-    def send(self) -> Bucket | None:
-        """Send the open bucket, as soon as the one before has arrived; None if it is empty."""
+    def send(self, *, is_last: bool = False) -> Bucket | None:
+        """Send the open bucket, as soon as the one before has arrived; None if it is empty.
+
+        No gradients follow the last one, so that two buckets may be in flight.
+        """
         if not self._open:
             return None
-        if self.buckets:
+        if self.buckets and not is_last:
             self.buckets[-1].land()
         params, grads = [param for param, _ in self._open], [grad for _, grad in self._open]
         bucket = Bucket(params, held=grads)
@@ -204,6 +207,21 @@ class HostSums(GradientBuckets):
                 job.wait()
         super().forget()
         self._last, self._summed, self._parts = [None, None], {}, []
+
+
+def step_parts(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """Divide the buckets of a step into parts: one bucket, then more and more, then fewer, and one at the end.
+
+    Fewer parts take less time. But the new weights of the first part are the first that travel, and those of the last
+    travel when all arithmetic has ended.
+    """
+    parts: list[list[Bucket]] = []
+    done, left = 0, len(buckets)
+    while left:
+        count = min(done + 1, (left + 1) // 2)
+        parts.append(buckets[done : done + count])
+        done, left = done + count, left - count
+    return parts
 
 
 def divided(params: Iterable[OffloadedParam], bucket_bytes: int) -> list[list[OffloadedParam]]:

@@ -23,8 +23,12 @@ def needs_all(case: Case) -> bool:
     return bool(case.options.get("max_grad_norm") or case.options.get("skip_nonfinite"))
 
 
+def large(case: Case) -> bool:
+    return case.leaves in (LARGE, HUGE)
+
+
 def rows() -> list[Any]:
-    quick = covering(case for case in CASES if case.leaves not in (LARGE, HUGE))
+    quick = covering(case for case in CASES if not large(case))
     return [
         pytest.param(overlap, case, id=f"{overlap}-{case.id}", marks=[] if case.id in quick else [pytest.mark.slow])
         for overlap in OVERLAPS
@@ -37,6 +41,9 @@ def rows() -> list[Any]:
 def test_every_case(overlap: Overlap, case: Case) -> None:
     plain = case.parameters()
     device = copies(plain)
+    # The host has no gaps between elements, and gradients in the order of their parameters. Kernels divide large tensors
+    # of other layouts into other pieces, whose sums round differently.
+    plain = copies(plain) if large(case) else plain
     for leaf, param in zip(case.leaves, device, strict=True):
         if case.gradient_dtype(leaf) != param.dtype:
             allow_gradients_of(param, case.gradient_dtype(leaf))
@@ -45,6 +52,9 @@ def test_every_case(overlap: Overlap, case: Case) -> None:
     theirs = offloaded(model, case.optimizer(device, "auto"), overlap=overlap, bucket_mb=case.size * 4e-6 / 5)
     for step in range(STEPS):
         set_gradients(plain, case.gradients(step))
+        for param in plain if large(case) else ():
+            if param.grad is not None:
+                param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
         case.set_lr(ours, step)
         ours.step()
         case.set_lr(theirs, step)

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "offload.json", HERE.parent / "docs" / "offload-results.md"
 FIGURES = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 LAYERS, WIDTH = 48, 1024
-BUCKET_MB = 25.0
+BUCKET_MB = 10.0
 STEPS = 3
 """The steps of a way in a round."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bighorn.cli.display import quantity
 from bighorn.cli.models import Weights
 
-BUCKET_BYTES = 25_000_000
+BUCKET_BYTES = 10_000_000
 """The default of ``bucket_mb``."""
 
 OFFLOAD_HEAD = ("with bighorn.offload", "device", "host")

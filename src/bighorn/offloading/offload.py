@@ -22,7 +22,7 @@ def offload(
     masters: bool = False,
     max_grad_norm: float | None = None,
     scaler: GradScaler | None = None,
-    bucket_mb: float = 25.0,
+    bucket_mb: float = 10.0,
     copies: Copies | None = None,
 ) -> OffloadedOptimizer:
     """Keep an optimizer's state in the host's memory, and step there, beside the passes of a model on a device.
@@ -52,7 +52,7 @@ def offload(
         max_grad_norm: Clip as `clip_grad_norm_` does, for an optimizer of `torch.optim`; Lamb and Came have this option
             themselves. Default: None.
         scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.
-        bucket_mb: The size of a bucket in millions of bytes; gradients of two are on the device. Default: 25.0.
+        bucket_mb: The size of a bucket in millions of bytes; gradients of two are on the device. Default: 10.0.
         copies: The copies of a device that torch has no streams for. Default: None.
 
     Raises:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bighorn import offload
+from bighorn import Lamb, offload
 from bighorn.cli import train_step
 from bighorn.cli.config import ParallelConfig
 from bighorn.cli.models import Weights
@@ -85,6 +85,7 @@ def test_memory(invoke: Invoke) -> None:
         "memory", "--shapes", "llama_7b", "--optimizers", "lamb,adamw", "--offload", "--json", "m.json"
     ).output
     assert "with bighorn.offload device  host" in output
+    assert json.loads(Path("m.json").read_text())["offload"]["lamb"]["host_with_masters"] is None
     assert "with bighorn.offload" not in invoke("memory", "--shapes", "llama_7b", "--optimizers", "lamb").output
     places = json.loads(Path("m.json").read_text())["offload"]["lamb"]
     state = json.loads(Path("m.json").read_text())["total"]["lamb"]
@@ -95,4 +96,20 @@ def test_memory(invoke: Invoke) -> None:
 
 def test_a_small_model_has_no_more_gradients_than_it_has() -> None:
     weights = Weights([("w", torch.empty(50, 8, device="meta"))], frozen_bytes=100)
-    assert offload_bytes(weights, {"lamb": 3204}) == {"lamb": OffloadBytes(100 + 2 * 1600, 2 * 1600 + 3204)}
+    found = offload_bytes(weights, {"lamb": 3204}, {"lamb": 3204})
+    assert found == {"lamb": OffloadBytes(100 + 2 * 1600, 2 * 1600 + 3204)}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lamb", Lamb), ("adamw", torch.optim.AdamW)])
+def test_masters_are_counted(name: str, kind: Any, invoke: Invoke, tmp_path: Path) -> None:
+    net = nn.Linear(70, 30).bfloat16()
+    (tmp_path / "nets.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(70, 30)\n")
+    options = ["--model", "nets:net", "--optimizers", name, "--precision", "bf16", "--offload", "--json", "m.json"]
+    assert "masters" in invoke("memory", *options).output
+    optimizer = offload(net, kind(net.parameters(), lr=0.1), masters=True, copies=SlowCopies())
+    net(torch.ones(2, 70).bfloat16()).sum().backward()
+    optimizer.step()
+    params = [param for group in optimizer._groups for param in group]
+    held = sum(param.weights.nbytes + param.grad.nbytes + param.host.nbytes for param in params)
+    state = sum(value.nbytes for param in params for value in optimizer.optimizer.state[param.host].values())
+    assert json.loads(Path("m.json").read_text())["offload"][name]["host_with_masters"] == held + state

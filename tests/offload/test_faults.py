@@ -354,11 +354,12 @@ def test_the_hooks_end_with_the_optimizer() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_ten_thousand_steps_do_not_grow(overlap: Overlap) -> None:
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
-    optimizer = offloaded(net, lamb(net), overlap=overlap, bucket_mb=1e-4, copies=SlowCopies(seed=None))
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).bfloat16()
+    copies = SlowCopies(seed=None)
+    optimizer = offloaded(net, lamb(net), overlap=overlap, masters=True, bucket_mb=1e-4, copies=copies)
     pages = []
     for step in range(10_000):
-        net(torch.ones(2, 4)).square().mean().backward()
+        net(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step in (4_999, 9_999):

@@ -16,7 +16,7 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, kinds, predicted
 from bighorn.cli.models import Weights
-from bighorn.cli.offloaded import OFFLOAD_HEAD, offload_bytes, offload_rows
+from bighorn.cli.offloaded import OFFLOAD_HEAD, as_masters, offload_bytes, offload_rows
 from bighorn.cli.options import FILE, Command, command_line, config_options, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
@@ -127,6 +127,8 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     own = config.options(wanted)
     try:
         sizes = {name: predicted(name, params, own) for name in wanted}
+        nearest = {**own, "weight_rounding": "nearest"}
+        of_masters = {name: sum(predicted(name, as_masters(params), nearest).values()) for name in wanted}
     except (TypeError, ValueError) as error:
         raise InputError(f"--optimizer-option: {error}") from error
     layers = kinds(params, sizes)
@@ -140,7 +142,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     answers = summary(weights, totals)
     for line in answers:
         console.print(line)
-    offloaded = offload_bytes(weights, {name: total.state for name, total in totals.items()})
+    offloaded = offload_bytes(weights, {name: total.state for name, total in totals.items()}, of_masters)
     if limit is not None:
         console.print(verdict(totals, limit, f"{config.gpu_memory}", config.precision))
     console.print(_table(TOTAL_HEAD, total_rows(totals)))

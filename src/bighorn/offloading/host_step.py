@@ -29,7 +29,7 @@ class StepsBuckets(Protocol):
     def step_params(self, params: list[Tensor], wait: Callable[[], None]) -> None:
         """Step some parameters; `wait` is called when everything has been checked, before gradients are read."""
 
-    def step_in_parts(self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Tensor | None) -> None:
+    def step_in_parts(self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Callable[[], Tensor] | None) -> None:
         """Take one step, part by part."""
 
     def whole_step_reason(self) -> str | None:
@@ -81,7 +81,7 @@ class HostStep:
         """Whether the optimizer itself needs all gradients before the first parameter is stepped."""
         self._numbers = copies.pinned(3 * 8).view(torch.float64)
         self._arrival: Arrival | None = None
-        self._given: tuple[bool, ...] = ()
+        self._given: tuple[bool, ...] = False, False, False
         self.prepared = threading.Event()
         """Set when the running step has found all errors that it can find before the first parameter is written."""
         self.in_doubt: list[OffloadedParam] = []
@@ -147,7 +147,6 @@ class HostStep:
     def _run(self, parts: list[list[Bucket]]) -> None:
         params = [[param for bucket in part for param in bucket.params] for part in parts]
         optimizer, hosts = self.optimizer, [[param.host for param in part] for part in params]
-        square_sum, grad_scale, found_inf = self._numbers_given()
 
         def wait(part: int) -> None:
             self.in_doubt = []
@@ -165,14 +164,19 @@ class HostStep:
 
         factor: float | None = None
         if isinstance(optimizer, StepsBuckets):
-            scaler = {"grad_scale": grad_scale, "found_inf": found_inf} if found_inf is not None else {}
+            scaler = {}
+            if self._given[2]:
+                _, scaler["grad_scale"], scaler["found_inf"] = self._numbers_given()
             vars(optimizer).update(scaler)
             try:
-                optimizer.step_in_parts(hosts, wait, stepped, square_sum if self.own_clip else None)
+                # The device ends later than the checks here, which need no numbers.
+                knows = self.own_clip and self._given[0]
+                optimizer.step_in_parts(hosts, wait, stepped, self._square_sum if knows else None)
             finally:
                 for name in scaler:
                     vars(optimizer).pop(name, None)
             return
+        square_sum, grad_scale, found_inf = self._numbers_given()
         if found_inf is not None and found_inf.item():
             for bucket in chain.from_iterable(parts):
                 bucket.land()
@@ -184,6 +188,11 @@ class HostStep:
                 stepped(part)
         else:
             step_in_parts(optimizer, hosts, wait, stepped)
+
+    def _square_sum(self) -> Tensor:
+        total = self._numbers_given()[0]
+        assert total is not None
+        return total
 
     def _numbers_given(self) -> list[Tensor | None]:
         if self._arrival is not None:

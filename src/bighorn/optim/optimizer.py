@@ -200,7 +200,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         parts: list[list[Tensor]],
         wait: PartCall,
         stepped: PartCall | None = None,
-        square_sum: Tensor | None = None,
+        square_sum: Callable[[], Tensor] | None = None,
     ) -> None:
         """Take one step, part by part, while gradients of later parts have not arrived yet. No hooks run.
 
@@ -212,8 +212,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             wait: A function that is called with 0, 1, ..., more than once, and returns when the gradients of that part
                 may be read.
             stepped: A function that is called with 0, 1, ... as soon as that part has taken the step. Default: None.
-            square_sum: The sum of the squares of this rank's gradients, for options that need it. Default: None, which
-                computes it.
+            square_sum: A function that waits for the sum of the squares of this rank's gradients, and returns it, for
+                options that need it. Default: None, which computes it.
 
         Raises:
             RuntimeError: As for `step`.
@@ -272,7 +272,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         parts: list[list[Tensor]] | None,
         wait: PartCall = lambda _: None,
         stepped: PartCall | None = None,
-        known: Tensor | None = None,
+        known: Callable[[], Tensor] | None = None,
     ) -> None:
         """Take one step, of all parameters together if there are no parts."""
         if len(self.param_groups) != len(self._scheduled) and self._groups_step():

@@ -274,10 +274,10 @@ def scale_and_mask(
 
 
 def square_sum_of(
-    plans: list[StepPlan], wait: PartCall, groups: list[Group], settings: Settings, known: Tensor | None
+    plans: list[StepPlan], wait: PartCall, groups: list[Group], settings: Settings, known: Callable[[], Tensor] | None
 ) -> Tensor:
     """The sum of all gradients' squares; with a process group, over all of its ranks, even those without gradients."""
-    sums = [] if known is None else [known.clone()]
+    sums = [] if known is None else [known()]
     for part, plan in enumerate(plans if known is None else ()):
         wait(part)
         sums += plan.square_sums()

@@ -41,8 +41,8 @@ def rows() -> list[Any]:
 def test_every_case(overlap: Overlap, case: Case) -> None:
     plain = case.parameters()
     device = copies(plain)
-    # The host has no gaps between elements, and gradients in the order of their parameters. Kernels divide large tensors
-    # of other layouts into other pieces, whose sums round differently.
+    # The host has no gaps between elements, and gradients in the order of their parameters. Kernels divide large
+    # tensors of other layouts into other pieces, whose sums round differently.
     plain = copies(plain) if large(case) else plain
     for leaf, param in zip(case.leaves, device, strict=True):
         if case.gradient_dtype(leaf) != param.dtype:

@@ -29,7 +29,9 @@ class StepsBuckets(Protocol):
     def step_params(self, params: list[Tensor], wait: Callable[[], None]) -> None:
         """Step some parameters; `wait` is called when everything has been checked, before gradients are read."""
 
-    def step_in_parts(self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Callable[[], Tensor] | None) -> None:
+    def step_in_parts(
+        self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Callable[[], Tensor] | None
+    ) -> None:
         """Take one step, part by part."""
 
     def whole_step_reason(self) -> str | None:

@@ -355,7 +355,11 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _send(self, is_last: bool = False) -> None:
-        if (bucket := self._grads.send(is_last=is_last)) is not None and self.overlap == "backward" and not self._partial:
+        if (
+            (bucket := self._grads.send(is_last=is_last)) is not None
+            and self.overlap == "backward"
+            and not self._partial
+        ):
             self._read_written(bucket.params)
             bucket.job = self._worker.submit(lambda: self._host_step.step_bucket(bucket))
 

@@ -1,0 +1,50 @@
+"""How the buckets of a step are divided into parts, and the last bucket of a backward pass."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from bighorn import Lamb
+from bighorn.offloading.transfers import Bucket, step_parts
+from tests.support.offloading import loss_of, network, offloaded
+from tests.support.slow_copies import SlowCopies
+
+
+@pytest.mark.parametrize(
+    ("buckets", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (9, [1, 2, 3, 2, 1]), (21, [1, 2, 4, 7, 4, 2, 1])]
+)
+def test_parts_grow_and_shrink(buckets: int, sizes: list[int]) -> None:
+    given = [Bucket([]) for _ in range(buckets)]
+    parts = step_parts(given)
+    assert [len(part) for part in parts] == sizes
+    assert [bucket for part in parts for bucket in part] == given
+
+
+def test_backward_ends_while_two_buckets_are_in_flight() -> None:
+    net, copies, go = network(), SlowCopies(seed=None), threading.Event()
+    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), copies=copies)
+    loss_of(net, 0).backward()
+    count = len(optimizer._grads.buckets)
+    optimizer.step()
+    copy = copies.outward.copy
+    sent = []
+
+    def hold(pairs: list[tuple[torch.Tensor, torch.Tensor]], arrival: object) -> None:
+        sent.append(len(pairs))
+        if len(sent) == count - 1:
+            assert go.wait(20)
+        copy(pairs, arrival)  # type: ignore[arg-type]
+
+    copies.outward.copy = hold  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: loss_of(net, 1).backward())
+    thread.start()
+    thread.join(timeout=5)
+    ended = not thread.is_alive()
+    go.set()
+    thread.join(timeout=20)
+    assert ended
+    assert len(sent) == count
+    optimizer.step()

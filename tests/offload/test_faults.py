@@ -278,6 +278,15 @@ def test_copies_that_fail(overlap: Overlap) -> None:
 # ---- Ctrl-C, and the end --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt: a shell starts commands in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("delay", [0.005, 0.03, 0.06, 0.1])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_interrupt(overlap: Overlap, delay: float) -> None:

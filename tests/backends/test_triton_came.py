@@ -16,7 +16,7 @@ from bighorn.cli.shapes import SHAPES
 from bighorn.kernels import Bucket, CameOptions, codec, rounding
 from bighorn.kernels.triton import came, came_launches, device, launch_group, tiles
 from tests.support.came_kernel_cases import DEFAULTS
-from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
+from tests.support.triton_interpreter import compiled, interpreted, mostly_slow, only_the_first_and_the_last
 
 pytest.importorskip("triton")
 
@@ -95,7 +95,7 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 
 
 @interpreted
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k == "wide" else []) for k in KINDS])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "matrix", "int8", "unfactored", "centred-unfactored"))
 def test_numbers_may_be_tensors(kind: str) -> None:
     """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
     shapes, options = KINDS[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ compiled = pytest.mark.skipif(device.interpreted(), reason="needs Triton's compi
 interpreted = pytest.mark.skipif(
     not device.interpreted(), reason="needs TRITON_INTERPRET=1, which test_in_the_interpreter sets for it"
 )
+
+
+def mostly_slow(kinds: Iterable[str], *quick: str) -> list[Any]:
+    """Return the kinds as test parameters, slow but for some: an interpreted step of one takes seconds."""
+    return [pytest.param(kind, marks=[] if kind in quick else [pytest.mark.slow]) for kind in kinds]
 
 
 def mend() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bighorn import kernels
+from bighorn.arguments import about
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
@@ -73,10 +74,8 @@ def build(
         if not solid:
             refuse_freed(view, info.label)
             refuse_freed(grad, f"the gradient of {info.label}")
-        try:
+        with about(info.label):
             name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
-        except ValueError as error:
-            raise ValueError(f"{info.label}: {error}") from error
         wrapper = None if solid else index  # each such tensor has its own bucket
         kept_as = next(iter(mine.values())).dtype
         key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, *mine)

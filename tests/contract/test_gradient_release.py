@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from bighorn import Lamb, LossScaler, TailOverlap, groups, release_gradients, schedules
+from bighorn import Lamb, LossScaler, TailOverlap, release_gradients, schedules
 from bighorn.cli.ranks import end_process_group
 from tests.distributed.test_process_group import run_ranks
 from tests.support.cases import Case, Kind, set_gradients
+from tests.support.offloading import in_groups, loss_of, network
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, assert_same_everything, copies, runs
 
 STEPS = 3
@@ -30,18 +31,8 @@ TRIED = (
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.LayerNorm(70), nn.Linear(70, 90), nn.Tanh(), nn.Linear(90, 3))
-
-
 def make(kind: Kind, net: nn.Module, **options: Any) -> Any:
     return kind(net.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **options})
-
-
-def loss_of(net: nn.Module, step: int) -> Tensor:
-    value: Tensor = net(torch.randn(4, 9, generator=torch.Generator().manual_seed(step))).square().mean()
-    return value
 
 
 # ---- equal steps ----------------------------------------------------------------------------------------------------
@@ -71,16 +62,9 @@ def test_one_after_the_other_is_all_at_once(backend: str, case: Case) -> None:
 def test_a_training(kind: Kind) -> None:
     """The run has groups, a schedule, telemetry, step hooks and a parameter that the model does not always use."""
     nets = network(), network()
-    plain, released = (
-        kind(
-            groups.by_rules(net.named_parameters(), [groups.Rule("^5", lr=0.03)]),
-            lr=schedules.Cosine(0.1, 8),
-            weight_decay=0.1,
-        )
-        for net in nets
-    )
+    plain, released = (in_groups(kind, net) for net in nets)
     release_gradients(nets[1], released)
-    ended = []
+    ended: list[int] = []
     released.register_step_post_hook(lambda *_: ended.append(len(ended)))
     for step in range(6):
         for net, optimizer in zip(nets, (plain, released), strict=True):
@@ -142,7 +126,7 @@ def test_hooks_of_other_trainers(protocol: str, kind: Kind) -> None:
 def test_a_hook_that_passes_no_group(kind: Kind) -> None:
     net = network()
     optimizer = make(kind, net)
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with pytest.raises(TypeError, match=r"group must be the parameter's group, a dict of param_groups, not a int"):
         optimizer.step_parameter(net[0].weight, 0, 1)
@@ -154,16 +138,16 @@ def test_gradients_are_accumulated_where_the_handle_says_so(kind: Kind) -> None:
     plain, released = (make(kind, net) for net in nets)
     release = release_gradients(nets[1], released)
     for step in range(6):
-        loss_of(nets[0], step).backward()  # type: ignore[no-untyped-call]
+        loss_of(nets[0], step).backward()
         if step % 3 == 2:
-            loss_of(nets[1], step).backward()  # type: ignore[no-untyped-call]
+            loss_of(nets[1], step).backward()
             assert all(parameter.grad is None for parameter in nets[1].parameters())
             for optimizer in (plain, released):
                 optimizer.step()
                 optimizer.zero_grad()
             continue
         with release.accumulate():
-            loss_of(nets[1], step).backward()  # type: ignore[no-untyped-call]
+            loss_of(nets[1], step).backward()
         assert all(parameter.grad is not None for parameter in nets[1].parameters())
     assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
     assert int(released.state[nets[1][0].weight]["step"]) == 2
@@ -180,8 +164,8 @@ def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
         most = max(most, sum(parameter.grad is not None for parameter in net.parameters()))
 
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(count)
+    loss_of(net, 0).backward()
     assert most == 0  # each is freed before the next is complete
 
 
@@ -197,7 +181,7 @@ def test_tied_weights_step_once(kind: Kind) -> None:
         if released:
             release_gradients(net, optimizer)
         for step in range(3):
-            loss_of(net, step).backward()  # type: ignore[no-untyped-call]
+            loss_of(net, step).backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append((list(net.parameters()), optimizer))
@@ -213,7 +197,7 @@ def test_a_torch_scheduler_and_a_closure(kind: Kind) -> None:
         for net, optimizer, scheduler in zip(nets, optimizers, schedulers, strict=True):
 
             def closure(net: nn.Module = net) -> Tensor:
-                loss = loss_of(net, step)  # noqa: B023 - called at once
+                loss: Tensor = loss_of(net, step)  # noqa: B023 - called at once
                 loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
@@ -297,7 +281,7 @@ def test_it_can_be_undone(kind: Kind) -> None:
     optimizer = make(kind, net)
     release = release_gradients(net, optimizer)
     release.remove()
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     assert all(parameter.grad is not None for parameter in net.parameters())
     assert not optimizer.state
     release_gradients(net, optimizer)
@@ -308,15 +292,15 @@ def test_a_state_of_a_step_that_has_begun_can_be_loaded(kind: Kind) -> None:
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     optimizer.step()
     saved = optimizer.state_dict()
-    next(net[5].parameters()).register_hook(lambda _: 1 / 0)  # type: ignore[no-untyped-call]
+    next(net[5].parameters()).register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+        loss_of(net, 1).backward()
     optimizer.load_state_dict(saved)
     net[5].requires_grad_(False)
-    loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 1).backward()
     optimizer.step()
 
 
@@ -324,7 +308,7 @@ def test_nothing_keeps_the_model_alive(kind: Kind) -> None:
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     there = weakref.ref(net[0].weight)
     del net, optimizer
     gc.collect()
@@ -347,17 +331,14 @@ def test_an_optimizer_for_each_parameter_inside_backward(option: dict[str, Any],
     net = network()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     made = {param: kind([param], lr=0.1, **option) for param in net.parameters()}
-    hooks = [
-        param.register_post_accumulate_grad_hook(lambda param: made[param].step())  # type: ignore[no-untyped-call]
-        for param in made
-    ]
+    hooks = [param.register_post_accumulate_grad_hook(lambda param: made[param].step()) for param in made]
     with pytest.raises(RuntimeError, match=rf"{next(iter(option))}=.* looks at all gradients, but .* inside backward"):
-        loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+        loss_of(net, 0).backward()
     assert_bitwise(list(net.parameters()), before)
     assert not any(optimizer.state for optimizer in made.values())
     for hook in hooks:
         hook.remove()
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     for optimizer in made.values():
         optimizer.step()
 
@@ -391,7 +372,7 @@ def test_what_is_no_such_thing() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not list"):
         release_gradients(list(net.parameters()), Lamb(net.parameters(), lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not Sequential"):
-        release_gradients(net, net)  # type: ignore[arg-type]
+        release_gradients(net, net)
     with pytest.raises(ValueError, match=r"AdamW, which has no step_param.*: use Lamb or Came"):
         release_gradients(net, torch.optim.AdamW(net.parameters()))
 
@@ -412,10 +393,10 @@ def test_gradients_cannot_be_accumulated(kind: Kind) -> None:
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
-    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(net, 0).backward()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with pytest.raises(RuntimeError, match=r"5\.\w+ has taken this step already.*call optimizer.step\(\) after each"):
-        loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+        loss_of(net, 1).backward()
     assert_bitwise(list(net.parameters()), before)
 
 
@@ -435,10 +416,10 @@ def test_a_weight_that_backward_needs_again(kind: Kind) -> None:
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
     loss = loss_of(net, 0)
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 @pytest.mark.parametrize("scaler", [LossScaler(), torch.amp.GradScaler("cpu")], ids=["ours", "torch"])
@@ -446,7 +427,7 @@ def test_a_scaler_is_refused(scaler: torch.amp.GradScaler, kind: Kind) -> None:
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
-    scaler.scale(loss_of(net, 0)).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss_of(net, 0)).backward()
     with pytest.raises(
         (RuntimeError, AssertionError), match=r"a gradient scaler has scaled|No inf checks were recorded"
     ):

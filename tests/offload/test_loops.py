@@ -10,9 +10,9 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale, groups, schedules
+from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale
 from tests.support.cases import Kind
-from tests.support.offloading import OVERLAPS, Make, Overlap, loss_of, network, offloaded, scaled_step
+from tests.support.offloading import OVERLAPS, Make, Overlap, in_groups, loss_of, network, offloaded, scaled_step
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
 ACCUMULATES = ("device", "host")
@@ -213,14 +213,7 @@ def test_a_scaler_that_is_off() -> None:
 @ways()
 def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
     nets = network(), network()
-    plain, other = (
-        kind(
-            groups.by_rules(net.named_parameters(), [groups.Rule("^5", lr=0.03)]),
-            lr=schedules.Cosine(0.1, 8),
-            weight_decay=0.1,
-        )
-        for net in nets
-    )
+    plain, other = (in_groups(kind, net) for net in nets)
     theirs = offloaded(nets[1], other, overlap=overlap)
     for step in range(6):
         for net, optimizer in zip(nets, (plain, theirs), strict=True):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bighorn import offload
+from bighorn import groups, offload, schedules
 from bighorn.offloading import OffloadedOptimizer
-from tests.support.cases import allow_gradients_of
+from tests.support.cases import Kind, allow_gradients_of
 from tests.support.slow_copies import SlowCopies
 
 Overlap = Literal["copies", "backward", "forward"]
@@ -58,6 +58,12 @@ def loss_of(net: nn.Module, step: int) -> Any:
     dtype = next(net.parameters()).dtype
     inputs = torch.randn(4, 9, generator=torch.Generator().manual_seed(step)).to(dtype)
     return net(inputs).square().mean()
+
+
+def in_groups(kind: Kind, net: nn.Module) -> Any:
+    """Return an optimizer of a `network` with a group of its own for the last weights, and a schedule."""
+    named = groups.by_rules(net.named_parameters(), [groups.Rule("^5", lr=0.03)])
+    return kind(named, lr=schedules.Cosine(0.1, 8), weight_decay=0.1)
 
 
 def scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, loss: Any) -> None:

@@ -11,7 +11,7 @@
 
 void bighorn_advance(float *const *, int64_t);
 double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
-int64_t bighorn_lamb_chunks(const LambRow *, const Gradient *, int64_t);
+int64_t bighorn_lamb_chunks(const LambRow *, const Gradient *, const int64_t *, int64_t);
 void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LambRow *, const Gradient *, void *const *,
                        const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
 int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
@@ -226,7 +226,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
              stored++)
             for (int k = 0; k < 2 + doubles; k++)
                 add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
-    double *partial = zeros(2 * LAYER_SUMS * bighorn_lamb_chunks(lamb_rows, gradients, rows), sizeof(double));
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_lamb_chunks(lamb_rows, gradients, NULL, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();

@@ -35,7 +35,7 @@ class Came(Stepper[CameOptions]):
         self.workspace = torch.empty(0, dtype=torch.float64, device="cpu")
 
     @cached_property
-    def shards(self) -> Shards:
+    def shard_sums(self) -> Shards:
         """The positions of the rows in whole tensors, and the sums that are added up over ranks."""
         return Shards(self.buckets)
 
@@ -62,13 +62,13 @@ class Came(Stepper[CameOptions]):
 
     def make_shards(self) -> Tensor | None:
         """See `Stepper.make_shards`."""
-        return words(list(self.shards.table)) if any(bucket.shards for bucket in self.buckets) else None
+        return words(list(self.shard_sums.table)) if any(bucket.shards for bucket in self.buckets) else None
 
     def reserve(self, threads: int) -> None:
         """Allocate a workspace for this number of threads."""
-        t = self.all_rows
-        shards = None if t.shards is None else t.shards.data_ptr()
-        size = loaded().bighorn_came_workspace(t.rows.data_ptr(), shards, t.gradients.data_ptr(), len(t.rows), threads)
+        rows, gradients = self.rows.data_ptr(), self.gradients.data_ptr()
+        shards = None if self.shards is None else self.shards.data_ptr()
+        size = loaded().bighorn_came_workspace(rows, shards, gradients, len(self.rows), threads)
         if size > self.workspace.numel():
             self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 
@@ -80,13 +80,11 @@ class Came(Stepper[CameOptions]):
         """Make one step of shards, as `reference.Came.sharded_step`: the same rounds with the same number of sums."""
         if apply_mask is not None and not apply_mask:
             return
-        grads, scale, shards = self._grads(), float(grad_scale), self.shards
+        grads, scale, shards = self._grads(), float(grad_scale), self.shard_sums
         if self.means.needed:
             self.centre(grads)
             yield from self.means.reduced()
-        table = self.tables.shards  # None if all tensors are whole
-        if table is None:
-            table = words(list(shards.table))[self.tables.indices]
+        table = self.shards if self.shards is not None else words(list(shards.table))  # None if all tensors are whole
         for sums in shards.sums:
             sums.zero_()
         for i, (sums, dtype) in enumerate(zip(shards.sums, shards.dtypes, strict=True)):
@@ -99,21 +97,18 @@ class Came(Stepper[CameOptions]):
         self.advance()
 
     def _run(self, grads: array[int], grad_scale: float, shards: Tensor | None, index: int) -> None:
-        tables, beta2s = self.tables, list(itertools.chain.from_iterable(map(_beta2s, self.buckets)))
-        if len(tables.indices) < len(beta2s):
-            beta2s = [beta2s[i] for i in tables.indices]
-        of_rows = array("d", beta2s)
+        beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
         with self.lock:
             loaded().bighorn_came_step(
                 self.how,
                 abi.c_options(self.buckets),
-                tables.rows.data_ptr(),
+                self.rows.data_ptr(),
                 None if shards is None else shards.data_ptr(),
-                tables.gradients.data_ptr(),
+                self.gradients.data_ptr(),
                 address(grads),
-                address(of_rows),
-                tables.order.data_ptr(),
-                len(grads),
+                address(beta2s),
+                address(self.order),
+                len(self.order),
                 grad_scale,
                 index,
                 self.workspace.data_ptr(),

@@ -64,9 +64,8 @@ class Lamb(Stepper[LambOptions]):
         """Allocate the scratch and the partial sums, which do not depend on the number of threads."""
         del threads
         scratch()
-        rows, gradients = self.all_rows.rows, self.all_rows.gradients
         # Two sets of sums, with one entry per chunk of a row that all threads share.
-        most = loaded().bighorn_lamb_chunks(rows.data_ptr(), gradients.data_ptr(), len(rows))
+        most = loaded().bighorn_lamb_chunks(self.rows.data_ptr(), self.gradients.data_ptr(), None, len(self.rows))
         self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
@@ -77,18 +76,17 @@ class Lamb(Stepper[LambOptions]):
         """Make one step of shards, as `reference.Lamb.sharded_step`: in one round, after that of `RowMeans`."""
         if apply_mask is not None and not apply_mask:
             return
-        grads, scale, tables = self._grads(), float(grad_scale), self.tables
+        grads, scale = self._grads(), float(grad_scale)
         if self.means.needed:
             self.centre(grads)
             yield from self.means.reduced()
         needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
-        sums = torch.zeros(len(self.all_rows.indices), needed, dtype=torch.float64, device="cpu")
-        present = torch.empty(len(grads), SUMS, dtype=torch.float64, device="cpu")
-        self._run(grads, scale, FIRST, present)
-        sums[tables.indices] = present[:, :needed]
-        yield sums.view(-1)
-        present[:, :needed] = sums[tables.indices]
-        self._run(grads, scale, SECOND, present)
+        sums = torch.zeros(len(grads), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
+        self._run(grads, scale, FIRST, sums)
+        sent = sums[:, :needed].clone(memory_format=torch.contiguous_format)
+        yield sent.view(-1)
+        sums[:, :needed] = sent
+        self._run(grads, scale, SECOND, sums)
         self.advance()
 
     def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:
@@ -97,11 +95,11 @@ class Lamb(Stepper[LambOptions]):
             loaded().bighorn_lamb_step(
                 self.how,
                 abi.c_options(self.buckets),
-                self.tables.rows.data_ptr(),
-                self.tables.gradients.data_ptr(),
+                self.rows.data_ptr(),
+                self.gradients.data_ptr(),
                 address(grads),
-                self.tables.order.data_ptr(),
-                len(grads),
+                address(self.order),
+                len(self.order),
                 grad_scale,
                 self.partial.data_ptr(),
                 buffer.data_ptr(),

@@ -72,7 +72,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.bighorn_row_means_units.argtypes = [address, count]
     library.bighorn_row_means_units.restype = count
     library.bighorn_row_means.argtypes = [run, address, address, count, address]
-    library.bighorn_lamb_chunks.argtypes = [address, address, count]
+    library.bighorn_lamb_chunks.argtypes = [address, address, address, count]
     library.bighorn_lamb_chunks.restype = count
     library.bighorn_lamb_step.argtypes = [
         run,

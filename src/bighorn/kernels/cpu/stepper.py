@@ -7,13 +7,12 @@ import itertools
 import threading
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, rows_with_grad
+from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu.abi import Gradient
 from bighorn.kernels.cpu.library import address, loaded, run
 from bighorn.kernels.cpu.row_means import RowMeans
@@ -22,35 +21,6 @@ from bighorn.kernels.options import Options
 
 DATA = 0
 """The word of a row's structure that is the address of its weights."""
-
-
-@dataclass
-class Tables:
-    """The library's tables of the rows that take part in a step: one structure for each row, in int64 words."""
-
-    indices: list[int]
-    """The indices of these rows among all rows."""
-    rows: Tensor
-    gradients: Tensor
-    shards: Tensor | None
-    order: Tensor
-    """The indices of the rows, largest row first."""
-    unique_steps: array[int]
-    """The addresses of the step counts."""
-
-    def select(self, indices: list[int], counts: array[int]) -> Tables:
-        """Return the tables of some of these rows."""
-        chosen = torch.tensor(indices, device="cpu")
-        takes_part = torch.zeros(len(self.indices), dtype=torch.bool, device="cpu").index_fill_(0, chosen, True)
-        new_index = takes_part.long().cumsum(0) - 1
-        return Tables(
-            indices,
-            self.rows[chosen],
-            self.gradients[chosen],
-            None if self.shards is None else self.shards[chosen],
-            new_index[self.order[takes_part[self.order]]],
-            counts,
-        )
 
 
 class Stepper(Generic[Options]):
@@ -74,22 +44,18 @@ class Stepper(Generic[Options]):
         """The layouts of parameters by row, kept alive likewise."""
         sizes = [x.numel() for bucket in buckets for x in bucket.params]
         each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
-        self.all_rows = self.tables = Tables(
-            list(range(len(sizes))),
-            words(
-                [
-                    self.make_row(*row, positions, memory)
-                    for row, positions, memory in zip(each, self.positions, self.memories, strict=True)
-                ]
-            ),
-            words([gradient for _, gradient in self._new_gradients()]),
-            self.make_shards(),
-            torch.tensor(sizes, device="cpu").argsort(descending=True, stable=True),
-            self._addresses_of_counts(),
-        )
-        self.means.reserve(self.all_rows.gradients)
-        self.chunks = [-(-size // CHUNK_ELEMS) for size in sizes]
-        self.sums = torch.empty(sum(self.chunks), dtype=torch.float64, device="cpu")
+        described = zip(each, self.positions, self.memories, strict=True)
+        self.rows = words([self.make_row(*row, positions, memory) for row, positions, memory in described])
+        """The library's tables have a structure for each row, in int64 words."""
+        self.gradients = words([gradient for _, gradient in self._new_gradients()])
+        self.shards = self.make_shards()
+        self.largest_first = array("q", sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
+        self.order = self.largest_first
+        """The indices of the rows that take part in this step."""
+        self.all_counts = self.counts = self._addresses_of_counts()
+        """The addresses of the step counts of all rows, and of those that take part in this step."""
+        self.means.reserve(self.gradients)
+        self.sums = torch.empty(sum(-(-size // CHUNK_ELEMS) for size in sizes), dtype=torch.float64, device="cpu")
         self.threads = 0
         """The number of threads for which `reserve` was called, since the tables were made or refreshed."""
 
@@ -98,9 +64,9 @@ class Stepper(Generic[Options]):
         with self.lock:
             addresses = array("Q", [x.data_ptr() for bucket in self.buckets for x in bucket.params])
             if addresses:
-                self.all_rows.rows[:, DATA] = torch.frombuffer(addresses, dtype=torch.int64)
+                self.rows[:, DATA] = torch.frombuffer(addresses, dtype=torch.int64)
             for i, gradient in self._new_gradients():
-                self.all_rows.gradients[i] = words([gradient])[0]
+                self.gradients[i] = words([gradient])[0]
             self.threads = 0
 
     def _new_gradients(self) -> Iterator[tuple[int, Gradient]]:
@@ -125,16 +91,16 @@ class Stepper(Generic[Options]):
 
     def prepare(self) -> None:
         """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
-        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
-        tables = self.all_rows
+        grads, order, counts = self._all_grads(), self.largest_first, self.all_counts
         if type(None) in set(map(type, grads)):
-            tables = tables.select(rows_with_grad(grads), self._addresses_of_counts())
+            order = array("q", [row for row in order if grads[row] is not None])
+            counts = self._addresses_of_counts()
         how = run()
         with self.lock:
             if how.threads > self.threads:
                 self.reserve(how.threads)
                 self.threads = how.threads
-            self.how, self.tables = how, tables
+            self.how, self.order, self.counts = how, order, counts
 
     def reserve(self, threads: int) -> None:
         """Allocate memory for this number of threads, if an algorithm needs any."""
@@ -143,7 +109,7 @@ class Stepper(Generic[Options]):
         """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads, sums = self._grads(), self.sums.data_ptr()
         with self.lock:
-            gradients = self.tables.gradients.data_ptr()
+            gradients = self.gradients.data_ptr()
             total = loaded().bighorn_square_sum(self.how, gradients, address(grads), len(grads), sums)
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
@@ -160,28 +126,30 @@ class Stepper(Generic[Options]):
     def centre(self, grads: array[int]) -> None:
         """Compute the means of gradients that the loops do not compute."""
         with self.lock:
-            self.means.compute(self.how, self.tables.gradients, grads)
+            self.means.compute(self.how, self.gradients, grads)
 
     def advance(self) -> None:
         """Count the step."""
-        counts = self.tables.unique_steps
-        loaded().bighorn_advance(address(counts), len(counts))
+        loaded().bighorn_advance(address(self.counts), len(self.counts))
 
     def launch(self, grads: array[int], grad_scale: float) -> None:
-        """Step the rows that have a gradient, without counting the step; `grads` has the gradients' addresses."""
+        """Step the rows in `order`, without counting the step; `grads` has an address for each row, 0 for None."""
         raise NotImplementedError
-
-    def _grads(self) -> array[int]:
-        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
-        if type(None) in set(map(type, grads)):
-            grads = [grad for grad in grads if grad is not None]
-        found = array("Q", map(Tensor.data_ptr, grads))
-        if len(found) != len(self.tables.indices):
-            raise RuntimeError("two threads step one optimizer at once, and one of them has let go of the gradients")
-        return found
 
     def _addresses_of_counts(self) -> array[int]:
         return array("Q", [step.data_ptr() for bucket in self.buckets for step in bucket.unique_steps])
+
+    def _all_grads(self) -> list[Tensor | None]:
+        return list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
+
+    def _grads(self) -> array[int]:
+        grads = self._all_grads()
+        present = [grad for grad in grads if grad is not None]
+        if len(present) != len(self.order):
+            raise RuntimeError("two threads step one optimizer at once, and one of them has let go of the gradients")
+        if len(present) == len(grads):
+            return array("Q", map(Tensor.data_ptr, present))
+        return array("Q", [0 if grad is None else grad.data_ptr() for grad in grads])
 
 
 def words(structures: list[Any]) -> Tensor:

@@ -19,23 +19,26 @@ typedef struct {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static CameNeeds needs_of(const CameRow *rows, const CameShard *shards, const Gradient *gradients, int64_t count) {
+/* Returns the needs of the rows in `order`, or of all if that is NULL. */
+static CameNeeds needs_of(const CameRow *rows, const CameShard *shards, const Gradient *gradients, const int64_t *order,
+                          int64_t count) {
     CameNeeds needs = {0, 0, 0};
     for (int64_t i = 0; i < count; i++) {
-        const CameArithmetic *arithmetic = arithmetic_of(&rows[i]);
-        const CameShard *shard = shards ? &shards[i] : NULL;
-        const int64_t need = arithmetic->workspace(&rows[i], shard, &gradients[i]);
-        needs.scratch = larger(needs.scratch, arithmetic->scratch(&rows[i], shard, &gradients[i]));
+        const int64_t row = order ? order[i] : i;
+        const CameArithmetic *arithmetic = arithmetic_of(&rows[row]);
+        const CameShard *shard = shards ? &shards[row] : NULL;
+        const int64_t need = arithmetic->workspace(&rows[row], shard, &gradients[row]);
+        needs.scratch = larger(needs.scratch, arithmetic->scratch(&rows[row], shard, &gradients[row]));
         needs.shared = larger(needs.shared, need);
-        if (gradients[i].size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
+        if (gradients[row].size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
     }
     return needs;
 }
 
-/* Returns the doubles of workspace that a step needs with this number of threads. */
+/* Returns the doubles of workspace that a step of any of these rows needs with this number of threads. */
 EXPORT int64_t bighorn_came_workspace(const CameRow *rows, const CameShard *shards, const Gradient *gradients,
                                       int64_t count, int threads) {
-    const CameNeeds needs = needs_of(rows, shards, gradients, count);
+    const CameNeeds needs = needs_of(rows, shards, gradients, NULL, count);
     return threads * needs.scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
 }
 
@@ -59,13 +62,14 @@ static void step_rows(int thread, int team, void *data) {
     for_each_row(&call->queue, thread, team, step_row, call);
 }
 
-/* Makes one CAME step of every row, without counting it. `beta2s` has one entry per row, since beta2 can depend on the
- * row's step count. If `shards` is not NULL, the call makes only the part of the step before reduction round `round` (0
- * is the first), or after the last round. The function allocates no memory, so it cannot fail. */
+/* Makes one CAME step of the `count` rows in `order`, the largest first, without counting it. `beta2s` has one entry
+ * per row, since beta2 can depend on the row's step count. If `shards` is not NULL, the call makes only the part of the
+ * step before reduction round `round` (0 is the first), or after the last round. The function allocates no memory, so
+ * it cannot fail. */
 EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, const CameRow *rows,
                               const CameShard *shards, const Gradient *gradients, void *const *grads,
-                              const double *beta2s, const int64_t *order, int64_t rows_count, double grad_scale,
-                              int round, double *workspace) {
+                              const double *beta2s, const int64_t *order, int64_t count, double grad_scale, int round,
+                              double *workspace) {
     CameCall call = {
         .step =
             {
@@ -79,9 +83,9 @@ EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, 
                 .grad_scale = grad_scale,
                 .round = round,
             },
-        .needs = needs_of(rows, shards, gradients, rows_count),
+        .needs = needs_of(rows, shards, gradients, order, count),
         .workspace = workspace,
-        .queue = {.order = order, .gradients = gradients, .count = rows_count, .shared_min_elems = SHARED_MIN_ELEMS},
+        .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS},
     };
     run_parallel(run, elements_in(&call.queue), step_rows, &call);
 }

@@ -33,12 +33,13 @@ static int64_t chunks_of(const LambRow *row, int64_t size) {
     return (size / row->inner * blocks_in_row(row->inner) + per_chunk - 1) / per_chunk;
 }
 
-/* The largest number of chunks in any row. */
-EXPORT int64_t bighorn_lamb_chunks(const LambRow *rows, const Gradient *gradients, int64_t rows_count) {
+/* The largest number of chunks in any of the rows in `order`, or in any row if that is NULL. */
+EXPORT int64_t bighorn_lamb_chunks(const LambRow *rows, const Gradient *gradients, const int64_t *order,
+                                   int64_t count) {
     int64_t most = 0;
-    for (int64_t i = 0; i < rows_count; i++) {
-        int64_t count = chunks_of(&rows[i], gradients[i].size);
-        most = count > most ? count : most;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = order ? order[i] : i, chunks = chunks_of(&rows[row], gradients[row].size);
+        most = chunks > most ? chunks : most;
     }
     return most;
 }
@@ -257,11 +258,12 @@ static void step_rows(int thread, int team, void *data) {
     for_each_row(&step->queue, thread, team, step_row, step);
 }
 
-/* Makes one LAMB step of every row, without counting it, or one phase of it. If rows are shards, `sums` are added up
- * over all ranks between the two phases. `partial` has two entries per chunk of the largest number of chunks in any
- * row; the scratch may have any size. The function allocates no memory, so it cannot fail. */
+/* Makes one LAMB step of the `count` rows in `order`, the largest first, without counting it, or one phase of it. If
+ * rows are shards, `sums`, one per row, are added up over all ranks between the two phases. `partial` has two entries
+ * per chunk of the largest number of chunks in any row; the scratch may have any size. The function allocates no
+ * memory, so it cannot fail. */
 EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, const LambRow *rows,
-                              const Gradient *gradients, void *const *grads, const int64_t *order, int64_t rows_count,
+                              const Gradient *gradients, void *const *grads, const int64_t *order, int64_t count,
                               double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,
                               LayerSums *sums) {
     const LambStep lamb = {
@@ -277,12 +279,12 @@ EXPORT void bighorn_lamb_step(const RunConfig *run, const LambOptions *options, 
     };
     LayerwiseStep step = {
         .step = &lamb,
-        .queue = {.order = order, .gradients = gradients, .count = rows_count, .shared_min_elems = SHARED_MIN_ELEMS},
+        .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS},
         .phase = phase,
         .sums = sums,
         .scratch = scratch,
         .scratch_bytes = scratch_bytes,
-        .partial = {partial, partial + bighorn_lamb_chunks(rows, gradients, rows_count)},
+        .partial = {partial, partial + bighorn_lamb_chunks(rows, gradients, order, count)},
     };
     run_parallel(run, elements_in(&step.queue), step_rows, &step);
 }

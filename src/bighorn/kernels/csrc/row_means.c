@@ -9,7 +9,7 @@ TABLE_PER_ISA(SquareSumLoops, square_sum_loops_double)
 typedef struct {
     const SquareSumLoops *loops, *loops_double; /* for float64 gradients */
     const Gradient *gradients;
-    void *const *data;
+    void *const *data; /* NULL: the row has no gradient */
     int64_t rows;
     double *partial; /* one per unit */
     int64_t units;
@@ -28,6 +28,7 @@ static int64_t units_in(const Gradient *g) {
 static void run_unit(const RowMeans *m, const Gradient *g, const void *data, int64_t unit, double *partial) {
     const SquareSumLoops *loops = g->type == FLOAT64 ? m->loops_double : m->loops;
     const int64_t at_once = rows_at_once(g), chunks = chunks_in(g->fan);
+    if (!data) return;
     if (!at_once) {
         const int64_t start = unit % chunks * CHUNK_ELEMS, rest = g->fan - start;
         *partial = loops->sum(g, data, unit / chunks * g->fan + start, rest < CHUNK_ELEMS ? rest : CHUNK_ELEMS);
@@ -66,8 +67,8 @@ EXPORT int64_t bighorn_row_means_units(const Gradient *gradients, int64_t rows) 
     return units;
 }
 
-/* Computes the means of all gradients that have memory for them; for a shard, its share of them, so that the mean is
- * the sum over all shards. */
+/* Computes the means of all gradients that have memory for them; `data` is NULL for a row without a gradient. For a
+ * shard, its share of them, so that the mean is the sum over all shards. */
 EXPORT void bighorn_row_means(const RunConfig *run, const Gradient *gradients, void *const *data, int64_t rows,
                               double *partial) {
     RowMeans m = {
@@ -83,7 +84,7 @@ EXPORT void bighorn_row_means(const RunConfig *run, const Gradient *gradients, v
     for (int64_t row = 0; row < rows; row++) {
         const Gradient *g = &gradients[row];
         const int64_t units = units_in(g);
-        if (units && !rows_at_once(g)) add_up(g, partial);
+        if (data[row] && units && !rows_at_once(g)) add_up(g, partial);
         partial += units;
     }
 }

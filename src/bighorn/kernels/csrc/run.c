@@ -141,6 +141,6 @@ void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, 
 
 int64_t elements_in(const RowQueue *queue) {
     int64_t elements = 0;
-    for (int64_t row = 0; row < queue->count; row++) elements += queue->gradients[row].size;
+    for (int64_t i = 0; i < queue->count; i++) elements += queue->gradients[queue->order[i]].size;
     return elements;
 }

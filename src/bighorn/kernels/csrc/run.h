@@ -37,11 +37,11 @@ static inline int64_t share_of(int64_t count, int64_t part, int64_t parts) { ret
 
 /* ---- rows ------------------------------------------------------------------------------------------------ */
 
-/* All rows of a call. `next` must be 0 before it. */
+/* The rows of a call. `next` must be 0 before it. */
 typedef struct {
-    const int64_t *order; /* row indices, largest row first */
+    const int64_t *order; /* the indices of the rows that take part, largest row first */
     const Gradient *gradients;
-    int64_t count;
+    int64_t count; /* of them */
     /* All threads share a row of more elements than this, or one that would keep a thread busy when the others have
      * finished all that follow it; one thread gets any other row. */
     int64_t shared_min_elems;

@@ -8,11 +8,13 @@ TABLE_PER_ISA(SquareSumLoops, square_sum_loops_double)
 typedef struct {
     const SquareSumLoops *loops, *loops_double; /* for float64 gradients */
     const Gradient *gradients;
-    void *const *data;
+    void *const *data; /* NULL: the row has no gradient */
     int64_t rows;
-    double *partial; /* one per chunk of every row, in order */
+    double *partial; /* one per chunk of every gradient, in order */
     int64_t chunks;
 } SquareSum;
+
+static int64_t chunks_of(const Gradient *gradient, const void *data) { return data ? chunks_in(gradient->size) : 0; }
 
 static void square_sum_body(int thread, int team, void *data) {
     const SquareSum *s = data;
@@ -20,7 +22,7 @@ static void square_sum_body(int thread, int team, void *data) {
     for (int64_t row = 0; row < s->rows && before < last; row++) {
         const Gradient *gradient = &s->gradients[row];
         const SquareSumLoops *loops = gradient->type == FLOAT64 ? s->loops_double : s->loops;
-        int64_t count = chunks_in(gradient->size);
+        int64_t count = chunks_of(gradient, s->data[row]);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
             int64_t start = b * CHUNK_ELEMS, rest = gradient->size - start;
             s->partial[before + b] =
@@ -30,7 +32,8 @@ static void square_sum_body(int thread, int team, void *data) {
     }
 }
 
-/* Returns the sum of all gradients' squares. `partial` must have one entry per chunk of every row. */
+/* Returns the sum of all gradients' squares; `data` is NULL for a row without one. `partial` must have one entry per
+ * chunk of every row. */
 EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients, void *const *data, int64_t rows,
                                  double *partial) {
     SquareSum s = {
@@ -41,7 +44,7 @@ EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients
         .rows = rows,
         .partial = partial,
     };
-    for (int64_t row = 0; row < rows; row++) s.chunks += chunks_in(gradients[row].size);
+    for (int64_t row = 0; row < rows; row++) s.chunks += chunks_of(&gradients[row], data[row]);
     run_parallel(run, elements_of(gradients, rows), square_sum_body, &s);
     double total = 0;
     for (int64_t b = 0; b < s.chunks; b++) total += partial[b];

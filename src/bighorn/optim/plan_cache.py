@@ -46,9 +46,9 @@ class StepParams(NamedTuple):
     def of(cls, params: list[Tensor], state: Mapping[Tensor, Any]) -> StepParams:
         """Return the parameters that have a gradient or state."""
         grads = [param.grad for param in params]
-        if type(None) in set(map(type, grads)):
-            pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None or state.get(p)]
-            params, grads = [param for param, _ in pairs], [grad for _, grad in pairs]
+        takes_part = [g is not None or bool(state.get(p)) for p, g in zip(params, grads, strict=True)]
+        if not all(takes_part):
+            params, grads = list(itertools.compress(params, takes_part)), list(itertools.compress(grads, takes_part))
         if not set(map(type, params)) <= PLAIN:
             grads = [g if g is None else sharding.aligned(g, p) for g, p in zip(grads, params, strict=True)]
         return cls(params, grads)
@@ -101,11 +101,12 @@ class PlanCache:
         if plan is None or guards is None:
             return None
         inputs = GuardInputs.of(mine, groups, state)
-        if guards.hold(inputs):
+        changes = guards.changes(inputs)
+        if changes is not None and not any(changes):
             plan.bind(inputs.grads)
             return plan
         del self._plans[key]
-        if not guards.renewed(inputs):
+        if changes is None or not guards.renewed(inputs, changes):
             return None
         plan.refresh(inputs.params, inputs.grads)
         self._plans[key] = plan, guards
@@ -150,6 +151,15 @@ class GuardInputs(NamedTuple):
         return addresses(list(itertools.chain.from_iterable(map(dict.values, self.states))))
 
 
+class Changes(NamedTuple):
+    """The changes since a plan was built or refreshed that it can be refreshed for."""
+
+    moved: list[int | None] | None
+    """The addresses of all parameters; None if they are the same."""
+    grads: list[tuple[int, Tensor]]
+    """The gradients of other kinds, or that have lost their memory, with their indices."""
+
+
 class PlanGuards:
     """The guards of a plan: the kinds of all tensors, and the addresses of parameters and state, must not change.
 
@@ -167,37 +177,36 @@ class PlanGuards:
         self._each_alike = list(map(alike_one, grads))
         self._no_memory = [address == 0 for address in addresses(grads)]
 
-    def hold(self, inputs: GuardInputs) -> bool:
-        """Whether the plan holds for these inputs."""
-        return self._same_params(inputs) and self._same_grads(inputs.grads) and self._same_addresses(inputs)
+    def changes(self, inputs: GuardInputs) -> Changes | None:
+        """Return what has changed; None if the plan must be built anew."""
+        if not self._same_params(inputs) or self._state_addresses != inputs.state_addresses():
+            return None
+        grads = []
+        if not self._same_grads(inputs.grads):
+            if not set(map(type, inputs.grads)) <= {*PLAIN, type(None)}:
+                return None
+            grads = self._changed_grads(inputs.grads)
+        moved = addresses(inputs.params)
+        return Changes(None if moved == self._param_addresses else moved, grads)
 
-    def renewed(self, inputs: GuardInputs) -> bool:
+    def renewed(self, inputs: GuardInputs, changes: Changes) -> bool:
         """Whether the plan can be refreshed for these inputs; if so, the guards hold for them from now on.
 
         If not, the plan is built anew, which raises errors about parameters and gradients.
         """
-        plain = set(map(type, inputs.grads)) <= {*PLAIN, type(None)}
-        if not plain or not self._same_params(inputs) or self._state_addresses != inputs.state_addresses():
+        if changes.moved is not None and overlap(inputs.params, changes.moved):
             return False
-        moved, changed = addresses(inputs.params), self._changed_grads(inputs.grads)
-        if moved != self._param_addresses and overlap(inputs.params, moved):
+        if not all(fits(grad, inputs.params[i]) for i, grad in changes.grads):
             return False
-        if not all(fits(grad, inputs.params[i]) for i, grad in changed):
-            return False
-        self._param_addresses = moved
-        for i, grad in changed:
+        self._param_addresses = changes.moved or self._param_addresses
+        for i, grad in changes.grads:
             self._each_alike[i], self._no_memory[i], self._grads_alike = alike_one(grad), not grad.numel(), None
         return True
 
     def _same_params(self, inputs: GuardInputs) -> bool:
         return self._groups_and_layouts == inputs[:2] and self._params_alike(inputs.params)
 
-    def _same_addresses(self, inputs: GuardInputs) -> bool:
-        moved = addresses(inputs.params) != self._param_addresses
-        return not moved and self._state_addresses == inputs.state_addresses()
-
     def _changed_grads(self, grads: list[Tensor | None]) -> list[tuple[int, Tensor]]:
-        """The gradients of other kinds, or that have lost their memory, with their indices."""
         each = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
         has_none = [address == 0 for address in addresses([grad for _, grad in each])]
         return [
@@ -208,17 +217,17 @@ class PlanGuards:
 
     def _same_grads(self, grads: list[Tensor | None]) -> bool:
         """Whether the gradients are of the same kinds, and none of them has lost its memory."""
-        present, no_memory = grads, self._no_memory
-        if type(None) in set(map(type, grads)):
-            each = zip(grads, self._each_alike, no_memory, strict=True)
-            rows = [(grad, alike, none) for grad, alike, none in each if grad is not None]
-            present, no_memory = [grad for grad, _, _ in rows], [none for _, _, none in rows]
-            same = all(alike(grad) for grad, alike, _ in rows)
+        present, no_memory = [grad for grad in grads if grad is not None], self._no_memory
+        if len(present) < len(grads):
+            has_grad = [grad is not None for grad in grads]
+            no_memory = list(itertools.compress(no_memory, has_grad))
+            each_alike = itertools.compress(self._each_alike, has_grad)
+            same = all(alike(grad) for alike, grad in zip(each_alike, present, strict=True))
         elif self._grads_alike is None:
             same = not self._changed_grads(grads)
-            self._grads_alike = alike(present) if same else None  # type: ignore[arg-type]
+            self._grads_alike = alike(present) if same else None
         else:
-            same = self._grads_alike(present)  # type: ignore[arg-type]
+            same = self._grads_alike(present)
         return same and no_memory.count(True) == addresses(present).count(0)
 
 

@@ -91,10 +91,11 @@ FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width,
         }
 }
 
-/* The usual widths of tall matrices get specialized loops. */
+/* The usual widths of tall matrices, and 1, to which sums of pairs lead, get specialized loops. */
 #define FOR_WIDTH(function, height, width, ...)                   \
     do {                                                          \
         switch (width) {                                          \
+            case 1: function(height, 1, __VA_ARGS__); break;      \
             case 2: function(height, 2, __VA_ARGS__); break;      \
             case 3: function(height, 3, __VA_ARGS__); break;      \
             case 4: function(height, 4, __VA_ARGS__); break;      \
@@ -183,13 +184,14 @@ static void add_narrow_piece(const CameJob *job, const CameAverage *average, con
                              CameTileSums *s) {
     const CameGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
-    fold_rows(piece->lines, (int)g->width, s->elements, s->rows);
-    for (int i = 0; i < piece->n; i++) s->elements[PIECE_ELEMS + i] += s->elements[i];
+    real *restrict elements = s->elements, *restrict sums = s->elements + PIECE_ELEMS;
+    fold_rows(piece->lines, (int)g->width, elements, s->rows);
     s->lines = piece->lines;
     came_flush_rows(job, average, t, s);
     if (g->read_once && average == &job->square)
-        FOR_WIDTH(add_ratios, piece->lines, g->width, s->elements, average->row.values + first, s->ratios);
-    memset(s->elements, 0, (size_t)piece->n * sizeof(real));
+        FOR_WIDTH(add_ratios, piece->lines, g->width, elements, average->row.values + first, s->ratios);
+#pragma omp simd
+    for (int i = 0; i < piece->n; i++) sums[i] += elements[i], elements[i] = 0;
 }
 
 /* Adds up the rows of a narrow tile's sums, halves at a time, into the first row. */

@@ -70,9 +70,9 @@ typedef struct {
     RunBarrier barrier;
 } LayerwiseStep;
 
-/* If a thread has at most CACHED_CHUNKS chunks, the second loop processes them from the last to the first, in groups of
- * REVERSED_BLOCKS, because the last ones are the likeliest to be in cache. */
-enum { CACHED_CHUNKS = 128, REVERSED_BLOCKS = 8 };
+/* The second loop begins with the last chunks, which are the likeliest to be in cache: CACHED_CHUNKS of them from the
+ * last to the first, in groups of REVERSED_CHUNKS, and then all others in order. */
+enum { CACHED_CHUNKS = 128, REVERSED_CHUNKS = 8 };
 
 /* One thread's share of a row: chunks [first, last). */
 typedef struct {
@@ -115,11 +115,10 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
 /* Runs the second loop over the slice. */
 FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, LayerwiseStep *s, const LayerSlice *slice,
                                                   const LayerInfo info, void *locals, double ratio) {
-    const int64_t count = slice->last - slice->first;
-    int64_t group = count > CACHED_CHUNKS ? count : REVERSED_BLOCKS;
-    if (info.window && info.window < group) group = info.window;
-    for (int64_t end = slice->last; end > slice->first; end -= group) {
-        const int64_t start = end - group > slice->first ? end - group : slice->first;
+    for (int64_t start, end = slice->last; end > slice->first; end = start) {
+        int64_t group = slice->last - end < CACHED_CHUNKS ? REVERSED_CHUNKS : end - slice->first;
+        if (info.window && info.window < group) group = info.window;
+        start = end - group > slice->first ? end - group : slice->first;
         if (info.window) rule.open_window(s->step, slice->row, start, end, locals, true);
         for (int64_t b = start; b < end; b++)
             rule.second(s->step, slice->row, b, locals, ratio, layerwise_update(slice, b));

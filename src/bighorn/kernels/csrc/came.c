@@ -23,7 +23,21 @@ TABLE_PER_ISA(StridedLoops, strided_loops)
  * TILE_MAX_ELEMS: it stays in the second-level cache. */
 enum { TILE_MIN_ROWS = 128, TILE_MIN_ELEMS = 8192, NARROW_TILE_MIN_ELEMS = 65536, TILE_MAX_ELEMS = 65536 };
 
+/* A matrix of fewer rows than TILE_MIN_ROWS per thread is divided nevertheless, so that a tensor has up to MAX_SHARES
+ * tiles. */
+enum { SHARE_MIN_ROWS = 32, SHARE_MIN_ELEMS = 65536, MAX_SHARES = 8 };
+
+/* Elements of matrices whose m, x and gradient stay in the last cache. */
+enum { GROUP_ELEMS = 1 << 20 };
+
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Returns the number of tiles of a matrix that has few rows, for as many threads. */
+static int64_t shares_of(const CameGrid *g) {
+    const int64_t by_rows = g->height / SHARE_MIN_ROWS, by_elems = g->height * g->width / SHARE_MIN_ELEMS;
+    const int64_t shares = by_rows < by_elems ? by_rows : by_elems, most = MAX_SHARES / g->matrices;
+    return shares < most ? shares : most;
+}
 
 /* Returns the columns of a tile of long rows: more if the matrix has few rows, since memory serves long streams faster
  * than short ones. */
@@ -39,6 +53,7 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard, const Gradie
         .height = row->height,
         .width = row->width,
         .per_tile = 1,
+        .group = 1,
         .tiles_down = 1,
         .tiles_across = 1,
         .tile_columns = row->width,
@@ -46,12 +61,15 @@ static CameGrid grid_of(const CameRow *row, const CameShard *shard, const Gradie
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
     g.whole = size <= PIECE_ELEMS;
+    g.group = larger(1, GROUP_ELEMS / size);
     if (g.whole) {
         g.per_tile = PIECE_ELEMS / size;
+        g.group = larger(1, g.group / g.per_tile) * g.per_tile;
     } else {
         const int64_t least = g.width < NARROW_COLUMNS ? NARROW_TILE_MIN_ELEMS : TILE_MIN_ELEMS;
         g.tiles_down = larger(1, g.height / larger(TILE_MIN_ROWS, least / g.width));
-        if (g.width > WIDE_COLUMNS) g.tile_columns = tile_columns_of(&g);
+        if (g.width <= WIDE_COLUMNS) g.tiles_down = larger(g.tiles_down, shares_of(&g));
+        if (g.width > (g.tiles_down > 1 ? WHOLE_COLUMNS : WIDE_COLUMNS)) g.tile_columns = tile_columns_of(&g);
         g.tiles_across = (g.width + g.tile_columns - 1) / g.tile_columns;
         const int64_t most = STAGED_ELEMS / g.width; /* rows of a copy */
         if (is_copied(row, gradient) && g.tiles_across == 1)
@@ -89,11 +107,26 @@ static int64_t workspace_of(const CameRow *row, const CameShard *shard, const Gr
     return places_in(&grid, shard).end;
 }
 
-enum { SCRATCH_DOUBLES = sizeof(CameScratch) / sizeof(double) };
+enum { SCRATCH_DOUBLES = sizeof(CameScratch) / sizeof(double), COLUMN_BUFFERS = 3 };
+
+/* The elements of each of a thread's buffers of columns; a multiple of a cache line. */
+static int64_t column_elems_of(const CameGrid *g) { return (larger(2 * PIECE_ELEMS, g->tile_columns) + 15) / 16 * 16; }
 
 static int64_t scratch_of(const CameRow *row, const CameShard *shard, const Gradient *gradient) {
     const CameGrid grid = grid_of(row, shard, gradient);
-    return SCRATCH_DOUBLES + came_copied_bytes(&grid, row, gradient) / (int64_t)sizeof(double);
+    return SCRATCH_DOUBLES + doubles_of(COLUMN_BUFFERS * column_elems_of(&grid)) +
+           came_copied_bytes(&grid, row, gradient) / (int64_t)sizeof(double);
+}
+
+/* Places a thread's buffers in its scratch; returns the memory for copies of tiles. */
+static char *begin_scratch(CameScratch *scratch, const CameGrid *g) {
+    const int64_t elems = column_elems_of(g);
+    real *columns = (real *)(scratch + 1);
+    scratch->columns.matrix = -1;
+    scratch->columns.factor = columns;
+    scratch->sums.elements = columns + elems;
+    scratch->sums.ratios = columns + 2 * elems;
+    return (char *)(columns + COLUMN_BUFFERS * elems);
 }
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
@@ -103,7 +136,8 @@ typedef struct {
     const CameLoops *loops;
     const CameOptions *options;
     CameJob job;
-    int64_t first, last; /* tiles */
+    int64_t from, to;    /* the matrices that the threads process now */
+    int64_t first, last; /* this thread's share of their tiles */
     double size;         /* of the whole tensor */
     RunBarrier *barrier;
     int thread, team;
@@ -124,6 +158,19 @@ static CameAverage average_of(const CameRow *row, const CameShard *h, real *rows
         lines_of(columns, beta, eps, !h || h->leads_down, row->height, h ? h->height : row->height),
         is_split(h) ? means : NULL,
     };
+}
+
+/* Returns the first tile of a matrix, which is the first one of its tile. */
+static int64_t first_tile_of(const CameGrid *g, int64_t matrix) {
+    return matrix < g->matrices ? matrix / g->per_tile * g->tiles_down * g->tiles_across : g->tiles;
+}
+
+static void select_matrices(CameWork *w, int64_t from, int64_t to) {
+    const int64_t first = first_tile_of(&w->job.grid, from), tiles = first_tile_of(&w->job.grid, to) - first;
+    w->from = from;
+    w->to = to;
+    w->first = first + share_of(tiles, w->thread, w->team);
+    w->last = first + share_of(tiles, w->thread + 1, w->team);
 }
 
 static void begin_work(CameWork *w, CameStep *s, int64_t index, double *scratch, double *workspace, int thread,
@@ -161,43 +208,49 @@ static void begin_work(CameWork *w, CameStep *s, int64_t index, double *scratch,
         .col_sums = (real *)(workspace + p.col_sums),
         .ratio_sums = (real *)(workspace + p.ratio_sums),
     };
-    w->first = share_of(grid.tiles, thread, team);
-    w->last = share_of(grid.tiles, thread + 1, team);
     w->size = (double)w->job.gradient->size;
     if (shard) w->size = (double)shard->matrices * (double)shard->height * (double)shard->width;
     w->barrier = &s->barrier;
     w->thread = thread;
     w->team = team;
+    select_matrices(w, 0, grid.matrices);
     w->columns = &w->job.scratch->columns;
-    w->columns->matrix = -1;
-    came_begin_copies(&w->copies, &w->job, strided_loops_for(s->isa), (char *)(scratch + SCRATCH_DOUBLES));
+    came_begin_copies(&w->copies, &w->job, strided_loops_for(s->isa), begin_scratch(w->job.scratch, &grid));
 }
 
 static void wait(const CameWork *w) { wait_for_all(w->barrier, w->team); }
 
-/* Returns the sum of all threads' tile sums, after a barrier. A second barrier must come before they are written
- * again. */
-static double total(const CameWork *w, int64_t count) {
+/* Returns the sum of all threads' sums [first, last), after a barrier. A second barrier must come before they are
+ * written again. */
+static double total(const CameWork *w, int64_t first, int64_t last) {
     double sum = 0;
     wait(w);
-    for (int64_t i = 0; i < count; i++) sum += w->job.tile_sums[i];
+    for (int64_t i = first; i < last; i++) sum += w->job.tile_sums[i];
     return sum;
+}
+
+/* Returns the sum of the tile sums of the selected matrices. */
+static double total_of_tiles(const CameWork *w) {
+    return total(w, first_tile_of(&w->job.grid, w->from), first_tile_of(&w->job.grid, w->to));
 }
 
 /* Updates the averages of lines that extend over several tiles. */
 static void finish(const CameWork *w, const CameAverage *average) {
     const CameJob *job = &w->job;
     const CameGrid *g = &job->grid;
-    const int64_t rows = g->matrices * g->tiles_down, columns = g->matrices * g->column_groups;
+    const int64_t matrices = w->to - w->from, rows = matrices * g->tiles_down, columns = matrices * g->column_groups;
     wait(w);
     if (g->tiles_across > 1)
         for (int64_t i = share_of(rows, w->thread, w->team); i < share_of(rows, w->thread + 1, w->team); i++) {
-            const double sum = w->loops->finish_rows(job, average, i / g->tiles_down, i % g->tiles_down);
-            if (g->ratios_of_columns) job->tile_sums[i] = sum;
+            const int64_t matrix = w->from + i / g->tiles_down;
+            const double sum = w->loops->finish_rows(job, average, matrix, i % g->tiles_down);
+            if (g->ratios_of_columns) job->tile_sums[matrix] = sum;
         }
     if (g->tiles_down > 1)
-        for (int64_t i = share_of(columns, w->thread, w->team); i < share_of(columns, w->thread + 1, w->team); i++)
-            job->tile_sums[i] = w->loops->finish_columns(job, average, i / g->column_groups, i % g->column_groups);
+        for (int64_t i = share_of(columns, w->thread, w->team); i < share_of(columns, w->thread + 1, w->team); i++) {
+            const int64_t matrix = w->from + i / g->column_groups, group = i % g->column_groups;
+            job->tile_sums[matrix * g->column_groups + group] = w->loops->finish_columns(job, average, matrix, group);
+        }
 }
 
 /* Returns the sum of x^2 if the learning rate depends on it. The function ends with a barrier, so that other sums can
@@ -206,7 +259,7 @@ static double param_square_sum(CameWork *w) {
     if (!w->options->scale_parameter) return 0;
     for (int64_t tile = w->first; tile < w->last; tile++)
         w->job.tile_sums[tile] = w->loops->param_square_sum(came_with_weights(&w->copies, &w->job, tile), tile);
-    double sum = total(w, w->job.grid.tiles);
+    double sum = total_of_tiles(w);
     wait(w);
     return sum;
 }
@@ -215,7 +268,7 @@ static double update_square_sum(CameWork *w) {
     for (int64_t tile = w->last; tile-- > w->first;)
         w->job.tile_sums[tile] =
             w->loops->update_square_sum(came_with_grad(&w->copies, &w->job, tile), tile, w->columns);
-    return total(w, w->job.grid.tiles);
+    return total_of_tiles(w);
 }
 
 /* Updates the second moment; returns the sum of u^2, which is not known yet for a shard that is split. */
@@ -227,7 +280,7 @@ static double second_moment(CameWork *w) {
     if (!job->row->factored) {
         for (int64_t tile = w->first; tile < w->last; tile++)
             job->tile_sums[tile] = loops->second_moment(came_with_grad(&w->copies, &w->job, tile), tile);
-        return total(w, g->tiles);
+        return total_of_tiles(w);
     }
     for (int64_t tile = w->first; tile < w->last; tile++) {
         const CameJob *here = came_with_grad(&w->copies, &w->job, tile);
@@ -245,8 +298,9 @@ static double second_moment(CameWork *w) {
             loops->ratios(came_with_grad(&w->copies, &w->job, tile), tile, w->columns);
         finish(w, &job->ratio);
     }
-    if (g->ratios_of_columns) return total(w, g->matrices);
-    return total(w, g->read_once && g->tiles_down > 1 ? g->matrices * g->column_groups : g->tiles);
+    if (g->ratios_of_columns) return total(w, 0, g->matrices);
+    if (g->read_once && g->tiles_down > 1) return total(w, 0, g->matrices * g->column_groups);
+    return total_of_tiles(w);
 }
 
 /* Returns the factor of u, from the sum of its squares. */
@@ -270,33 +324,37 @@ static double correction(const CameWork *w) {
     return o->bias_correction ? sqrt(1 - power(o->betas[2], (int64_t)*w->job.row->step + 1)) : 1;
 }
 
-/* Updates m and the residuals' averages; if the second moment is not factored, m and x. */
-static void momentum(CameWork *w, CameSquareSums sums) {
-    const CameLoops *loops = w->loops;
-    const CameJob *job = &w->job;
-    const CameRow *row = job->row;
+/* Updates m and x, if the second moment is not factored. */
+static void momentum_and_apply(CameWork *w, CameSquareSums sums) {
     const real clip = (real)clip_factor(w, sums.update);
-    if (!row->factored) {
-        const double lr = learning_rate(w, sums.param);
-        for (int64_t tile = w->first; tile < w->last; tile++) {
-            came_with_weights(&w->copies, job, tile);
-            loops->momentum_and_apply(came_with_grad(&w->copies, job, tile), tile, clip, (real)lr,
-                                      (real)(1 - lr * w->options->weight_decay));
-            came_store_weights(&w->copies, &w->job, tile);
-        }
-        if (w->thread == 0) row->metrics[2] = 1;
-        return;
+    const double lr = learning_rate(w, sums.param);
+    for (int64_t tile = w->first; tile < w->last; tile++) {
+        came_with_weights(&w->copies, &w->job, tile);
+        w->loops->momentum_and_apply(came_with_grad(&w->copies, &w->job, tile), tile, clip, (real)lr,
+                                     (real)(1 - lr * w->options->weight_decay));
+        came_store_weights(&w->copies, &w->job, tile);
     }
-    const int apart = row->state_type == INT8 && row->inner != row->width && job->gradient->size > 0;
-    if (apart) {
-        int64_t blocks = job->gradient->size / row->inner * blocks_in_row(row->inner);
-        loops->momentum_apart(job, clip, share_of(blocks, w->thread, w->team),
-                              share_of(blocks, w->thread + 1, w->team));
-        wait(w);
-    }
+    if (w->thread == 0) w->job.row->metrics[2] = 1;
+}
+
+/* Whether m has int8 blocks that cross the rows of the matrices, so that a loop of its own updates it. */
+static int is_apart(const CameRow *row) { return row->state_type == INT8 && row->inner != row->width; }
+
+static void momentum_apart(CameWork *w, real clip) {
+    const CameJob *job = &w->job;
+    if (!is_apart(job->row) || job->gradient->size == 0) return;
+    const int64_t blocks = job->gradient->size / job->row->inner * blocks_in_row(job->row->inner);
+    w->loops->momentum_apart(job, clip, share_of(blocks, w->thread, w->team), share_of(blocks, w->thread + 1, w->team));
+    wait(w);
+}
+
+/* Updates m and the residuals' averages of the selected matrices. */
+static void momentum(CameWork *w, real clip) {
+    const int apart = is_apart(w->job.row);
+    w->columns->matrix = -1;
     for (int64_t tile = w->last; tile-- > w->first;)
-        loops->momentum(came_with_grad(&w->copies, &w->job, tile), tile, clip, apart, w->columns);
-    finish(w, &job->residual);
+        w->loops->momentum(came_with_grad(&w->copies, &w->job, tile), tile, clip, apart, w->columns);
+    finish(w, &w->job.residual);
     wait(w);
     w->columns->matrix = -1;
 }
@@ -305,10 +363,10 @@ static void momentum(CameWork *w, CameSquareSums sums) {
 static double confidence(CameWork *w) {
     for (int64_t tile = w->first; tile < w->last; tile++)
         w->job.tile_sums[tile] = w->loops->confidence(&w->job, tile, w->columns);
-    return total(w, w->job.grid.tiles);
+    return total_of_tiles(w);
 }
 
-/* Updates x; returns the sum of the confidence. */
+/* Updates x of the selected matrices; returns the sum of their confidence. */
 static double apply(CameWork *w, double param_sum) {
     const double lr = learning_rate(w, param_sum);
     const real step = (real)(lr * correction(w)), decay = (real)(1 - lr * w->options->weight_decay);
@@ -317,18 +375,34 @@ static double apply(CameWork *w, double param_sum) {
             w->loops->apply(came_with_weights(&w->copies, &w->job, tile), tile, step, decay, w->columns);
         came_store_weights(&w->copies, &w->job, tile);
     }
-    return total(w, w->job.grid.tiles);
+    return total_of_tiles(w);
 }
 
 static void store_confidence(const CameWork *w, double sum) {
     if (w->thread == 0) w->job.row->metrics[2] = (float)(correction(w) * sum / w->size);
 }
 
+/* Updates m, the residuals' averages and x, if the second moment is factored. A matrix's m and averages give its x, so
+ * that a group of matrices is complete, while it is in cache, before the next group begins. */
+static void momentum_then_apply(CameWork *w, CameSquareSums sums) {
+    const CameGrid *g = &w->job.grid;
+    const real clip = (real)clip_factor(w, sums.update);
+    double confidence = 0;
+    momentum_apart(w, clip);
+    for (int64_t from, to = g->matrices; to > 0; to = from) {
+        from = (to - 1) / g->group * g->group;
+        select_matrices(w, from, to);
+        momentum(w, clip);
+        confidence += apply(w, sums.param);
+    }
+    store_confidence(w, confidence);
+}
+
 static void step_whole(CameWork *w) {
     CameSquareSums sums = {.param = param_square_sum(w)};
     sums.update = second_moment(w);
-    momentum(w, sums);
-    if (w->job.row->factored) store_confidence(w, apply(w, sums.param));
+    if (w->job.row->factored) momentum_then_apply(w, sums);
+    else momentum_and_apply(w, sums);
 }
 
 static void load_reduced_together(const CameWork *w, const CameAverage *average, const CameShardSums *from) {
@@ -357,8 +431,14 @@ static void step_shard(CameWork *w, int round) {
             break;
         case 2: {
             load_reduced_together(w, &job->square, &squares);
-            momentum(w, reduced_square_sums(job, &squares));
-            if (!factored) break;
+            sums = reduced_square_sums(job, &squares);
+            if (!factored) {
+                momentum_and_apply(w, sums);
+                break;
+            }
+            const real clip = (real)clip_factor(w, sums.update);
+            momentum_apart(w, clip);
+            momentum(w, clip);
             double here = residuals.confidence ? confidence(w) : 0;
             if (stores) store_shard_average(job, &job->residual, NULL, &residuals);
             if (stores && residuals.confidence) *residuals.confidence = here;

@@ -8,10 +8,11 @@
 #include "run.h"
 
 enum {
-    NARROW_COLUMNS = 32,  /* columns: a piece has several shorter rows */
-    WIDE_COLUMNS = 8192,  /* columns: longer rows are divided into tiles, which have at most as many */
-    SUMMED_COLUMNS = 256, /* columns whose sums are added up at a time */
-    INTERLEAVED_ROWS = 4, /* rows of a wide matrix in one loop */
+    NARROW_COLUMNS = 32,   /* columns: a piece has several shorter rows */
+    WIDE_COLUMNS = 8192,   /* columns: longer rows are divided into tiles, which have at most as many */
+    WHOLE_COLUMNS = 32768, /* columns: in a matrix of several tiles of rows, only longer rows are divided */
+    SUMMED_COLUMNS = 256,  /* columns whose sums are added up at a time */
+    INTERLEAVED_ROWS = 4,  /* rows of a wide matrix in one loop */
 };
 
 /* The division of a tensor into tiles, which depends only on the tensor's shape: a tile has one or more whole matrices,
@@ -21,6 +22,7 @@ typedef struct {
     int64_t matrices, height, width;
     int64_t per_tile, tiles_down, tiles_across, tiles;
     int64_t tile_columns;
+    int64_t group;         /* matrices that are processed together */
     int64_t column_groups; /* groups of SUMMED_COLUMNS columns in a matrix, for adding up the sums of its tiles */
     int whole;             /* whether tiles have whole matrices */
     /* Whether one read of the gradient serves both its squares and the size of u: rows are complete in a tile, so that
@@ -42,10 +44,10 @@ typedef struct {
 
 /* Values that tiles one below the other share, kept from one tile to the next. */
 typedef struct {
-    int64_t matrix, across;                 /* -1: no values yet */
-    real root_mean;                         /* the root of the mean of all row averages of the matrix */
-    double sum;                             /* of the factors */
-    _Alignas(64) real factor[WIDE_COLUMNS]; /* 1 / sqrt(col) */
+    int64_t matrix, across; /* -1: no values yet */
+    real root_mean;         /* the root of the mean of all row averages of the matrix */
+    double sum;             /* of the factors */
+    real *factor;           /* 1 / sqrt(col) */
 } CameColumns;
 
 /* A tile's sums of rows and columns while they grow. In a wide matrix, `elements` and `ratios` (sums of q / row) are
@@ -53,7 +55,7 @@ typedef struct {
  * have the sums of all pieces, per element. `columns` is for tiles of whole matrices. */
 typedef struct {
     double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
-    _Alignas(64) real elements[WIDE_COLUMNS], ratios[WIDE_COLUMNS];
+    real *elements, *ratios;
     int64_t row; /* the first of the `lines` in `rows` */
     int lines;
 } CameTileSums;
@@ -64,11 +66,12 @@ typedef struct {
     GradientMean last;
 } CameGradBuffer;
 
-/* A thread's buffers. They are in the workspace, because a thread of Python can have a stack of only 64 KB. */
+/* A thread's buffers; those of columns are behind this structure. They are in the workspace, because a thread of Python
+ * can have a stack of only 64 KB. */
 typedef struct {
     CameColumns columns;
     CameTileSums sums;
-    CameGradBuffer gradients[INTERLEAVED_ROWS];
+    _Alignas(64) CameGradBuffer gradients[INTERLEAVED_ROWS];
     real weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
 } CameScratch;
 

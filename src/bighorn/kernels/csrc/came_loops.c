@@ -115,6 +115,26 @@ FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, co
             (all ? square_of(load_element(type, c, i) * r_c) + square_of(load_element(type, d, i) * r_d) : NOTHING);
 }
 
+/* Returns the sum of u^2, before clipping. */
+FORCE_INLINE_TEMPLATE real update_square_loop(const int count, const int type, int n, const void *const *g,
+                                              const real *r, const real *restrict c) {
+    const int all = count == INTERLEAVED_ROWS;
+    const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
+    const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
+    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
+    real sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) {
+        sum += square_of(update_of(load_element(type, g_a, i), r_a, c[i]));
+        if (all) {
+            sum += square_of(update_of(load_element(type, g_b, i), r_b, c[i]));
+            sum += square_of(update_of(load_element(type, g_c, i), r_c, c[i]));
+            sum += square_of(update_of(load_element(type, g_d, i), r_d, c[i]));
+        }
+    }
+    return sum;
+}
+
 /* Adds q of a part of tile t to its sums. */
 static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer *buffers, const CameTile *t,
                         CameTileSums *sums) {
@@ -172,10 +192,11 @@ static double squares(const CameJob *job, int64_t index) {
         return came_end_tile(job, &job->square, &t, sums);
     }
     const int64_t most = L2_CACHE_ELEMS / t.columns / INTERLEAVED_ROWS * INTERLEAVED_ROWS;
+    const int64_t rows = most ? most : INTERLEAVED_ROWS;
     CameTile part = t;
     for (int64_t row = 0; row < t.rows; row += part.rows) {
         part.row = t.row + row;
-        part.rows = t.rows - row < most ? t.rows - row : most;
+        part.rows = t.rows - row < rows ? t.rows - row : rows;
         add_squares(job, &part, buffers, &t, sums);
         sums->lines = (int)part.rows;
         came_flush_rows(job, &job->square, &t, sums);
@@ -188,22 +209,19 @@ static double squares(const CameJob *job, int64_t index) {
 
 static double update_square_sum(const CameJob *job, int64_t index, CameColumns *columns) {
     const CameTile t = tile_at(&job->grid, index);
-    CameGradBuffer buffer;
+    CameGradBuffer *buffers = job->scratch->gradients;
     CameFactors f;
     double total = 0;
-    start_buffers(&buffer, 1);
+    start_buffers(buffers, INTERLEAVED_ROWS);
     came_set_columns(job, &job->square, &t, columns);
-    for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
-        const real *restrict g = grad_at(job, s.start, s.n, &buffer);
+    for (CamePiece s = {0}; next_piece(&job->grid, &t, &s);) {
+        const void *g[INTERLEAVED_ROWS];
         came_set_factors(job, &job->square, &t, &s, columns, &f);
-        const real *restrict c = f.c, r = f.r[0];
-        real sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < s.n; i++) {
-            real u = update_of(g[i], r, c[i]);
-            sum += u * u;
+        for (int k = 0; k < s.count; k++) {
+            g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
+            f.r[k] *= job->grad_scale;
         }
-        total += sum;
+        total += FOR_TYPE(update_square_loop, s.count, grad_type(job), s.n, g, f.r, f.c);
     }
     return total;
 }

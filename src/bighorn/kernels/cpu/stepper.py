@@ -19,6 +19,8 @@ from bighorn.kernels.cpu.row_means import RowMeans
 from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout
 from bighorn.kernels.options import Options
 
+RACE = "two threads step one optimizer at once, and one of them has let go of the gradients"
+
 DATA = 0
 """The word of a row's structure that is the address of its weights."""
 
@@ -91,10 +93,8 @@ class Stepper(Generic[Options]):
 
     def prepare(self) -> None:
         """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
-        grads, order, counts = self._all_grads(), self.largest_first, self.all_counts
-        if type(None) in set(map(type, grads)):
-            order = array("q", [row for row in order if grads[row] is not None])
-            counts = self._addresses_of_counts()
+        order = self._order_of(self._all_grads())
+        counts = self.all_counts if order is self.largest_first else self._addresses_of_counts()
         how = run()
         with self.lock:
             if how.threads > self.threads:
@@ -142,13 +142,20 @@ class Stepper(Generic[Options]):
     def _all_grads(self) -> list[Tensor | None]:
         return list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
 
+    def _order_of(self, grads: list[Tensor | None]) -> array[int]:
+        if len(grads) < len(self.rows):
+            raise RuntimeError(RACE)
+        if type(None) not in set(map(type, grads)):
+            return self.largest_first
+        return array("q", [row for row in self.largest_first if grads[row] is not None])
+
     def _grads(self) -> array[int]:
         grads = self._all_grads()
-        present = [grad for grad in grads if grad is not None]
-        if len(present) != len(self.order):
-            raise RuntimeError("two threads step one optimizer at once, and one of them has let go of the gradients")
-        if len(present) == len(grads):
-            return array("Q", map(Tensor.data_ptr, present))
+        order = self._order_of(grads)
+        if order is not self.order and order != self.order:
+            raise RuntimeError(RACE)
+        if order is self.largest_first:
+            return array("Q", map(Tensor.data_ptr, grads))  # type: ignore[arg-type]  # none is None
         return array("Q", [0 if grad is None else grad.data_ptr() for grad in grads])
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, kernels
 from bighorn.kernels.cpu import library
 from tests.backends import test_backends
-from tests.support.cases import CASES
+from tests.support.cases import CASES, needs_grad_dtype
 from tests.support.processes import LIMIT, outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -391,6 +391,7 @@ MEMORY = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc/self/clear_refs")
+@needs_grad_dtype
 def test_temporaries_stay_small_whatever_the_model() -> None:
     """The model has 8 tensors of 2 million elements, so a copy of it would be 64 MB."""
     # With these settings, malloc returns freed memory at once; by default it keeps some, which would hide temporaries.

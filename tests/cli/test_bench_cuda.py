@@ -178,6 +178,7 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     known = bench.Instrument(lambda: facts, compare, lambda _: 1_500_000, 0, cuda.copy_speed)
     monkeypatch.setitem(bench.INSTRUMENTS, "cuda", known)
     monkeypatch.setattr(torch, "device", lambda _: CPU)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # it asks for `torch.device` in CUDA builds
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H900")
     monkeypatch.setitem(SHAPES, "small", lambda: [(16, 8), (8,), (1, 3, 2)])

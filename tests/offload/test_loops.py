@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale
-from tests.support.cases import Kind
+from tests.support.cases import Kind, needs_grad_dtype
 from tests.support.offloading import OVERLAPS, Make, Overlap, in_groups, loss_of, network, offloaded, scaled_step
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
@@ -60,6 +60,7 @@ def test_accumulation(make: Make, accumulate: str, overlap: Overlap) -> None:
     assert_equal(*nets)
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize("overlap", ["copies", "forward"])
 def test_accumulation_on_the_host_needs_no_context(overlap: Overlap) -> None:
     """Also in bfloat16, whose gradients are added up in float32, and with a clip."""

@@ -250,7 +250,7 @@ FSDP = """
 """
 
 
-def test_fully_sharded(tmp_path: Path) -> None:
+def test_fsdp2(tmp_path: Path) -> None:
     """With FSDP2, an overflow in the shard of one rank skips the step on all ranks."""
     check_on_two_ranks(FSDP, tmp_path, "AdamW", "fused", "Lamb")
 

@@ -153,10 +153,16 @@ def set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | 
         parameter.grad = gradient
 
 
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+REFUSES_GRAD_DTYPES = f"torch {torch.__version__} refuses gradients of another dtype than their parameter's"
+needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason=REFUSES_GRAD_DTYPES)
+"""Skips a test before torch 2.10."""
+
+
 def allow_gradients_of(parameter: Parameter, dtype: torch.dtype | None) -> None:
-    """Allow gradients of another dtype, None for any; torch before 2.10 refuses to assign them."""
-    if not hasattr(parameter, "grad_dtype"):
-        pytest.skip(f"torch {torch.__version__} refuses gradients of another dtype than their parameter's")
+    """Allow gradients of another dtype, None for any, or skip the test where torch refuses to assign them."""
+    if not HAS_GRAD_DTYPE:
+        pytest.skip(REFUSES_GRAD_DTYPES)
     parameter.grad_dtype = dtype
 
 

@@ -140,9 +140,9 @@ CAME: Make = lambda net: Came(net.named_parameters(), lr=0.01)  # noqa: E731
 ADAMW: Make = lambda net: AdamW(net.parameters(), lr=0.01)  # noqa: E731
 
 SCENARIOS: dict[str, Callable[[], None]] = {
-    "policy-lamb": partial(cpu_offload_policy, LAMB),
-    "policy-clip": partial(cpu_offload_policy, CLIP),
-    "policy-came": partial(cpu_offload_policy, CAME),
+    "fsdp-policy-lamb": partial(cpu_offload_policy, LAMB),
+    "fsdp-policy-clip": partial(cpu_offload_policy, CLIP),
+    "fsdp-policy-came": partial(cpu_offload_policy, CAME),
     "lamb": partial(shards, LAMB),
     "clip": partial(shards, CLIP),
     "came": partial(shards, CAME),

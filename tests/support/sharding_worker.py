@@ -510,7 +510,7 @@ def scenarios(world: int, folder: Path) -> Mapping[str, Callable[[], None]]:
         todo["process-group"] = process_group
         todo["replaced-state"] = replaced_state
         for kind, backend in itertools.product((Lamb, Came), ("reference", "foreach", "cpu")):
-            todo[f"{kind.__name__}-{backend}-changing"] = partial(changing, kind, backend)
+            todo[f"{kind.__name__}-{backend}-fsdp-changing"] = partial(changing, kind, backend)
         todo["lamb-tensor-parallel"] = partial(tensor_parallel, Lamb, {"max_grad_norm": 0.1})
         todo["came-tensor-parallel"] = partial(tensor_parallel, Came, {})
         todo["async-saves"] = partial(

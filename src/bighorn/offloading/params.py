@@ -131,8 +131,8 @@ def offloaded_params(
     here = [sharding.local(param.detach()) for param in params]
     dtypes = [getattr(param, "grad_dtype", None) or param.dtype for param in params]
     weights = slots(here, [param.dtype for param in params], copies)
-    # Optimizers of torch want gradients of their parameter's dtype.
-    wide = sums or (masters and not isinstance(optimizer, StepsAhead))
+    # Optimizers of torch want gradients of their parameter's dtype, and so do parameters before torch 2.10.
+    wide = sums or (masters and not (isinstance(optimizer, StepsAhead) and hasattr(Tensor, "grad_dtype")))
     grads = slots(here, [sum_dtype(dtype) if wide else dtype for dtype in dtypes], copies)
     names = {id(param): name for name, param in model.named_parameters()}
     made = iter(

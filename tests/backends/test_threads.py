@@ -234,6 +234,9 @@ def test_threads_with_small_stacks(size: int) -> None:
             print("done")
 
         torch.set_num_threads(1)
+        param = torch.nn.Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        Lamb([param]).step()  # imports what would be compiled in the thread, for which Python itself needs more stack
         threading.stack_size({size})
         thread = threading.Thread(target=work)
         thread.start()

@@ -40,6 +40,25 @@ SPEED = {
 """The rows of docs/speed.md: the file in results, and the parameter set in it."""
 
 SPEED_COLUMNS = ("Lamb", "Lamb, adam=True", "Came")
+
+CLIFFS = {
+    "1000 of 64x64, another tenth without gradients each step": "missing",
+    "200 of 64x64, new storage each step": "moved",
+    "60 of 128x128x3x3, gradients of alternating strides *": "alternating",
+    "ResNet-50, channels last, gradients contiguous *": "channels_last",
+    "4096 of the 8192 columns of a matrix": "gaps",
+    "a transposed 4096x2048, gradient contiguous *": "transposed",
+    "1000000x16": "tall",
+    "16x1000000": "wide",
+    "2048x28672": "long_rows",
+    "128x8192": "few_rows",
+    "64x512x2048": "experts",
+    "1000000": "million",
+    "2048x2048 in float64": "float64",
+}
+"""The rows of the second table of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
+
+CLIFF_COLUMNS = ("Lamb", "Lamb, cautious", "Came", "torch AdamW, foreach")
 MEMORY = "resident-memory"
 
 
@@ -178,13 +197,21 @@ def speed_picture() -> str:
 PICTURES = {"front-batch": batch_picture, "front-memory": memory_picture, "front-speed": speed_picture}
 
 
-def speed_table() -> str:
-    lines = ["| shapes of | " + " | ".join(SPEED_COLUMNS) + " |", "|---" * (1 + len(SPEED_COLUMNS)) + "|"]
-    for row, place in SPEED.items():
+def _ratio_table(first: str, places: dict[str, tuple[str, str]], columns: tuple[str, ...]) -> str:
+    lines = [f"| {first} | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for row, place in places.items():
         found = ratios(*place)
-        texts = [f"{found[c]['median']:.2f} ({found[c]['p10']:.2f}-{found[c]['p90']:.2f})" for c in SPEED_COLUMNS]
+        texts = [f"{found[c]['median']:.2f} ({found[c]['p10']:.2f}-{found[c]['p90']:.2f})" for c in columns]
         lines.append(f"| {row} | {' | '.join(texts)} |")
     return "\n".join(lines)
+
+
+def speed_table() -> str:
+    return _ratio_table("shapes of", SPEED, SPEED_COLUMNS)
+
+
+def cliffs_table() -> str:
+    return _ratio_table("parameters", {row: ("step-cliffs", name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
 
 
 def memory_table() -> str:
@@ -214,6 +241,7 @@ def rates_table() -> str:
 
 TABLES = {
     "step-fp32": (DOCS / "speed.md", speed_table),
+    "step-cliffs": (DOCS / "speed.md", cliffs_table),
     MEMORY: (DOCS / "memory-results.md", memory_table),
     RATES: (DOCS / "came-rates.md", rates_table),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.cases import Kind
+from tests.support.cases import Kind, needs_grad_dtype
 from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
@@ -26,7 +26,7 @@ def make(kind: Kind, net: nn.Module, **options: Any) -> Any:
     return kind(net.named_parameters(), lr=0.003, weight_decay=0.1, **options)
 
 
-@pytest.mark.parametrize("accumulate", ["device", "host"])
+@pytest.mark.parametrize("accumulate", [pytest.param("device", marks=needs_grad_dtype), "host"])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_they_are_the_optimizers_own(kind: Kind, overlap: Overlap, dtype: torch.dtype, accumulate: str) -> None:

@@ -114,6 +114,8 @@ CLIFFS = {
     "transposed": ParamSet(lambda: [(4096, 2048)], layout=transposed, note=WRONG_BASELINE),
     "tall": ParamSet(lambda: [(1_000_000, 16)]),
     "wide": ParamSet(lambda: [(16, 1_000_000)]),
+    "long_rows": ParamSet(lambda: [(2048, 28672)]),
+    "few_rows": ParamSet(lambda: [(128, 8192)]),
     "experts": ParamSet(lambda: [(64, 512, 2048)]),
     "million": ParamSet(lambda: [(1_000_000,)]),
     "float64": ParamSet(lambda: [(2048, 2048)], dtype=torch.float64),

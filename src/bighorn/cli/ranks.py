@@ -171,6 +171,9 @@ class Ranks:
 
 ALONE = Ranks()
 
+RELEASE_SECONDS = 0.1
+"""Time for gloo's threads to release the tensors of the last collectives."""
+
 
 def end_process_group() -> None:
     """Destroy the process group, if there is one. Call it after the functions that made models have returned.
@@ -182,12 +185,15 @@ def end_process_group() -> None:
     hold the group in reference cycles, so the group's threads end before the interpreter does only if these cycles are
     collected first. Without ``gc.collect()`` 3 of 40 such processes aborted, with it none.
 
-    The group itself is released last: DistributedDataParallel would wait for gloo's threads with Python's lock held.
+    The group itself is released last: DistributedDataParallel would wait for gloo's threads with Python's lock held. In
+    torch 2.7 so does the release of the group, which then waits forever for a thread that needs the lock; the threads
+    have it while this one sleeps.
     """
     if dist.is_initialized():
         group = dist.group.WORLD
         gc.collect()
         dist.destroy_process_group()
+        time.sleep(RELEASE_SECONDS)
         del group
 
 

@@ -152,13 +152,9 @@ def measured(case: Trial, seconds: float) -> dict[str, Any]:
     optimizer.step()
     baseline.step()
     change = CHANGES[case.change]
-    each = [] if change is None else [change(params)] + ([] if case.change == "alternating" else [change(theirs)])
-
-    def before(step: int) -> None:
-        for change_one in each:
-            change_one(step)
-
-    return beside(*rounds(baseline, optimizer, seconds, before))
+    ours = cliffs.nothing if change is None else change(params)
+    of_baseline = cliffs.nothing if change is None or case.change == "alternating" else change(theirs)
+    return beside(*rounds(baseline, optimizer, seconds, (of_baseline, ours)))
 
 
 def outliers(results: Sequence[tuple[Trial, dict[str, Any]]]) -> list[tuple[float, Trial, dict[str, Any]]]:

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import subprocess
@@ -251,8 +252,10 @@ def test_two_optimizers_take_turns() -> None:
     first, second = torch.optim.SGD([torch.ones(1)]), torch.optim.SGD([torch.ones(1)])
     first.register_step_pre_hook(lambda *_: turns.append("first"))
     second.register_step_pre_hook(lambda *_: turns.append("second"))
-    times = measure.rounds(first, second, seconds=0)
-    assert turns == ["first", "second"] * measure.LEAST_ROUNDS
+    changes = [lambda step: turns.append(f"before first {step}"), lambda step: turns.append(f"before second {step}")]
+    times = measure.rounds(first, second, 0, changes)
+    each = [(f"before first {i}", "first", f"before second {i}", "second") for i in range(measure.LEAST_ROUNDS)]
+    assert turns == list(itertools.chain.from_iterable(each))
     assert [len(mine) for mine in times] == [measure.LEAST_ROUNDS] * 2
 
 

@@ -268,15 +268,9 @@ def _beside(
     }
 
 
-def changes(change: Callable[[list[Tensor]], Change], *optimizers: Optimizer) -> Change:
-    """Return the change of the parameters of all optimizers."""
-    each = [change([param for group in of.param_groups for param in group["params"]]) for of in optimizers]
-
-    def change_all(step: int) -> None:
-        for change_one in each:
-            change_one(step)
-
-    return change_all
+def changes(change: Callable[[list[Tensor]], Change], *optimizers: Optimizer) -> list[Change]:
+    """Return the change of each optimizer's parameters."""
+    return [change([param for group in of.param_groups for param in group["params"]]) for of in optimizers]
 
 
 def _relate(row: dict[str, Any], copies: Sequence[float | None]) -> None:

@@ -54,9 +54,11 @@ def prepared(
     return optimizer, time.perf_counter() - start
 
 
-def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float, change: Change = nothing) -> dict[str, Any]:
-    """Return the wall times of the steps of two optimizers, and their ratio, as JSON; `change` as in `rounds`."""
-    theirs, mine = rounds(baseline, optimizer, seconds, change)
+def compare(
+    baseline: Optimizer, optimizer: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
+) -> dict[str, Any]:
+    """Return the wall times of the steps of two optimizers, and their ratio, as JSON; `changes` as in `rounds`."""
+    theirs, mine = rounds(baseline, optimizer, seconds, changes)
     return {"rounds": len(mine), **beside(theirs, mine)}
 
 
@@ -70,18 +72,19 @@ def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> 
 
 
 def rounds(
-    first: Optimizer, second: Optimizer, seconds: float, change: Change = nothing
+    first: Optimizer, second: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
 
-    Both have the same disturbances, and neither optimizer's tensors are in cache unless both fit. `change` is called
-    before each round with its number.
+    Both have the same disturbances, and neither optimizer's tensors are in cache unless both fit. Each one's change is
+    called directly before its step, with the number of the round: after both changes, only the first step would find
+    the objects of its tensors in cache.
     """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < LEAST_ROUNDS:
-        change(len(times[0]))
-        for optimizer, mine in zip((first, second), times, strict=True):
+        for optimizer, change, mine in zip((first, second), changes, times, strict=True):
+            change(len(mine))
             start = time.perf_counter()
             optimizer.step()
             mine.append(time.perf_counter() - start)

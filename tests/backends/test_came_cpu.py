@@ -72,6 +72,7 @@ LARGE = (
     *(Leaf(f"{rows}x{columns}", (rows, columns)) for rows, columns in [(2000, 1100), (30522, 16), (16, 30522)]),
     Leaf("whole-rows", (258, 8200)),
     Leaf("divided-rows", (258, 32_800)),
+    Leaf("grad-transposed-rows", (258, 30_000), grad_layout="transposed"),
     Leaf("groups", (3, 900, 800)),
     Leaf("shared", (1700, 1800)),
     Leaf("shared-wide", (5, 220_000)),

@@ -140,7 +140,7 @@ _TORCH: dict[str, Any] = {
 }
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
 _ADAM_STEPS: dict[str, tuple[object, ...]] = {"adam": (True,), "bias_correction": (True,), "grad_averaging": (True,)}
-_PLAIN: dict[str, tuple[object, ...]] = {
+_WITHOUT_EXTENSIONS: dict[str, tuple[object, ...]] = {
     "trust_ratio_bounds": (None,),
     "second_moment": ("adam",),
     "cautious": (False,),
@@ -209,7 +209,7 @@ FORMATS = (
         implied={
             "adam": (False,),
             "weight_norm_bounds": (None,),
-            **_PLAIN,
+            **_WITHOUT_EXTENSIONS,
         },
         unsaved='use_nvlamb and adam_w_mode, here always_adapt and decay_mode ("l2" for adam_w_mode=False)',
     ),
@@ -225,7 +225,7 @@ FORMATS = (
             "decay_mode": ("ratio",),
             "always_adapt": (True,),
             "weight_norm_bounds": ((0.0, 10.0),),
-            **_PLAIN,
+            **_WITHOUT_EXTENSIONS,
         },
         unsaved="adam and use_global_grad_norm (in bighorn.Lamb: max_grad_norm=1.0)",
     ),

@@ -5,6 +5,8 @@
 
 #include "came_tiles.h"
 
+_Static_assert((int)STAGED_ELEMS >= (int)WHOLE_COLUMNS, "a copy of a tile holds at least one whole row");
+
 static inline int is_copied(const CameRow *row, const Gradient *gradient) {
     return is_transposed(gradient->layout) || is_transposed(row->weights.memory);
 }

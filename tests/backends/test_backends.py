@@ -23,7 +23,7 @@ from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.triton.device import interpreted
 from bighorn.optim.state import AUX_STATE_NAMES
 from tests.support import scalar_formulas
-from tests.support.case_tensors import BLOCKS, ZOO, Layout, arranged, double
+from tests.support.case_tensors import BLOCKS, ZOO, Layout, arranged, double, ordinal
 from tests.support.cases import CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
 
@@ -48,12 +48,6 @@ def real(tensor: Tensor) -> Tensor:
     """Return a flat float view in row-major order; a complex number is two floats."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-
-
-def ordinal(tensor: Tensor) -> Tensor:
-    """Return the position of each 16-bit float among all floats of its dtype, so that differences count ulps."""
-    bits = tensor.view(torch.int16).int()
-    return torch.where(bits < 0, -32768 - bits, bits)
 
 
 def size(*tensors: Tensor) -> float:

@@ -38,6 +38,12 @@ def double(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
+def ordinal(tensor: Tensor) -> Tensor:
+    """Return the position of each 16-bit float among all floats of its dtype, so that differences count ulps."""
+    bits = tensor.view(torch.int16).int()
+    return torch.where(bits < 0, -32768 - bits, bits)
+
+
 def arranged(values: Tensor, layout: Layout) -> Tensor:
     """Return a new tensor with these values in the given memory layout."""
     if layout == "transposed":

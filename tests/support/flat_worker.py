@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, FlatLayout, Fragment, Lamb
+from tests.support.case_tensors import ordinal
 from tests.support.cases import Optimizer
 from tests.support.processes import run_scenarios
 from tests.support.sharding_worker import (
@@ -261,7 +262,13 @@ def equals_the_whole_run(layout: Layout, run: Run) -> None:
     bag = Bag(SHAPES, run.dtype)
     flats, ours = flattened(bag, layout, run)
     theirs = run.optimizer(bag)
-    advance(bag, flats, (theirs, ours), range(run.steps), run)
+    rounded: list[str] = []
+    for step in range(run.steps):
+        advance(bag, flats, (theirs, ours), range(step, step + 1), run)
+        if run.options.get("state_dtype") in (torch.float16, torch.bfloat16):
+            for flat, named in zip(flats, grouped(bag), strict=True):
+                rounded += follow_ties(flat, ours, dict(named), theirs)
+    assert not rounded  # after the last collective, so that no other rank waits for this one
     for flat, named in zip(flats, grouped(bag), strict=True):
         whole = dict(named)
         for name, part in flat.parts(flat.tensors).items():
@@ -277,6 +284,25 @@ def equals_the_whole_run(layout: Layout, run: Run) -> None:
     assert order == sorted(order) or layout in (last_rank_empty, whole_rows)
     for field in expected.keys() - {"names", "skipped"}:
         assert_close(told[field][order], expected[field], max(run.tolerance, 1e-6), field)
+
+
+def follow_ties(flat: Flat, ours: Optimizer, whole: Mapping[str, Tensor], theirs: Optimizer) -> list[str]:
+    """Continue with the whole run's element where few averages were rounded to the 16-bit neighbour; return errors.
+
+    The sums over a parameter have other last bits if they are added up in parts, which decides near a tie.
+    """
+    errors = []
+    held = [(own, ours.state[tensor]["exp_avg"]) for own, tensor in zip(flat.held, flat.tensors, strict=True) if own]
+    averages = Flat([own for own, _ in held], []).parts([exp_avg for _, exp_avg in held])
+    elements = flat.parts(flat.tensors)
+    for name, exp_avg in averages.items():
+        expected = flat.cut(name, theirs.state[whole[name]]["exp_avg"])
+        away = (ordinal(exp_avg) - ordinal(expected)).abs()
+        if away.max() > 1 or (away > 0).sum() > 1 + away.numel() // 500:
+            errors.append(f"{name}: {(away > 0).sum()} of {away.numel()} differ, by at most {away.max()} ulps")
+        exp_avg[away > 0] = expected[away > 0]
+        elements[name][away > 0] = flat.cut(name, whole[name])[away > 0]
+    return errors
 
 
 def state_equals(flat: Flat, ours: Optimizer, wholes: Mapping[str, Mapping[str, Tensor]], run: Run) -> None:

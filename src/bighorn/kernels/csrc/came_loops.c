@@ -27,12 +27,15 @@ static const real *grad_at(const CameJob *job, int64_t start, int n, CameGradBuf
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
 }
 
+NO_INLINE const void *grad_in_buffer(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
+    return centred_grad(job->gradient, job->grad, start, n, buffer->values, &buffer->last);
+}
+
 /* As `grad_at`, but types that are ready are returned in place: not scaled, and of the type that `grad_type` returns.
  */
-static const void *grad_in_place(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
+FORCE_INLINE const void *grad_in_place(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
     const Gradient *g = job->gradient;
-    if (is_plain(g) && is_ready(g->type)) return at(job->grad, g->type, start);
-    return centred_grad(g, job->grad, start, n, buffer->values, &buffer->last);
+    return is_plain(g) && is_ready(g->type) ? at(job->grad, g->type, start) : grad_in_buffer(job, start, n, buffer);
 }
 
 static int grad_type(const CameJob *job) {
@@ -83,23 +86,40 @@ static const real NOTHING = -0.0f;
     (IS_BFLOAT16(other) ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
                         : FOR_TYPE(loop, count, type, REAL_TYPE, __VA_ARGS__))
 
-FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, real scale,
-                                       real *restrict elements, real *restrict sums) {
+/* The sums of the rows that a loop reads together. */
+typedef struct {
+    real a[SUM_LANES], b[SUM_LANES], c[SUM_LANES], d[SUM_LANES];
+} RowSums;
+
+FORCE_INLINE_TEMPLATE void store_sums(const int count, const RowSums *from, real *sums) {
+    sums[0] = sum_of_lanes(from->a);
+    if (count == INTERLEAVED_ROWS)
+        sums[1] = sum_of_lanes(from->b), sums[2] = sum_of_lanes(from->c), sums[3] = sum_of_lanes(from->d);
+}
+
+FORCE_INLINE_TEMPLATE void square_lanes(int first, const int lanes, const int count, const int type,
+                                        const void *const *g, real scale, real *restrict elements,
+                                        RowSums *restrict sums) {
     const int all = count == INTERLEAVED_ROWS;
     const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
     const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
-    real sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
-#pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
-    for (int i = 0; i < n; i++) {
+#pragma omp simd
+    for (int j = 0; j < lanes; j++) {
+        const int i = first + j;
         real q_a = square_of(scale * load_element(type, a, i)),
              q_b = all ? square_of(scale * load_element(type, b, i)) : NOTHING;
         real q_c = all ? square_of(scale * load_element(type, c, i)) : NOTHING;
         real q_d = all ? square_of(scale * load_element(type, d, i)) : NOTHING;
-        sum_a += q_a, sum_b += q_b, sum_c += q_c, sum_d += q_d;
+        sums->a[j] += q_a, sums->b[j] += q_b, sums->c[j] += q_c, sums->d[j] += q_d;
         elements[i] += (q_a + q_b) + (q_c + q_d);
     }
-    sums[0] = sum_a;
-    if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
+}
+
+FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, real scale,
+                                       real *restrict elements, real *restrict sums) {
+    RowSums lanes = {{0}, {0}, {0}, {0}};
+    FOR_LANES(n, square_lanes, count, type, g, scale, elements, &lanes);
+    store_sums(count, &lanes, sums);
 }
 
 FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const real *r,
@@ -115,24 +135,40 @@ FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, co
             (all ? square_of(load_element(type, c, i) * r_c) + square_of(load_element(type, d, i) * r_d) : NOTHING);
 }
 
-/* Returns the sum of u^2, before clipping. */
-FORCE_INLINE_TEMPLATE real update_square_loop(const int count, const int type, int n, const void *const *g,
-                                              const real *r, const real *restrict c) {
+FORCE_INLINE_TEMPLATE void update_square_lanes(int first, const int lanes, const int count, const int type,
+                                               const void *const *g, const real *r, const real *restrict c,
+                                               real *restrict sums) {
     const int all = count == INTERLEAVED_ROWS;
     const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
     const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
     const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
-    real sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) {
-        sum += square_of(update_of(load_element(type, g_a, i), r_a, c[i]));
-        if (all) {
-            sum += square_of(update_of(load_element(type, g_b, i), r_b, c[i]));
-            sum += square_of(update_of(load_element(type, g_c, i), r_c, c[i]));
-            sum += square_of(update_of(load_element(type, g_d, i), r_d, c[i]));
-        }
+#pragma omp simd
+    for (int j = 0; j < lanes; j++) {
+        const int i = first + j;
+        real w_a = square_of(update_of(load_element(type, g_a, i), r_a, c[i]));
+        real w_b = all ? square_of(update_of(load_element(type, g_b, i), r_b, c[i])) : NOTHING;
+        real w_c = all ? square_of(update_of(load_element(type, g_c, i), r_c, c[i])) : NOTHING;
+        real w_d = all ? square_of(update_of(load_element(type, g_d, i), r_d, c[i])) : NOTHING;
+        sums[j] += (w_a + w_b) + (w_c + w_d);
     }
-    return sum;
+}
+
+/* Returns the sum of u^2, before clipping. */
+FORCE_INLINE_TEMPLATE real update_square_loop(const int count, const int type, int n, const void *const *g,
+                                              const real *r, const real *restrict c) {
+    real lanes[SUM_LANES] = {0};
+    FOR_LANES(n, update_square_lanes, count, type, g, r, c, lanes);
+    return sum_of_lanes(lanes);
+}
+
+/* Begins to load what the next pass over a small tensor reads: a processor's own prefetching begins anew with each page
+ * of a tensor, so that a pass over 16 KB would mostly wait for memory. GCC 12 removes calls of this function unless it
+ * is inlined, because it has no result. */
+FORCE_INLINE void fetch_for_next_pass(const CameJob *job, const void *data, int type, int64_t start, int n) {
+    if (job->gradient->size > L2_CACHE_ELEMS) return;
+    const int64_t bytes = type == INT8 ? 1 : dtype_bytes(type);
+    const char *first = (const char *)data + start * bytes;
+    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(first + i, 1, 2);
 }
 
 /* Adds q of a part of tile t to its sums. */
@@ -141,7 +177,11 @@ static void add_squares(const CameJob *job, const CameTile *part, CameGradBuffer
     for (CamePiece s = {0}; next_piece(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
         real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
-        for (int k = 0; k < s.count; k++) g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
+        for (int k = 0; k < s.count; k++) {
+            const int64_t start = start_of(&job->grid, &s, k);
+            g[k] = grad_in_place(job, start, s.n, &buffers[k]);
+            fetch_for_next_pass(job, job->row->exp_avg, job->row->state_type, start, s.n);
+        }
         FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
         came_add_piece(job, &job->square, t, &s, row_sums, sums);
     }
@@ -249,39 +289,46 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
 
 /* Updates m and the residuals' sums in one pass. All loads come before all stores here and in apply_loop: a load would
  * wait for a store to an address that differs by whole pages, as addresses do in rows of 1,024. */
-FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameJob *job, int n,
-                                         const void *const *g, const real *r, const real *restrict c, void *const *m,
-                                         real *restrict elements, real *restrict sums) {
+FORCE_INLINE_TEMPLATE void momentum_lanes(int first, const int lanes, const int count, const int g_type,
+                                          const int m_type, const CameJob *job, const void *const *g, const real *r,
+                                          const real *restrict c, void *const *m, real *restrict elements,
+                                          RowSums *restrict sums) {
     const int all = count == INTERLEAVED_ROWS;
-    const CameJob j = *job;
     const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
     const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
     void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
     void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
     const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
-    real sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
-#pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
-    for (int i = 0; i < n; i++) {
+#pragma omp simd
+    for (int j = 0; j < lanes; j++) {
+        const int i = first + j;
         real u_a = update_of(load_element(g_type, g_a, i), r_a, c[i]);
-        real new_a = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_a, i), u_a));
+        real new_a = rounded(m_type, g_type, averaged(job, load_element(m_type, m_a, i), u_a));
         real w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
         if (all) {
             real u_b = update_of(load_element(g_type, g_b, i), r_b, c[i]);
             real u_c = update_of(load_element(g_type, g_c, i), r_c, c[i]);
             real u_d = update_of(load_element(g_type, g_d, i), r_d, c[i]);
-            real new_b = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_b, i), u_b));
-            real new_c = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_c, i), u_c));
-            real new_d = rounded(m_type, g_type, averaged(&j, load_element(m_type, m_d, i), u_d));
+            real new_b = rounded(m_type, g_type, averaged(job, load_element(m_type, m_b, i), u_b));
+            real new_c = rounded(m_type, g_type, averaged(job, load_element(m_type, m_c, i), u_c));
+            real new_d = rounded(m_type, g_type, averaged(job, load_element(m_type, m_d, i), u_d));
             w_b = residual_of(u_b, new_b), w_c = residual_of(u_c, new_c), w_d = residual_of(u_d, new_d);
             store_element(m_type, m_b, i, new_b), store_element(m_type, m_c, i, new_c),
                 store_element(m_type, m_d, i, new_d);
         }
         store_element(m_type, m_a, i, new_a);
-        sum_a += w_a, sum_b += w_b, sum_c += w_c, sum_d += w_d;
+        sums->a[j] += w_a, sums->b[j] += w_b, sums->c[j] += w_c, sums->d[j] += w_d;
         elements[i] += (w_a + w_b) + (w_c + w_d);
     }
-    sums[0] = sum_a;
-    if (all) sums[1] = sum_b, sums[2] = sum_c, sums[3] = sum_d;
+}
+
+FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameJob *job, int n,
+                                         const void *const *g, const real *r, const real *restrict c, void *const *m,
+                                         real *restrict elements, real *restrict sums) {
+    const CameJob own = *job;
+    RowSums lanes = {{0}, {0}, {0}, {0}};
+    FOR_LANES(n, momentum_lanes, count, g_type, m_type, &own, g, r, c, m, elements, &lanes);
+    store_sums(count, &lanes, sums);
 }
 
 /* The same for an m that is rounded when it is stored, between the update and the residuals. */
@@ -320,6 +367,7 @@ static void momentum(const CameJob *job, int64_t index, real clip, int apart, Ca
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             f.r[k] *= clip;
+            if (!row->weights.memory) fetch_for_next_pass(job, row->weights.data, row->weights.type, start, s.n);
             if (is_ready(row->state_type)) {
                 g[k] = grad_in_place(job, start, s.n, &buffers[k]);
                 m[k] = at(row->exp_avg, row->state_type, start);

@@ -153,6 +153,37 @@ FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, real
     else ((uint16_t *)data)[i] = (uint16_t)(to_bits((float)value) >> 16);
 }
 
+/* ---- sums in lanes --------------------------------------------------------------------------------------- */
+
+/* A loop over short rows keeps a sum for each lane of a vector. GCC 12 adds up the lanes of `omp simd reduction` one
+ * after the other, which takes longer than a row of 64 elements. */
+#if defined(__AVX512F__)
+enum { SUM_LANES = 64 / sizeof(real) };
+#elif defined(__AVX2__)
+enum { SUM_LANES = 32 / sizeof(real) };
+#else
+enum { SUM_LANES = 4 };
+#endif
+
+typedef real FourSums __attribute__((vector_size(4 * sizeof(real))));
+
+FORCE_INLINE real sum_of_lanes(const real *lanes) {
+    FourSums sums = {0}, more;
+    for (int i = 0; i < SUM_LANES; i += 4) {
+        memcpy(&more, lanes + i, sizeof more);
+        sums += more;
+    }
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+/* Calls `function(first, lanes, ...)` for all of `n` elements; `lanes` is a constant, except for the last ones. */
+#define FOR_LANES(n, function, ...)                                                                      \
+    do {                                                                                                 \
+        int first_ = 0;                                                                                  \
+        for (; first_ + SUM_LANES <= (n); first_ += SUM_LANES) function(first_, SUM_LANES, __VA_ARGS__); \
+        function(first_, (n) - first_, __VA_ARGS__);                                                     \
+    } while (0)
+
 /* ---- layouts --------------------------------------------------------------------------------------------- */
 
 /* A layout is dims, sizes, strides of elements that are counted outermost dimension first. Returns the offset of an

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -56,7 +59,7 @@ CLIFFS = {
     "1000000": "million",
     "2048x2048 in float64": "float64",
 }
-"""The rows of the second table of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
+"""The rows of the other tables of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
 
 CLIFF_COLUMNS = ("Lamb", "Lamb, cautious", "Came", "torch AdamW, foreach")
 MEMORY = "resident-memory"
@@ -210,8 +213,8 @@ def speed_table() -> str:
     return _ratio_table("shapes of", SPEED, SPEED_COLUMNS)
 
 
-def cliffs_table() -> str:
-    return _ratio_table("parameters", {row: ("step-cliffs", name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
+def cliffs_table(file: str) -> str:
+    return _ratio_table("parameters", {row: (file, name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
 
 
 def memory_table() -> str:
@@ -239,9 +242,10 @@ def rates_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "step-fp32": (DOCS / "speed.md", speed_table),
-    "step-cliffs": (DOCS / "speed.md", cliffs_table),
+    "step-cliffs": (DOCS / "speed.md", partial(cliffs_table, "step-cliffs")),
+    "step-cliffs-xeon": (DOCS / "speed.md", partial(cliffs_table, "step-cliffs-xeon")),
     MEMORY: (DOCS / "memory-results.md", memory_table),
     RATES: (DOCS / "came-rates.md", rates_table),
 }

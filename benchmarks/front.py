@@ -244,8 +244,7 @@ def rates_table() -> str:
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "step-fp32": (DOCS / "speed.md", speed_table),
-    "step-cliffs": (DOCS / "speed.md", partial(cliffs_table, "step-cliffs")),
-    "step-cliffs-xeon": (DOCS / "speed.md", partial(cliffs_table, "step-cliffs-xeon")),
+    **{file: (DOCS / "speed.md", partial(cliffs_table, file)) for file in ("step-cliffs", "step-cliffs-xeon")},
     MEMORY: (DOCS / "memory-results.md", memory_table),
     RATES: (DOCS / "came-rates.md", rates_table),
 }

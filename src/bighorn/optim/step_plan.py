@@ -134,7 +134,8 @@ class BucketPlan:
         """Use the present memory of parameters, of which these are this rank's shards."""
         for binding in self.bindings:
             view = binding.here(real_view(shards[binding.index]))
-            if view is not binding.view and binding.dense is binding.view:
+            same = view is binding.view and not binding.stacked  # slices have addresses of their own
+            if binding.dense is binding.view and not same:
                 binding.dense = view
                 self.bucket.params[binding.rows.start : binding.rows.stop] = binding.slices(view)
             binding.view = view

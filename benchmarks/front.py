@@ -51,6 +51,7 @@ CLIFFS = {
     "ResNet-50, channels last, gradients contiguous *": "channels_last",
     "4096 of the 8192 columns of a matrix": "gaps",
     "a transposed 4096x2048, gradient contiguous *": "transposed",
+    "a transposed 4096x2048, and its gradient": "transposed_both",
     "1000000x16": "tall",
     "16x1000000": "wide",
     "2048x28672": "long_rows",
@@ -214,7 +215,11 @@ def speed_table() -> str:
 
 
 def cliffs_table(file: str) -> str:
-    return _ratio_table("parameters", {row: (file, name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
+    """A row for each parameter set that the file has."""
+    measured = {result["shapes"] for result in _load(file)["results"]}
+    return _ratio_table(
+        "parameters", {row: (file, name) for row, name in CLIFFS.items() if name in measured}, CLIFF_COLUMNS
+    )
 
 
 def memory_table() -> str:

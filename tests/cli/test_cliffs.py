@@ -57,7 +57,9 @@ def test_layouts_and_dtypes_are_what_the_names_say() -> None:
     strides = {name: params_of(param_set)[0].stride() for name, param_set in CLIFFS.items()}
     assert strides["channels_last"] == (12, 1, 6, 3)
     assert strides["gaps"] == (8, 1)
-    assert strides["transposed"] == (1, 6)
+    assert strides["transposed"] == strides["transposed_both"] == (1, 6)
+    gradients = {name: params_of(CLIFFS[name])[0].grad for name in ("transposed", "transposed_both")}
+    assert [grad is not None and grad.stride() for grad in gradients.values()] == [(4, 1), (1, 6)]
     assert all(strides[name] == (4, 1) for name in ("missing", "moved", "tall", "wide", "million", "float64"))
     assert [name for name, param_set in CLIFFS.items() if param_set.dtype is not None] == ["float64"]
 

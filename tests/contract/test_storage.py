@@ -54,7 +54,8 @@ def test_a_moved_parameter_is_noticed(move: str, kind: Kind, backend: str) -> No
         parameter.grad, other.grad = gradient, gradient.clone()
         optimizer.step()
         fresh.step()
-    torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-7)
+    # CAME steps the transpose of a transposed matrix, with other last bits.
+    torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-6)
 
 
 def new_storage(parameter: Parameter, step: int) -> None:

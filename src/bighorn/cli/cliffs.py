@@ -112,6 +112,7 @@ CLIFFS = {
     "channels_last": ParamSet(resnet50, layout=channels_last, note=WRONG_BASELINE),
     "gaps": ParamSet(lambda: [(4096, 4096)], layout=with_gaps),
     "transposed": ParamSet(lambda: [(4096, 2048)], layout=transposed, note=WRONG_BASELINE),
+    "transposed_both": ParamSet(lambda: [(4096, 2048)], layout=transposed, grad_layout=transposed),
     "tall": ParamSet(lambda: [(1_000_000, 16)]),
     "wide": ParamSet(lambda: [(16, 1_000_000)]),
     "long_rows": ParamSet(lambda: [(2048, 28672)]),
@@ -122,7 +123,7 @@ CLIFFS = {
 }
 """The sets by name. In `missing`, another random tenth of the parameters has no gradient at each step; in `moved`, each
 parameter has new storage; in `alternating`, gradients have other strides. Gradients are contiguous in `channels_last`
-and `transposed`."""
+and `transposed`, and have their parameter's strides in `transposed_both`."""
 
 
 def param_set_of(name: str) -> ParamSet:

@@ -45,7 +45,7 @@ def explained(
 
 def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
     """Return what makes the steps of a parameter slower, with the remedy; empty if nothing does."""
-    if not is_dense(view, info.leading):
+    if not (is_dense(view, info.leading) or info.is_turned(view)):
         way = "read and written in pieces" if backend == kernels.SERVES_STRIDED else "copied at each step"
         return f"; slower, {way}: its memory has gaps or another order, as p.data = p.data.contiguous() has not"
     grad = info.param.grad

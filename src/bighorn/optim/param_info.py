@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatGroup, FlatParams
-from bighorn.distributed.sharding import Layout, ShardedDims
+from bighorn.distributed.sharding import PLAIN, Layout, ShardedDims
 from bighorn.kernels.bucket import Shard
 from bighorn.names import excludes
 from bighorn.optim.algorithm import Algorithm, Group, Variant
@@ -43,6 +43,8 @@ class ParamInfo:
     """The layout of a distributed parameter, else None."""
     flat: FragmentView | None = None
     """The fragment of the parameter in `param`, if that is a flat tensor."""
+    symmetric: bool = False
+    """Whether the step of a matrix is that of its transpose, with the averages of rows and columns exchanged."""
 
     @property
     def sharded_dims(self) -> ShardedDims | None:
@@ -72,6 +74,10 @@ class ParamInfo:
     def state_spec(self, algorithm: Algorithm[Any], group: Group) -> StateSpec:
         """The state tensors of `param`, besides `step`."""
         return self.flat.spec if self.flat else algorithm.state_spec(group, self.param)
+
+    def is_turned(self, view: Tensor) -> bool:
+        """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
+        return self.symmetric and not view.is_contiguous() and view.mT.is_contiguous()
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the fragment in a flat tensor, or in its gradient; any other tensor unchanged."""
@@ -120,8 +126,11 @@ def info_of(
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
+    # The factors of a matrix are symmetric: the averages of rows and of columns have the same mean.
+    layout, of_last_two = sharding.layout_of(param), leading >= whole.dim() - 1
+    symmetric = factored and of_last_two and type(param) in PLAIN and not (in_order or centres)
     leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
-    return ParamInfo(param, label, variant, group["stacked"], leading, sharding.layout_of(param))
+    return ParamInfo(param, label, variant, group["stacked"], leading, layout, symmetric=symmetric)
 
 
 def infos_of(

@@ -27,6 +27,9 @@ State = dict[str, Any]
 Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]]
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
+LINES = {"row": "col", "col": "row"}
+"""The averages of a transposed matrix by those of the matrix."""
+
 
 def build(
     params: list[Tensor],
@@ -64,12 +67,16 @@ def build(
         index = indices[id(info.param)]
         _check_grad(info, grads[index])
         view, grad = info.here(local_view(info.param)), info.here(sharding.local(grads[index]))
-        dense = view if is_dense(view, info.leading) else _dense_copy(view, info.label)
+        turned = info.is_turned(view)
+        dense = view if turned or is_dense(view, info.leading) else _dense_copy(view, info.label)
         counts = index not in states
         if counts:
             states[index] = init_state(info, info.param if info.flat else dense)
         state, kept = states[index]
         mine = info.state_here({entry: sharding.local(state[entry]) for entry in kept})
+        if turned:
+            view = dense = view.mT
+            mine = _turned(mine)
         shard, solid = info.row_shard, all(map(has_memory, (dense, grad, *mine.values())))
         if not solid:
             refuse_freed(view, info.label)
@@ -78,7 +85,7 @@ def build(
             name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
         wrapper = None if solid else index  # each such tensor has its own bucket
         kept_as = next(iter(mine.values())).dtype
-        key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, *mine)
+        key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, turned, *mine)
         if key not in bucket_plans:
             bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
             backends.setdefault((name, dense.device, info.summed_over), []).append(bucket_plans[key].bucket)
@@ -87,9 +94,9 @@ def build(
             wrappers.append((bucket_plan, info.label))
         used = view if name == kernels.SERVES_STRIDED else dense
         part = info.flat.part if info.flat else None
-        binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts)
+        binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts, turned)
         bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
-        plain = not (info.stacked or info.flat or info.param.is_complex())
+        plain = not (info.stacked or info.flat or info.param.is_complex() or turned)
         bucket_plan.direct &= plain and used is view and not grad.is_neg()
         bindings.append((binding, bucket_plan))
     _check_disjoint([(info, binding) for info, (binding, _) in zip(infos, bindings, strict=True)])
@@ -216,6 +223,12 @@ def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
             raise ValueError(f"{first} is among the parameters twice: take one of the two out of its group")
         if start < end:
             raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
+
+
+def _turned(state: State) -> State:
+    """Return the state of the transpose of a parameter, in the same memory."""
+    other = {f"exp_avg_{of}_{line}": f"exp_avg_{of}_{its}" for of in ("sq", "res") for line, its in LINES.items()}
+    return {name: state[other[name]] if name in other else tensor.mT for name, tensor in state.items()}
 
 
 def _dense_copy(view: Tensor, label: str) -> Tensor:

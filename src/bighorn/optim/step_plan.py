@@ -48,12 +48,18 @@ class ParamBinding:
     """The part of a flat tensor that `view` is; None if it is a parameter of its own."""
     counts: bool = True
     """Whether this binding counts the step; the parameters in a flat tensor share a step count."""
+    turned: bool = False
+    """Whether `view`, `dense` and the rows are transposed (`ParamInfo.is_turned`)."""
     rows: range = range(0)
     """The rows of the bucket that the parameter becomes."""
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return the part of a flat tensor, or of its gradient; any other tensor unchanged."""
         return tensor if self.part is None else self.part.of(tensor)
+
+    def turn(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the orientation of `view`."""
+        return tensor.mT if self.turned else tensor
 
     def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""
@@ -82,7 +88,7 @@ class ParamBinding:
         """Return the rows of a gradient."""
         if grad is None:
             return (None,) * len(self.rows)
-        return self.slices(self.here(real_view(grad.resolve_conj()).resolve_neg()))
+        return self.slices(self.turn(self.here(real_view(grad.resolve_conj()).resolve_neg())))
 
 
 @dataclass
@@ -133,7 +139,7 @@ class BucketPlan:
     def refresh(self, shards: list[Tensor]) -> None:
         """Use the present memory of parameters, of which these are this rank's shards."""
         for binding in self.bindings:
-            view = binding.here(real_view(shards[binding.index]))
+            view = binding.turn(binding.here(real_view(shards[binding.index])))
             same = view is binding.view and not binding.stacked  # slices have addresses of their own
             if binding.dense is binding.view and not same:
                 binding.dense = view

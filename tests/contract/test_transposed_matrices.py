@@ -1,0 +1,119 @@
+"""CAME of matrices that are transposed in memory: kernels step the transpose, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bighorn import Came
+
+Turn = Callable[[Tensor], Tensor]
+
+OPTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "matrix": ((40, 24), {}),
+    "wide": ((3, 70), {"factor": "linear", "bias_correction": True}),
+    "long-rows": ((70, 17_000), {"betas": (0.8, 0.9, 0.99)}),
+    "last-two": ((3, 40, 24), {"factor": "last_two", "scale_parameter": True}),
+    "small": ((2, 5, 3, 4), {"factor": "last_two", "decay_rate": 0.8}),
+    "stacked": ((3, 40, 24), {"stacked": True, "clip_threshold": 0.5}),
+    "bfloat16": ((40, 24), {"dtype": torch.bfloat16, "weight_rounding": "master", "state_dtype": "bfloat16"}),
+    "kahan": ((40, 24), {"dtype": torch.bfloat16, "weight_rounding": "kahan"}),
+    "float64": ((40, 24), {"dtype": torch.float64, "maximize": True}),
+}
+"""Shapes, and options of matrices whose transpose is stepped."""
+
+IN_ORDER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "stochastic": ((40, 24), {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}),
+    "int8": ((40, 300), {"state_dtype": "int8"}),
+    "centred": ((40, 24), {"grad_centralization": True}),
+}
+"""The same of matrices that are stepped as they are: their rows, or the order of their elements, mean something."""
+
+
+def turned(values: Tensor) -> Tensor:
+    """Return a copy whose matrices are transposed in memory."""
+    return values.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def contiguous(values: Tensor) -> Tensor:
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def optimizer_of(name: str, layout: Turn, backend: str) -> tuple[Came, list[Parameter]]:
+    """Return an optimizer of a matrix in this layout and of one that is contiguous, and the two."""
+    shape, given = {**OPTIONS, **IN_ORDER}[name]
+    options = dict(given)
+    dtype = options.pop("dtype", torch.float32)
+    own: dict[str, Any] = {key: options.pop(key) for key in ("stacked", "grad_centralization") if key in options}
+    generator = torch.Generator().manual_seed(1)
+    first, second = (Parameter(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2))
+    first.data = layout(first.data)
+    groups: list[dict[str, Any]] = [{"params": [first, second], **own}]
+    return Came(groups, lr=0.01, weight_decay=0.1, backend=backend, **options), [first, second]
+
+
+def advance(optimizer: Came, params: list[Parameter], steps: range) -> None:
+    """Step with gradients of both layouts in turn, of which some are missing, and with parameters that move."""
+    for step in steps:
+        for i, param in enumerate(params):
+            drawn = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(param.dtype)
+            param.grad = None if step == 2 + i else (contiguous, turned)[step % 2](drawn)
+            param.data = param.data.clone() if step > 3 else param.data
+        optimizer.step()
+
+
+def assert_same(optimizers: tuple[Came, Came], params: list[tuple[Parameter, Parameter]], ulps: float) -> None:
+    """Assert that the parameters and the state of two optimizers differ by a few ulps of the narrowest dtype."""
+    for pair in params:
+        first, second = (
+            dict(each.state[param], x=param.detach()) for each, param in zip(optimizers, pair, strict=True)
+        )
+        assert first.keys() == second.keys()
+        dtypes = [value.dtype for value in first.values() if value.is_floating_point()]
+        tolerance = ulps * max(torch.finfo(dtype).eps for dtype in dtypes)
+        for name in first.keys() - {"compensation"}:  # which is the rest of x
+            assert first[name].shape == second[name].shape
+            torch.testing.assert_close(
+                first[name], second[name], rtol=tolerance, atol=tolerance, msg=f"{name}: {{}}".format
+            )
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *IN_ORDER])
+def test_a_transposed_matrix_is_stepped_as_a_contiguous_one(name: str, backend: str) -> None:
+    optimizer, params = optimizer_of(name, turned, backend)
+    other, others = optimizer_of(name, contiguous, backend)
+    for each, its in ((optimizer, params), (other, others)):
+        advance(each, its, range(6))
+    pairs = list(zip(params, others, strict=True))
+    assert_same((optimizer, other), pairs, 0 if name in IN_ORDER else 32)
+    first, second = (optimizer.state[param]["exp_avg"].stride() for param in params)
+    assert first == (params[0].stride() if name in OPTIONS else second)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("layouts", [(turned, contiguous), (contiguous, turned)], ids=["to", "from"])
+def test_a_checkpoint_continues_in_the_other_layout(name: str, layouts: tuple[Turn, Turn], backend: str) -> None:
+    optimizer, params = optimizer_of(name, layouts[0], backend)
+    advance(optimizer, params, range(4))
+    other, others = optimizer_of(name, layouts[1], backend)
+    for param, same in zip(params, others, strict=True):
+        same.data.copy_(param.data)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((optimizer, params), (other, others)):
+        advance(each, its, range(4, 6))
+    assert_same((optimizer, other), list(zip(params, others, strict=True)), 32)
+
+
+def test_no_matrix_is_slower_for_being_transposed(backend: str) -> None:
+    param = Parameter(turned(torch.randn(40, 24)))
+    optimizer = Came([param], lr=0.01, backend=backend)
+    param.grad = torch.empty_like(param)
+    assert "slower" not in optimizer.explain()
+    param.grad = contiguous(param.grad)
+    assert "slower: its gradient has other strides than the parameter" in optimizer.explain()

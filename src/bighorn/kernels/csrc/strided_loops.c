@@ -1,7 +1,8 @@
 /* Copies of elements that are not consecutive in memory. Compiled once per instruction set. */
 #include "strided.h"
 
-enum { LINE_ELEMS = 16 }; /* elements of a cache line, in float32 */
+/* The elements of a line of a block; a line is a cache line, and half a one in 16 bits. */
+FORCE_INLINE_TEMPLATE int line_elems(const int bytes) { return bytes == 8 ? 8 : 16; }
 
 FORCE_INLINE_TEMPLATE void copy_one(const int bytes, const enum StridedCopy direction, char *strided, char *dense) {
     if (direction == STRIDED_GATHER) memcpy(dense, strided, (size_t)bytes);
@@ -21,34 +22,40 @@ FORCE_INLINE_TEMPLATE void copy_loop(const int bytes, const enum StridedCopy dir
                      b.dense + (i * b.width + j) * bytes);
 }
 
-/* Copies a box whose columns are consecutive in memory, through a buffer: cache lines whose addresses differ by whole
- * pages would displace each other before all of their elements are used. */
-FORCE_INLINE_TEMPLATE void copy_lines(const int bytes, const enum StridedCopy direction, const StridedBox b) {
-    char lines[LINE_ELEMS * LINE_ELEMS * 8];
-    StridedBox box = {lines, b.dense, LINE_ELEMS, LINE_ELEMS, b.width, 1, LINE_ELEMS};
-    if (direction == STRIDED_SCATTER) copy_loop(bytes, direction, box);
-    for (int j = 0; j < LINE_ELEMS; j++) {
-        char *line = b.strided + j * b.column_stride * bytes, *copy = lines + j * LINE_ELEMS * bytes;
-        if (direction == STRIDED_GATHER) memcpy(copy, line, (size_t)(LINE_ELEMS * bytes));
-        else memcpy(line, copy, (size_t)(LINE_ELEMS * bytes));
+/* Copies a block whose columns are consecutive in memory, through a buffer: cache lines whose addresses differ by whole
+ * pages would displace each other before all of their elements are used. Processors do not prefetch from page to page:
+ * if there is `another` block on the right, its lines are prefetched here. */
+FORCE_INLINE_TEMPLATE void copy_block(const int bytes, const enum StridedCopy direction, const StridedBox b,
+                                      int another) {
+    const int n = line_elems(bytes);
+    char lines[16 * 16 * 4];
+    StridedBox block = {lines, b.dense, n, n, b.width, 1, n};
+    if (direction == STRIDED_SCATTER) copy_loop(bytes, direction, block);
+    for (int j = 0; j < n; j++) {
+        char *line = b.strided + j * b.column_stride * bytes, *copy = lines + j * n * bytes;
+        if (another) __builtin_prefetch(line + n * b.column_stride * bytes);
+        if (direction == STRIDED_GATHER) memcpy(copy, line, (size_t)(n * bytes));
+        else memcpy(line, copy, (size_t)(n * bytes));
     }
-    if (direction == STRIDED_GATHER) copy_loop(bytes, direction, box);
+    if (direction == STRIDED_GATHER) copy_loop(bytes, direction, block);
 }
 
+/* Copies a box; blocks below each other come one after the other, since they have the same pages. */
 FORCE_INLINE_TEMPLATE void copy_box(const int bytes, const enum StridedCopy direction, const StridedBox b) {
+    const int n = line_elems(bytes);
     if (b.rows == 1 || b.row_stride >= b.column_stride) {
         copy_loop(bytes, direction, b);
         return;
     }
-    for (int64_t i = 0; i < b.rows; i += LINE_ELEMS)
-        for (int64_t j = 0; j < b.columns; j += LINE_ELEMS) {
+    for (int64_t j = 0; j < b.columns; j += n)
+        for (int64_t i = 0; i < b.rows; i += n) {
             StridedBox part = b;
             part.strided += (i * b.row_stride + j * b.column_stride) * bytes;
             part.dense += (i * b.width + j) * bytes;
-            part.rows = b.rows - i < LINE_ELEMS ? b.rows - i : LINE_ELEMS;
-            part.columns = b.columns - j < LINE_ELEMS ? b.columns - j : LINE_ELEMS;
-            if (b.row_stride == 1 && part.rows == LINE_ELEMS && part.columns == LINE_ELEMS)
-                copy_lines(bytes, direction, part);
+            part.rows = b.rows - i < n ? b.rows - i : n;
+            part.columns = b.columns - j < n ? b.columns - j : n;
+            if (b.row_stride == 1 && part.rows == n && part.columns == n)
+                copy_block(bytes, direction, part, j + 2 * n <= b.columns);
             else copy_loop(bytes, direction, part);
         }
 }

@@ -492,8 +492,7 @@ static double second_moment(const CameJob *job, int64_t index) {
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
             v[i] = FMA(beta2, v[i], FMA(rest, g[i] * g[i], shift)); /* CAME-v */
-            real u = update_of(g[i], 1, column_factor(v[i]));
-            sum += u * u;
+            sum += g[i] * (g[i] / v[i]);                            /* u^2, without a root */
         }
         total += sum;
     }

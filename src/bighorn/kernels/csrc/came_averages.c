@@ -18,16 +18,19 @@ static void update_averages(const CameLines *lines, int64_t first, int n, const 
         values[i] = (real)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
 }
 
-/* Returns the mean of a matrix's row averages; if only rows or only columns have averages, the square of ROOT_SCALE. */
+/* Returns the mean of a matrix's row averages; if only rows or only columns have averages, the square of ROOT_SCALE.
+ * The averages of columns have the same mean, and in a narrow matrix there are fewer of them. */
 double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
-    const int64_t height = job->grid.height;
-    const real *row = average->row.values;
-    if (!row || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
+    const CameGrid *g = &job->grid;
+    if (!average->row.values || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
     if (average->means) return average->means[matrix];
+    const int by_columns = is_narrow(g) && !g->whole;
+    const real *values = by_columns ? average->col.values : average->row.values;
+    const int64_t count = by_columns ? g->width : g->height;
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = matrix * height; i < (matrix + 1) * height; i++) sum += row[i];
-    return sum / (double)height;
+    for (int64_t i = matrix * count; i < (matrix + 1) * count; i++) sum += values[i];
+    return sum / (double)count;
 }
 
 void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {

@@ -32,6 +32,7 @@ IN_ORDER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "stochastic": ((40, 24), {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}),
     "int8": ((40, 300), {"state_dtype": "int8"}),
     "centred": ((40, 24), {"grad_centralization": True}),
+    "centred-float64": ((40, 24), {"grad_centralization": True, "dtype": torch.float64}),
 }
 """The same of matrices that are stepped as they are: their rows, or the order of their elements, mean something."""
 

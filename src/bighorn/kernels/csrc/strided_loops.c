@@ -1,7 +1,7 @@
 /* Copies of elements that are not consecutive in memory. Compiled once per instruction set. */
 #include "strided.h"
 
-/* The elements of a line of a block; a line is a cache line, and half a one in 16 bits. */
+/* The elements of a line of a block: a cache line, or half of one in 16 bits. */
 FORCE_INLINE_TEMPLATE int line_elems(const int bytes) { return bytes == 8 ? 8 : 16; }
 
 FORCE_INLINE_TEMPLATE void copy_one(const int bytes, const enum StridedCopy direction, char *strided, char *dense) {

@@ -55,7 +55,8 @@ def test_a_moved_parameter_is_noticed(move: str, kind: Kind, backend: str) -> No
         optimizer.step()
         fresh.step()
     # CAME steps the transpose of a transposed matrix, with other last bits.
-    torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-6)
+    atol = 1e-6 if kind is Came and "transposed" in move else 1e-7
+    torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=atol)
 
 
 def new_storage(parameter: Parameter, step: int) -> None:

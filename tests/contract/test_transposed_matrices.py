@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came
+from tests.support.case_tensors import arranged
 
 Turn = Callable[[Tensor], Tensor]
 
@@ -39,11 +40,11 @@ IN_ORDER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 def turned(values: Tensor) -> Tensor:
     """Return a copy whose matrices are transposed in memory."""
-    return values.mT.clone(memory_format=torch.contiguous_format).mT
+    return contiguous(values.mT).mT
 
 
 def contiguous(values: Tensor) -> Tensor:
-    return values.clone(memory_format=torch.contiguous_format)
+    return arranged(values, "plain")
 
 
 def optimizer_of(name: str, layout: Turn, backend: str) -> tuple[Came, list[Parameter]]:

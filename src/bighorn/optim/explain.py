@@ -13,7 +13,7 @@ from bighorn import kernels
 from bighorn.distributed.sharding import local
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.param_info import ParamInfo
-from bighorn.optim.state import STEP_BYTES, is_dense, local_view, real_view, same_layout
+from bighorn.optim.state import STEP_BYTES, local_view, real_view, same_layout
 from bighorn.optim.step_plan import StepPlan
 
 Figures = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor]
@@ -45,7 +45,7 @@ def explained(
 
 def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
     """Return what makes the steps of a parameter slower, with the remedy; empty if nothing does."""
-    if not (is_dense(view, info.leading) or info.is_turned(view)):
+    if not info.fits_kernels(view):
         way = "read and written in pieces" if backend == kernels.SERVES_STRIDED else "copied at each step"
         return f"; slower, {way}: its memory has gaps or another order, as p.data = p.data.contiguous() has not"
     grad = info.param.grad

@@ -20,7 +20,7 @@ from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.flat_tensors import FragmentView, views
 from bighorn.optim.param_groups import Order, label_of
 from bighorn.optim.settings import Settings
-from bighorn.optim.state import StateSpec, local_view, whole_view
+from bighorn.optim.state import StateSpec, is_dense, local_view, whole_view
 
 Indices = dict[int, tuple[int, int]]
 """The group index and parameter index of each parameter, by its `id`."""
@@ -79,6 +79,10 @@ class ParamInfo:
         """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
         return self.symmetric and not view.is_contiguous() and view.mT.is_contiguous()
 
+    def fits_kernels(self, view: Tensor) -> bool:
+        """Whether every backend can step the parameter in its own memory, without a dense copy."""
+        return is_dense(view, self.leading) or self.is_turned(view)
+
     def here(self, tensor: Tensor) -> Tensor:
         """Return the fragment in a flat tensor, or in its gradient; any other tensor unchanged."""
         return self.flat.part.of(tensor) if self.flat else tensor
@@ -126,10 +130,12 @@ def info_of(
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
-    # The factors of a matrix are symmetric: the averages of rows and of columns have the same mean.
-    layout, of_last_two = sharding.layout_of(param), leading >= whole.dim() - 1
+    # The factors of a matrix are symmetric: the averages of rows and of columns have the same mean. The matrix has the
+    # last two dims if all dims before them are leading ones.
+    of_last_two = leading >= whole.dim() - 1
     symmetric = factored and of_last_two and type(param) in PLAIN and not (in_order or centres)
     leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
+    layout = sharding.layout_of(param)
     return ParamInfo(param, label, variant, group["stacked"], leading, layout, symmetric=symmetric)
 
 

@@ -27,8 +27,12 @@ State = dict[str, Any]
 Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]]
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
-LINES = {"row": "col", "col": "row"}
-"""The averages of a transposed matrix by those of the matrix."""
+EXCHANGED = {
+    f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
+    for of in ("sq", "res")
+    for line, other in (("row", "col"), ("col", "row"))
+}
+"""The averages of a matrix by those of its transpose."""
 
 
 def build(
@@ -68,7 +72,7 @@ def build(
         _check_grad(info, grads[index])
         view, grad = info.here(local_view(info.param)), info.here(sharding.local(grads[index]))
         turned = info.is_turned(view)
-        dense = view if turned or is_dense(view, info.leading) else _dense_copy(view, info.label)
+        dense = view if info.fits_kernels(view) else _dense_copy(view, info.label)
         counts = index not in states
         if counts:
             states[index] = init_state(info, info.param if info.flat else dense)
@@ -227,8 +231,7 @@ def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
 
 def _turned(state: State) -> State:
     """Return the state of the transpose of a parameter, in the same memory."""
-    other = {f"exp_avg_{of}_{line}": f"exp_avg_{of}_{its}" for of in ("sq", "res") for line, its in LINES.items()}
-    return {name: state[other[name]] if name in other else tensor.mT for name, tensor in state.items()}
+    return {name: state[EXCHANGED[name]] if name in EXCHANGED else tensor.mT for name, tensor in state.items()}
 
 
 def _dense_copy(view: Tensor, label: str) -> Tensor:

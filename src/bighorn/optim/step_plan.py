@@ -140,7 +140,8 @@ class BucketPlan:
         """Use the present memory of parameters, of which these are this rank's shards."""
         for binding in self.bindings:
             view = binding.turn(binding.here(real_view(shards[binding.index])))
-            same = view is binding.view and not binding.stacked  # slices have addresses of their own
+            # After p.data = ..., the tensor is the same one, but slices of it are in the old memory.
+            same = view is binding.view and not binding.stacked
             if binding.dense is binding.view and not same:
                 binding.dense = view
                 self.bucket.params[binding.rows.start : binding.rows.stop] = binding.slices(view)

@@ -18,8 +18,7 @@ static void update_averages(const CameLines *lines, int64_t first, int n, const 
         values[i] = (real)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
 }
 
-/* Returns the mean of a matrix's row averages; if only rows or only columns have averages, the square of ROOT_SCALE.
- * The averages of columns have the same mean, and in a narrow matrix there are fewer of them. */
+/* The averages of columns have the same mean, and in a narrow matrix there are fewer of them. */
 double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
     const CameGrid *g = &job->grid;
     if (!average->row.values || !average->col.values) return ROOT_SCALE * ROOT_SCALE;

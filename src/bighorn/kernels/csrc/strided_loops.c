@@ -28,7 +28,7 @@ FORCE_INLINE_TEMPLATE void copy_loop(const int bytes, const enum StridedCopy dir
 FORCE_INLINE_TEMPLATE void copy_block(const int bytes, const enum StridedCopy direction, const StridedBox b,
                                       int another) {
     const int n = line_elems(bytes);
-    char lines[16 * 16 * 4];
+    char lines[16 * 16 * 4]; /* n * n * bytes, at most */
     StridedBox block = {lines, b.dense, n, n, b.width, 1, n};
     if (direction == STRIDED_SCATTER) copy_loop(bytes, direction, block);
     for (int j = 0; j < n; j++) {

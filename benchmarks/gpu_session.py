@@ -52,7 +52,7 @@ def bench(precision: str) -> Sequence[str]:
 
 STEPS = {
     "smoke": Step((["-m", "bighorn.cli", "doctor", "--require", "triton"], ["-m", "tests.gpu.smoke"]), 90),
-    "cases": Step((tests("gpu and not slow", "-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"),), 480),
+    "cases": Step((tests("gpu and not slow", "-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"),), 480),
     "rest": Step((tests("gpu and slow"),), 300),
     "bench": Step((bench("fp32"), bench("bf16")), 420),
     "tuning": Step((["benchmarks/gpu_tuning.py"],), 180),

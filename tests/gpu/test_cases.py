@@ -114,16 +114,20 @@ def test_shapes_of_large_models(shape: tuple[int, ...], options: dict[str, objec
     if "factor" in options and kind is Lamb:
         pytest.skip("LAMB factors nothing")
     results = []
-    for backend in ("triton", "foreach"):
-        (param,) = parameters(0, (shape,))
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        (param,) = (Parameter(p.detach().to(dtype)) for p in parameters(0, (shape,)))
         optimizer = kind([{"params": [param], **options}], **{**OPTIONS, "backend": backend})
         for step in range(2):
-            (param.grad,) = gradients(step, (shape,))
+            param.grad = gradients(step, (shape,))[0].to(dtype)
             optimizer.step()
         results.append(param.detach())
         param.grad = None
         del param, optimizer
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    ours, exact = results
+    off = ours - exact
+    print(f"{kind.__name__} {shape}: {off.norm() / exact.norm():.1e}, at most {off.abs().max():.1e}")
+    assert off.norm() <= 8e-7 * exact.norm()
+    assert off.abs().max() <= 1e-5
 
 
 def test_many_tiny_tensors(kind: Kind) -> None:

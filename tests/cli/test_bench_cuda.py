@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bighorn import Came, Lamb
 from bighorn.cli import bench, cuda, measure, peers, traffic
+from bighorn.cli.cliffs import Change
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
 
@@ -153,6 +154,28 @@ def test_rounds_are_bounded(device: Device, seconds: float, rounds: int, repeats
     assert [len(times) for times in cuda.wall_rounds(optimizer, optimizer, seconds)] == [repeats] * 2
 
 
+def test_changes_come_before_each_step_and_take_no_time(device: Device) -> None:
+    """A change takes a second of host and device, which is in none of the figures."""
+    seen: tuple[list[int], list[int]] = [], []
+
+    def change_of(mine: list[int]) -> Change:
+        def change(step: int) -> None:
+            mine.append(step)
+            device.enqueue(1.0, 1.0)
+
+        return change
+
+    optimizers = Launches(device, 0.2e-3, 1e-3), Launches(device, 0.2e-3, 2e-3)
+    found = cuda.compare(*optimizers, 0, [change_of(mine) for mine in seen])
+    assert found["ms"]["median"] == pytest.approx(2)
+    assert found["baseline_ms"]["median"] == pytest.approx(1)
+    assert found["wall_ms"]["median"] == pytest.approx(2.2)
+    assert found["host_ms"] == pytest.approx(0.2)
+    for mine in seen:
+        assert len(mine) >= cuda.WARM_UP + cuda.HOST_STEPS + cuda.LEAST_REPEATS * cuda.STEPS_IN_A_ROW
+        assert {0, 1} <= set(mine)
+
+
 def test_the_speed_of_a_copy(device: Device) -> None:
     assert cuda.copy_speed() == pytest.approx(2 * cuda.SWEEP_BYTES / COPY_SECONDS)
     assert device.sleeps[1:] == pytest.approx([cuda.LEAST_SLEEP] * cuda.COPIES, rel=1e-3)
@@ -168,12 +191,14 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     seconds = {"Lamb": 3e-3}
     facts = {"device": "H900"}
 
-    def compare(first: torch.optim.Optimizer, second: torch.optim.Optimizer, _: float) -> dict[str, Any]:
+    def compare(
+        first: torch.optim.Optimizer, second: torch.optim.Optimizer, _: float, changes: Sequence[Change]
+    ) -> dict[str, Any]:
         baseline, optimizer = (
             Launches(device, 0.25e-3, seconds.get(type(each).__name__, 2e-3), type(each).__name__ == "Waits")
             for each in (first, second)
         )
-        return cuda.compare(baseline, optimizer, 0)
+        return cuda.compare(baseline, optimizer, 0, changes)
 
     known = bench.Instrument(lambda: facts, compare, lambda _: 1_500_000, 0, cuda.copy_speed)
     monkeypatch.setitem(bench.INSTRUMENTS, "cuda", known)

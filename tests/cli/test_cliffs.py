@@ -124,3 +124,10 @@ def test_the_note_about_torch_holds(fused: bool) -> None:
 def test_a_gpu_has_no_such_sets(invoke: Invoke) -> None:
     output = invoke("bench", "--table", "cliffs", "--device", "cuda", code=1).output
     assert "--table cliffs is measured with --device cpu" in output
+
+
+@pytest.mark.parametrize("name", ["alternating", "channels_last", "gaps", "transposed"])
+def test_sets_that_adamw_refuses_on_cuda_are_refused(name: str, invoke: Invoke) -> None:
+    """torch 2.11 on an H100: "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"."""
+    output = invoke("bench", "--device", "cuda", "--shapes", f"tiny,{name}", code=1).output
+    assert f"--shapes {name}: torch's fused AdamW" in output

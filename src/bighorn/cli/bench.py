@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from bighorn import Came, Lamb
 from bighorn.cli import cuda, files, traffic
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
-from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, param_set_of
+from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, nothing, param_set_of
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
@@ -41,8 +41,8 @@ class Instrument:
 
     facts: Callable[[], dict[str, Any]]
     """Returns the properties of the device, as JSON."""
-    compare: Callable[[Optimizer, Optimizer, float], dict[str, Any]]
-    """Returns times of a baseline and an optimizer for some seconds, as JSON."""
+    compare: Callable[[Optimizer, Optimizer, float, Sequence[Change]], dict[str, Any]]
+    """Returns times of a baseline and an optimizer for some seconds, as JSON; changes come before their steps."""
     temporaries: Callable[[Callable[[], object]], int | None]
     seconds: float
     """The default of `--seconds`."""
@@ -119,8 +119,13 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     """
     config = BenchConfig(**options)
     layout, instrument = config.layout, INSTRUMENTS[config.device]
-    known = {**SHAPES, **CLIFFS} if config.device == "cpu" else SHAPES
-    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, known)
+    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, {**SHAPES, **CLIFFS})
+    refused = [name for name in sets if config.device == "cuda" and not param_set_of(name).on_cuda]
+    if refused:
+        raise InputError(
+            f"--shapes {refused[0]}: torch's fused AdamW, the first row, refuses gradients or state with other strides "
+            "than the parameters' on CUDA; time it with --device cpu."
+        )
     builds, absent = _load(config)
     check_device(config.device)
     files.check_outputs({"--report": report, "--json": json_file})
@@ -251,10 +256,7 @@ def _beside(
     instrument = INSTRUMENTS[config.device]
     seconds = instrument.seconds if config.seconds is None else config.seconds
     extra = instrument.temporaries(optimizer.step)
-    if param_set.change is None:
-        times = instrument.compare(baseline, optimizer, seconds)
-    else:
-        times = compare(baseline, optimizer, seconds, changes(param_set.change, baseline, optimizer))
+    times = instrument.compare(baseline, optimizer, seconds, changes(param_set.change, baseline, optimizer))
     state = peer.state_bytes(optimizer)
     once = traffic.bytes_once(optimizer, state)
     return {
@@ -268,8 +270,10 @@ def _beside(
     }
 
 
-def changes(change: Callable[[list[Tensor]], Change], *optimizers: Optimizer) -> list[Change]:
+def changes(change: Callable[[list[Tensor]], Change] | None, *optimizers: Optimizer) -> list[Change]:
     """Return the change of each optimizer's parameters."""
+    if change is None:
+        return [nothing for _ in optimizers]
     return [change([param for group in of.param_groups for param in group["params"]]) for of in optimizers]
 
 

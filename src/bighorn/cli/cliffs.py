@@ -88,6 +88,8 @@ class ParamSet:
         grad_layout: The layout of the gradients. Default: contiguous.
         change: A function from the parameters to a function that changes something before each step. Default: None.
         note: A sentence below the table. Default: none.
+        on_cuda: Whether torch's fused AdamW steps it on CUDA, where gradients and state need the parameters' strides.
+            Default: True.
     """
 
     shapes: Callable[[], Iterable[Shape]]
@@ -96,6 +98,7 @@ class ParamSet:
     grad_layout: Copy = contiguous
     change: Callable[[list[Tensor]], Change] | None = None
     note: str = ""
+    on_cuda: bool = True
 
 
 WRONG_BASELINE = (
@@ -108,10 +111,10 @@ WRONG_BASELINE = (
 CLIFFS = {
     "missing": ParamSet(lambda: [(64, 64)] * 1000, change=missing),
     "moved": ParamSet(lambda: [(64, 64)] * 200, change=moved),
-    "alternating": ParamSet(lambda: [(128, 128, 3, 3)] * 60, change=alternating, note=WRONG_BASELINE),
-    "channels_last": ParamSet(resnet50, layout=channels_last, note=WRONG_BASELINE),
-    "gaps": ParamSet(lambda: [(4096, 4096)], layout=with_gaps),
-    "transposed": ParamSet(lambda: [(4096, 2048)], layout=transposed, note=WRONG_BASELINE),
+    "alternating": ParamSet(lambda: [(128, 128, 3, 3)] * 60, change=alternating, note=WRONG_BASELINE, on_cuda=False),
+    "channels_last": ParamSet(resnet50, layout=channels_last, note=WRONG_BASELINE, on_cuda=False),
+    "gaps": ParamSet(lambda: [(4096, 4096)], layout=with_gaps, on_cuda=False),
+    "transposed": ParamSet(lambda: [(4096, 2048)], layout=transposed, note=WRONG_BASELINE, on_cuda=False),
     "transposed_both": ParamSet(lambda: [(4096, 2048)], layout=transposed, grad_layout=transposed),
     "tall": ParamSet(lambda: [(1_000_000, 16)]),
     "wide": ParamSet(lambda: [(16, 1_000_000)]),

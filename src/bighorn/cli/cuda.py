@@ -2,13 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn.cli.cliffs import Change, nothing
 from bighorn.cli.measure import LEAST_ROUNDS, beside
 
 WARM_UP = 10
@@ -47,27 +48,33 @@ def facts() -> dict[str, Any]:
     }
 
 
-def compare(baseline: Optimizer, optimizer: Optimizer, seconds: float) -> dict[str, Any]:
+def compare(
+    baseline: Optimizer, optimizer: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
+) -> dict[str, Any]:
     """As :func:`bighorn.cli.measure.compare`, with device time, wall time and host time of a step.
 
     Device time and wall time are measured for ``seconds`` each. If :class:`DeviceTimer` rejects the step, `ms`,
     `baseline_ms` and `ratio` are None, and `host_ahead` is false.
     """
-    for _ in range(WARM_UP):
-        baseline.step()
-        optimizer.step()
-    host = host_seconds(optimizer.step)
+    both = tuple(zip((baseline, optimizer), changes, strict=True))
+    for step in range(WARM_UP):
+        for each, change in both:
+            change(step)
+            each.step()
+    hosts = [host_seconds(each.step, change) for each, change in both]
     sweep = scratch()
-    timers = DeviceTimer(baseline.step, host_seconds(baseline.step), sweep), DeviceTimer(optimizer.step, host, sweep)
-    rounds = device_rounds(*timers, seconds)
+    first, second = (
+        DeviceTimer(each.step, host, sweep, change) for (each, change), host in zip(both, hosts, strict=True)
+    )
+    rounds = device_rounds(first, second, seconds)
     return {
         "rounds": len(rounds[0]) if rounds else 0,
         **(beside(*rounds) if rounds else {"ms": None, "baseline_ms": None, "ratio": None}),
         "host_ahead": rounds is not None,
-        "baseline_refused_samples": timers[0].refused,
-        "refused_samples": timers[1].refused,
-        "host_ms": 1e3 * host,
-        **beside(*wall_rounds(baseline, optimizer, seconds), "wall_"),
+        "baseline_refused_samples": first.refused,
+        "refused_samples": second.refused,
+        "host_ms": 1e3 * hosts[1],
+        **beside(*wall_rounds(baseline, optimizer, seconds, changes), "wall_"),
     }
 
 
@@ -83,14 +90,15 @@ class DeviceTimer:
         work: A function that enqueues the work.
         host: Seconds that the host takes to enqueue it.
         sweep: Memory on the device, larger than its caches.
+        change: A function that is called before each sample, with its number. Default: one that changes nothing.
 
     Attributes:
         refused: The number of rejected samples.
     """
 
-    def __init__(self, work: Callable[[], object], host: float, sweep: Tensor) -> None:
+    def __init__(self, work: Callable[[], object], host: float, sweep: Tensor, change: Change = nothing) -> None:
         self.refused = 0
-        self._work, self._sweep = work, sweep
+        self._work, self._sweep, self._change, self._samples = work, sweep, change, 0
         self._cycles = int(max(MARGIN * host, LEAST_SLEEP) * cycles_per_second())
 
     def seconds(self) -> float | None:
@@ -100,6 +108,8 @@ class DeviceTimer:
         sleep is long enough.
         """
         for _ in range(TRIES):
+            self._change(self._samples)
+            self._samples += 1
             start, stop = events()
             torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
             self._sweep.zero_()
@@ -131,7 +141,9 @@ def device_rounds(first: DeviceTimer, second: DeviceTimer, seconds: float) -> tu
     return times
 
 
-def wall_rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[list[float], list[float]]:
+def wall_rounds(
+    first: Optimizer, second: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
+) -> tuple[list[float], list[float]]:
     """Wall time of a step, in `STEPS_IN_A_ROW` steps between two synchronizations.
 
     The optimizers take turns for ``seconds``, at least 3 and at most 7 times. As in a training loop, the slower of host
@@ -140,14 +152,27 @@ def wall_rounds(first: Optimizer, second: Optimizer, seconds: float) -> tuple[li
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
     while len(times[0]) < LEAST_REPEATS or (len(times[0]) < MOST_REPEATS and time.perf_counter() < end):
-        for optimizer, mine in zip((first, second), times, strict=True):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(STEPS_IN_A_ROW):
-                optimizer.step()
-            torch.cuda.synchronize()
-            mine.append((time.perf_counter() - start) / STEPS_IN_A_ROW)
+        for optimizer, change, mine in zip((first, second), changes, times, strict=True):
+            mine.append(wall_seconds(optimizer.step, change))
     return times
+
+
+def wall_seconds(step: Callable[[], object], change: Change) -> float:
+    """Return the seconds of a step in a row of steps.
+
+    A change is not timed: the device ends each step before the next change.
+    """
+    timed = 0.0
+    each = 1 if change is not nothing else STEPS_IN_A_ROW
+    for number in range(STEPS_IN_A_ROW // each):
+        change(number)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(each):
+            step()
+        torch.cuda.synchronize()
+        timed += time.perf_counter() - start
+    return timed / STEPS_IN_A_ROW
 
 
 def copy_speed() -> float | None:
@@ -196,13 +221,14 @@ def temporaries(step: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def host_seconds(step: Callable[[], object]) -> float:
+def host_seconds(step: Callable[[], object], change: Change = nothing) -> float:
     """Return the seconds until a step that begins on an idle device returns, a median.
 
     On a busy device, a full queue would make the host wait. The time of a step that synchronizes includes device time.
     """
     times = []
-    for _ in range(HOST_STEPS):
+    for number in range(HOST_STEPS):
+        change(number)
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()

@@ -222,7 +222,7 @@ PEERS = {
     "adafactor": Peer("torch Adafactor", _adafactor, "torch"),
     "timm": Peer("timm Lamb", _timm, "timm"),
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
-    "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",)),
+    "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",), float64=False),
     "bitsandbytes-adamw8bit": Peer(
         "bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit"), "bitsandbytes", devices=("cuda",)
     ),

@@ -334,11 +334,15 @@ def came_betas(name: str, value: object) -> tuple[object, ...]:
     return betas(3)(name, value)
 
 
+LEAST_EPS = 1.2e-38
+"""Of CAME: the averages begin as (1 - beta2) * eps, of which float32 makes 0 if eps is much smaller, and u NaN."""
+
+
 def came_eps(name: str, value: object) -> tuple[object, ...]:
-    """Return two positive numbers."""
+    """Return two numbers from `LEAST_EPS`."""
     if not _are(value, 2):
         raise TypeError(f"{name} must be two numbers, for the squared gradient and for the instability, not {value!r}")
-    return tuple(positive(f"{name}[{i}]", eps) for i, eps in enumerate(value))
+    return tuple(number(f"{name}[{i}]", eps, LEAST_EPS) for i, eps in enumerate(value))
 
 
 def bounds(name: str, value: object) -> tuple[float, float] | None:

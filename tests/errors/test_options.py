@@ -115,6 +115,8 @@ OF_CAME: list[Value] = [
     ("betas", None, TypeError),
     ("eps", (0.0, 1e-16), ValueError),
     ("eps", (1e-30, 0), ValueError),
+    ("eps", (1e-44, 1e-16), ValueError),
+    ("eps", (1e-30, 1e-39), ValueError),
     ("eps", (1e-30, -1e-16), ValueError),
     ("eps", (math.inf, 1e-16), ValueError),
     ("eps", (1e-30, "small"), TypeError),

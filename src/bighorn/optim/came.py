@@ -127,7 +127,7 @@ class Came(KernelOptimizer):
         betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1): the
             instability is measured against the momentum, which at 0 would be u itself, so that steps would be divided
             by eps alone. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
-        eps: Added to the squared gradient and to the instability, each above 0. Default: (1e-30, 1e-16).
+        eps: Added to the squared gradient and to the instability, each at least 1.2e-38. Default: (1e-30, 1e-16).
         weight_decay: At least 0: a number, an iterable or a schedule; x shrinks by lr * weight_decay. Default: 0.0.
         clip_threshold: u is scaled down to this root mean square, above 0. Default: 1.0.
         factor: "matrix": a tensor of more than 2 dims is a matrix of dim 0 by all other dims, and is left unfactored if

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from bighorn import Came, Lamb
 from bighorn.cli import cuda, files, traffic
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
-from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, nothing, param_set_of
+from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, param_set_of
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
@@ -112,10 +112,10 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     after two steps, in sets of at most 500M parameters.
 
     On a GPU, ms is device time with cold caches, measured while the device is behind the host, and "-" for a step that
-    waits for the device; wall ms is the time of a step in 50 steps in a row, and host the time until a step returns.
-    "of copy" is the rate of all the bytes that a step's kernels move, relative to a plain copy in the same run, and "of
-    copy, once" counts each array once; for optimizers of other packages both do. Temporaries are what torch's
-    allocator hands out during a step.
+    waits for the device; wall ms is the time of a step in 50 steps in a row, or of a single one in sets that change
+    before each step, and host the time until a step returns. "of copy" is the rate of all the bytes that a step's
+    kernels move, relative to a plain copy in the same run, and "of copy, once" counts each array once; for optimizers
+    of other packages both do. Temporaries are what torch's allocator hands out during a step.
     """
     config = BenchConfig(**options)
     layout, instrument = config.layout, INSTRUMENTS[config.device]
@@ -270,10 +270,8 @@ def _beside(
     }
 
 
-def changes(change: Callable[[list[Tensor]], Change] | None, *optimizers: Optimizer) -> list[Change]:
+def changes(change: Callable[[list[Tensor]], Change], *optimizers: Optimizer) -> list[Change]:
     """Return the change of each optimizer's parameters."""
-    if change is None:
-        return [nothing for _ in optimizers]
     return [change([param for group in of.param_groups for param in group["params"]]) for of in optimizers]
 
 

@@ -43,6 +43,12 @@ def nothing(step: int) -> None:
     """Change nothing."""
 
 
+def unchanged(params: list[Tensor]) -> Change:
+    """Return a function that changes nothing."""
+    del params
+    return nothing
+
+
 def missing(params: list[Tensor]) -> Change:
     """Return a function that removes the gradients of a random tenth, another one at each step."""
     grads = [param.grad for param in params]
@@ -86,7 +92,8 @@ class ParamSet:
         dtype: Their dtype. Default: None, which is that of ``--precision``.
         layout: The layout of the parameters. Default: contiguous.
         grad_layout: The layout of the gradients. Default: contiguous.
-        change: A function from the parameters to a function that changes something before each step. Default: None.
+        change: A function from the parameters to a function that changes something before each step. Default: one that
+            changes nothing.
         note: A sentence below the table. Default: none.
         on_cuda: Whether torch's fused AdamW steps it on CUDA, where gradients and state need the parameters' strides.
             Default: True.
@@ -96,7 +103,7 @@ class ParamSet:
     dtype: torch.dtype | None = None
     layout: Copy = contiguous
     grad_layout: Copy = contiguous
-    change: Callable[[list[Tensor]], Change] | None = None
+    change: Callable[[list[Tensor]], Change] = unchanged
     note: str = ""
     on_cuda: bool = True
 

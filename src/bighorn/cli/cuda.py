@@ -144,10 +144,10 @@ def device_rounds(first: DeviceTimer, second: DeviceTimer, seconds: float) -> tu
 def wall_rounds(
     first: Optimizer, second: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
 ) -> tuple[list[float], list[float]]:
-    """Wall time of a step, in `STEPS_IN_A_ROW` steps between two synchronizations.
+    """Wall time of a step, as a mean of `STEPS_IN_A_ROW` steps.
 
-    The optimizers take turns for ``seconds``, at least 3 and at most 7 times. As in a training loop, the slower of host
-    and device limits the result. Caches are as the previous step left them.
+    The optimizers take turns for ``seconds``, at least 3 and at most 7 times. Caches are as the previous step left
+    them.
     """
     times: tuple[list[float], list[float]] = [], []
     end = time.perf_counter() + seconds
@@ -158,17 +158,18 @@ def wall_rounds(
 
 
 def wall_seconds(step: Callable[[], object], change: Change) -> float:
-    """Return the seconds of a step in a row of steps.
+    """Return the seconds of a step, a mean of `STEPS_IN_A_ROW`.
 
-    A change is not timed: the device ends each step before the next change.
+    As in a training loop, the slower of host and device limits the steps between two synchronizations. These are all
+    steps, or, with a change, a single one, so that the change is not timed.
     """
+    in_a_row = STEPS_IN_A_ROW if change is nothing else 1
     timed = 0.0
-    each = 1 if change is not nothing else STEPS_IN_A_ROW
-    for number in range(STEPS_IN_A_ROW // each):
+    for number in range(STEPS_IN_A_ROW // in_a_row):
         change(number)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(each):
+        for _ in range(in_a_row):
             step()
         torch.cuda.synchronize()
         timed += time.perf_counter() - start

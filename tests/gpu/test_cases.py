@@ -124,10 +124,9 @@ def test_shapes_of_large_models(shape: tuple[int, ...], options: dict[str, objec
         param.grad = None
         del param, optimizer
     ours, exact = results
-    off = ours - exact
-    print(f"{kind.__name__} {shape}: {off.norm() / exact.norm():.1e}, at most {off.abs().max():.1e}")
-    assert off.norm() <= 8e-7 * exact.norm()
-    assert off.abs().max() <= 1e-5
+    apart = ours - exact
+    assert apart.norm() <= 2e-7 * exact.norm()  # 8.4e-8 on an H100
+    assert apart.abs().max() <= 5e-6  # 2.9e-6
 
 
 def test_many_tiny_tensors(kind: Kind) -> None:

@@ -335,7 +335,8 @@ def came_betas(name: str, value: object) -> tuple[object, ...]:
 
 
 LEAST_EPS = 1.2e-38
-"""Of CAME: the averages begin as (1 - beta2) * eps, of which float32 makes 0 if eps is much smaller, and u NaN."""
+"""The least eps of CAME, about float32's least normal number. If a gradient is 0, the averages begin as
+(1 - beta2) * eps: a much smaller eps makes them 0 in float32, and u NaN."""
 
 
 def came_eps(name: str, value: object) -> tuple[object, ...]:

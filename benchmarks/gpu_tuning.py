@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,34 +18,34 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from bighorn.cli import cuda
 from bighorn.cli.shapes import SHAPES
-from bighorn.kernels.triton import lamb, launch_group, tiles
+from bighorn.kernels.triton import came_launches, lamb, launch_group
 from bighorn.kernels.triton.common_kernels import LANES
 
 SIZES = [None, *itertools.product((8192, 16384, 32768, 65536), (4, 8))]
 """Of Lamb: elements of a chunk, and elements of a block for each thread; None: as they are."""
 
-AREAS = (1 << 14, 1 << 15, 1 << 17)
-"""Elements of a tile of Came."""
+AREAS = (None, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
+"""Elements of a tile of Came; None: as they are."""
 
 
 def main() -> None:
     """Print the median and the least device time of each variant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="?", default="bert_large", choices=SHAPES)
-    parser.add_argument("--area", type=int, help="measure Came alone, with tiles of so many elements")
     arguments = parser.parse_args()
-    if arguments.area is not None:
-        tiles.AREA = arguments.area  # before the kernels are imported, which compile it in
     for dtype in (torch.float32, torch.bfloat16):
-        for sizes in SIZES if arguments.area is None else ():
+        for sizes in SIZES:
             with pytest.MonkeyPatch.context() as patch:
                 if sizes is not None:
                     resize(*sizes, patch)
                 words = "as it is" if sizes is None else "chunk {}, {} a thread".format(*sizes)
                 print(f"Lamb {dtype} {words}: {measured(Lamb, arguments.shapes, dtype)}", flush=True)
-        print(f"Came {dtype} area {tiles.AREA}: {measured(Came, arguments.shapes, dtype)}", flush=True)
-    for area in AREAS if arguments.area is None else ():
-        subprocess.run([sys.executable, __file__, arguments.shapes, "--area", str(area)], check=True)
+        for area in AREAS:
+            with pytest.MonkeyPatch.context() as patch:
+                if area is not None:
+                    patch.setattr(came_launches, "area_of", lambda _, area=area: area)
+                words = "as it is" if area is None else f"area {area}"
+                print(f"Came {dtype} {words}: {measured(Came, arguments.shapes, dtype)}", flush=True)
 
 
 def resize(chunk: int, each: int, patch: pytest.MonkeyPatch) -> None:

@@ -97,15 +97,15 @@ def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch
     )
     stepped(ours)
     kernels.BACKENDS["reference"].lamb([exact]).step()
-    # A device fuses the product with the sum in exp_avg, and then rounds 4 of 606 moments of bfloat16 the other way, as
-    # computed on a CPU. On an H100 a trust ratio changed by 1.03e-4, and with it all of x.
+    # A device fuses the product with the sum in exp_avg, and then rounds some moments of bfloat16 the other way: on an
+    # H100 16 of 1,536. A trust ratio changed by 1.03e-4, and with it all of x.
     fused = state_dtype == torch.bfloat16 and not device.interpreted()
     torch.testing.assert_close(ours.metrics, exact.metrics, rtol=2e-4 if fused else 1e-4, atol=0)
     for name, columns in columns_of(ours).items():
         for mine, true in zip(columns, columns_of(exact)[name], strict=True):
             apart = (mine.double() - true.double()).abs()
             near = 5e-4 * true.double().abs().max() if fused and name == "x" else 1e-5 * true.double().abs()
-            assert (apart > near).double().mean() < (0.01 if fused else 0.005), name
+            assert (apart > near).double().mean() < (0.02 if fused else 0.005), name
             limit = 1 if mine.dtype in (torch.int8, torch.uint8) else 0.01 * true.double().abs().max() + 1e-6
             assert apart.max() <= limit, name
 
@@ -303,7 +303,9 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
     assert lamb.unsupported_reason(GPU, OPTIONS) is None
-    assert lamb.unsupported_reason(GPU.double(), OPTIONS) == "its dtype is torch.float64"
+    assert lamb.unsupported_reason(GPU.double(), OPTIONS) is None
+    assert "decoded to float32" in str(lamb.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
+    assert lamb.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
     assert lamb.unsupported_reason(GPU, replace(OPTIONS, cautious=True, centre=True)) is None
     assert lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
     long = torch.empty(2, 2**31, device="meta")

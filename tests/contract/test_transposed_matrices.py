@@ -52,8 +52,6 @@ def optimizer_of(name: str, layout: Turn, backend: str) -> tuple[Came, list[Para
     shape, given = {**OPTIONS, **IN_ORDER}[name]
     options = dict(given)
     dtype = options.pop("dtype", torch.float32)
-    if dtype is torch.float64 and backend == "triton":
-        pytest.skip("Triton's kernels have no float64")
     own: dict[str, Any] = {key: options.pop(key) for key in ("stacked", "grad_centralization") if key in options}
     generator = torch.Generator().manual_seed(1)
     first, second = (Parameter(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2))

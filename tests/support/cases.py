@@ -90,11 +90,9 @@ class Case:
         return leaf.grad_dtype or self.grad_dtype or leaf.dtype or self.dtype
 
     def runs_on(self, backend: str) -> bool:
-        """Whether this backend must serve this case: Triton does not serve float64."""
+        """Whether this backend must serve this case."""
         if backend == "reference":  # it is the specification, to which sizes are nothing
             return self.leaves is not HUGE
-        if backend == "triton" and self.dtypes() & {torch.float64, torch.complex128}:
-            return False
         groups = (self.options, *self.groups)
         return not any(group.get(option) for group in groups for option in LEFT_OUT.get(backend, ()))
 

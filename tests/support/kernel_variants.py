@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.kernels.triton import came, device, lamb, launch_group
+from bighorn.kernels.triton import came, came_launches, device, lamb, launch_group, tiles
 from tests.backends import test_triton, test_triton_came
 from tests.backends.test_triton_shards import LAYOUTS, Cuts, on_ranks
 from tests.support.cases import Kind, set_gradients
@@ -89,6 +89,7 @@ def recorded() -> list[Request]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "DEVICES", ("cpu",))
         patch.setattr(launch_group, "compiled", note)
+        patch.setattr(came_launches, "area_of", lambda _: tiles.AREA)  # the tiles of large models
         for kind, x, g, options in (*lamb_options(), *came_options()):
             step(kind, x, g, options)
         make_shards()
@@ -107,8 +108,11 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
         yield Lamb, x, g, {**mode, "state_dtype": moments, "cautious": True}
         if mode == modes[0]:
             yield Lamb, x, g, {**mode, "state_dtype": moments, "grad_centralization": True}
-    for x, mode in itertools.product((F32, BF16, F16), (*modes, {"second_moment": "amsgrad"})):
-        options = {"state_dtype": F32 if x == F32 else BF16, "cautious": True, "grad_centralization": True}
+    for g, moments, mode in itertools.product((F64, F32), (None, F32), modes):
+        yield Lamb, F64, g, {**mode, "state_dtype": moments}
+    for x, mode in itertools.product((F32, BF16, F16, F64), (*modes, {"second_moment": "amsgrad"})):
+        moments = BF16 if x.itemsize == 2 else None
+        options = {"state_dtype": moments, "cautious": True, "grad_centralization": True}
         yield Lamb, x, x, {**mode, **options}
     for x, g, moments, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
         yield Lamb, x, g, {"state_dtype": moments, "weight_rounding": rounding}
@@ -122,6 +126,8 @@ def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
         yield Came, x, g, {"state_dtype": average}
         if x in (F32, g) and average != F16:
             yield Came, x, g, {"state_dtype": average, "grad_centralization": True}
+    for g, average, centre in itertools.product((F64, F32), (None, F32), (False, True)):
+        yield Came, F64, g, {"state_dtype": average, "grad_centralization": centre}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
         yield Came, x, g, {"state_dtype": average, "weight_rounding": rounding}
 

@@ -14,7 +14,7 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def came_codes(
     rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
-    G: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
     pack = tl.program_id(0)
@@ -28,12 +28,12 @@ def came_codes(
     where = codec.code_blocks(block, stop, inner, 1, layout.PACK)
     offsets, mask = where[0], where[1]
 
-    means = centring.means_from(row_ptr, block, tl.cdiv(inner, codec.CODES), CENTRE)
+    means = centring.means_from(row_ptr, block, tl.cdiv(inner, codec.CODES), CENTRE, COMPUTE)
     positions, exist = tl.arange(0, layout.PACK)[:, None], where[3][:, None]
     pointer = common.at(tl.load(grads_ptr + index), 0, G)
-    g = centring.gradient(pointer, offsets, mask, means, positions, exist, 1)
-    g *= common.gradient_scale(grad_scale_ptr, option_ptr)
-    clip = common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP)
+    scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    g = centring.gradient(pointer, offsets, mask, means, positions, exist, scale, 1)
+    clip = common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE)
     if FACTORED:
         height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
         first, lanes = tl.min(offsets, 1), tl.arange(0, codec.CODES)
@@ -45,17 +45,19 @@ def came_codes(
             tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix, mask=mask, other=0.0) * clip
         )  # CAME-clip
         r = (
-            scaling.inverse_root(tl.load(tiling.averages(row_ptr, layout.SQ_ROW, 0) + line, mask=mask, other=1.0))
+            scaling.inverse_root(
+                tl.load(tiling.averages(row_ptr, layout.SQ_ROW, 0, COMPUTE) + line, mask=mask, other=1.0)
+            )
             * root
         )
         c = scaling.inverse_root(
-            tl.load(tiling.averages(row_ptr, layout.SQ_COL, 0) + matrix * width + column, mask=mask, other=1.0)
+            tl.load(tiling.averages(row_ptr, layout.SQ_COL, 0, COMPUTE) + matrix * width + column, mask=mask, other=1.0)
         )
         u = g * c * r  # CAME-u
     else:
         u = (
             scaling.unfactored(
-                g, common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, tl.float32), offsets, mask)
+                g, common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, COMPUTE), offsets, mask)
             )
             * clip
         )  # CAME-clip
@@ -64,5 +66,8 @@ def came_codes(
         tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.int8, "linear"
     )
     m = codec.read_moment(moment, where, "linear", 1)
-    m = common.number(option_ptr + layout.BETA1) * m + common.number(option_ptr + layout.BETA1_REST) * u  # CAME-m
+    m = (
+        common.number(option_ptr + layout.BETA1, COMPUTE) * m
+        + common.number(option_ptr + layout.BETA1_REST, COMPUTE) * u
+    )  # CAME-m
     codec.write_moment(moment, where, m, 0, "linear", 1)

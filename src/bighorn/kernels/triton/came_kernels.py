@@ -6,8 +6,9 @@ average that is kept in 8 bits advances with the others if the rows of tiles are
 pass of its own over these blocks. Passes alternate in direction, since the last tiles of the previous pass may still be
 in cache.
 
-The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in float32; sums over more
-than a tile, and numbers that exist once per row, column or tensor, are in float64.
+The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in COMPUTE:
+float64 for parameters in float64, else float32. Sums over more than a tile, and numbers that exist once per row, column
+or tensor, are in float64.
 """
 
 import triton
@@ -24,8 +25,8 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate."""
     tile = tl.program_id(0)
@@ -33,11 +34,11 @@ def came_squares(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, WIDE)
-    _, _, matrix, line, _ = tiling.corner(row_ptr, tile, WIDE)
+    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
+    _, _, matrix, line, _ = tiling.corner(row_ptr, tile, TALL, WIDE)
     g = tl.load(grads_ptr + index)
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
-    scale = common.gradient_scale(grad_scale_ptr, option_ptr)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
+    scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
         square_tile((common.at(g, start, G), means), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -53,7 +54,7 @@ def square_tile(
 ):  # fmt: skip
     """Return the sums of g^2 over the rows and the columns of a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
-    total = tl.zeros((ROWS, WIDE), tl.float32)
+    total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
@@ -77,7 +78,7 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def came_lines(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
-    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Advance the averages of rows or columns, and store the sum of the new averages.
 
@@ -89,19 +90,19 @@ def came_lines(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    is_row, line, mask, length, parts = tiling.lines_of(row_ptr, piece, WIDE)
+    is_row, line, mask, length, parts = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     total = tiling.line_totals(parts, partials_ptr)
     if RESIDUAL:
         rest, eps = tl.load(option_ptr + layout.BETA3_REST), tl.load(option_ptr + layout.EPS2)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line, COMPUTE)
     else:
         rest, eps = scaling.second_rest(row_ptr, option_ptr), tl.load(option_ptr + layout.EPS1)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line, COMPUTE)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
     whole = tl.load(row_ptr + tl.where(is_row, layout.WHOLE_WIDTH, layout.WHOLE_HEIGHT))
     kept = tl.where(tl.load(row_ptr + tl.where(is_row, layout.LEADS_ROWS, layout.LEADS_COLS)) != 0, 1 - rest, 0.0)
     new = kept * old + rest * (total / whole + eps * length / whole)  # CAME-row, CAME-col, CAME-res
-    stored = new.to(tl.float32)
+    stored = new.to(COMPUTE)
     if SPLIT is None:
         tl.store(average, stored, mask=mask)
         tl.store(line_sums_ptr + piece, tl.sum(tl.where(mask, stored.to(tl.float64), 0.0), 0))
@@ -117,8 +118,8 @@ def came_lines(
 def came_update_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
-    G: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -126,19 +127,19 @@ def came_update_squares(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
+    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
     root_here = roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix
     root = scaling.row_root(row_ptr, matrix, line_sums_ptr, root_here, SPLIT, WIDE)
     if (SPLIT is None) & (line == 0) & (column == 0):
         tl.store(root_here, root)
 
     g = tl.load(grads_ptr + index)
-    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
+        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
     )
-    scale = common.gradient_scale(grad_scale_ptr, option_ptr)
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
+    scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
         total = update_squares(
             (common.at(g, start, G), means), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK
@@ -156,7 +157,7 @@ def update_squares(
 ):  # fmt: skip
     """Return the sum of u^2 over a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
-    total = tl.zeros((ROWS, WIDE), tl.float32)
+    total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
@@ -187,8 +188,8 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scal
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
-    G: tl.constexpr, S: tl.constexpr, CENTRE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
     tile = tl.program_id(0)
@@ -196,24 +197,24 @@ def came_average(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
-    _, _, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, WIDE)
+    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
+    _, _, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
 
     g, m = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG)
     root = tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix) * common.number(
-        scalars_ptr + index * layout.NUMBER + layout.CLIP
+        scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE
     )  # CAME-clip
-    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
+        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
     )
     factors = (
-        common.gradient_scale(grad_scale_ptr, option_ptr),
-        common.number(option_ptr + layout.BETA1),
-        common.number(option_ptr + layout.BETA1_REST),
+        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        common.number(option_ptr + layout.BETA1, COMPUTE),
+        common.number(option_ptr + layout.BETA1_REST, COMPUTE),
         root,
     )
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
     pointers = (common.at(g, start, G), means), common.at(m, start, S)
     scales, parts = scaling.scales_of(row_ptr, start), (row_parts, col_parts)
     if tiling.aligned(m, shape, VECTOR):
@@ -243,7 +244,7 @@ def average(
     """Return the average of a tile, and the sums of (u - m)^2 over its rows and columns."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     scale, beta1, beta1_rest, root = factors
-    total = tl.zeros((ROWS, WIDE), tl.float32)
+    total = tl.zeros((ROWS, WIDE), root.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
@@ -266,8 +267,9 @@ def average(
 @triton.jit
 def came_apply(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
-    X: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
-    CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
+    ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step the parameter, in reverse order."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -275,19 +277,21 @@ def came_apply(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
+    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
 
     m = tl.load(row_ptr + common.EXP_AVG)
     root = scaling.row_root(
         row_ptr, matrix, line_sums_ptr, roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix, SPLIT, WIDE
     )
-    row_averages = tiling.averages(row_ptr, layout.RES_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+    row_averages = tiling.averages(row_ptr, layout.RES_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.RES_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
+        tiling.averages(row_ptr, layout.RES_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE),
+        shape,
+        WIDE,
     )
-    c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
+    c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR, COMPUTE)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
-    factors = lr.to(tl.float32), (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32), root
+    factors = lr.to(COMPUTE), (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE), root
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
     pointers = weights.weight_at(row_ptr, start, X, ROUNDING), common.at(m, start, S)
     scales = scaling.scales_of(row_ptr, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.tables import Uploads
-from bighorn.kernels.triton.tiles import TileGrid, tile_grid
+from bighorn.kernels.triton.tiles import TileGrid, area_of, tile_grid
 
 
 class CameLaunchGroup(LaunchGroup[CameOptions]):
@@ -25,18 +26,18 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.columns, self.kernels = came_layout, came_kernels
         self.unfactored_kernels, self.codes_kernels = came_unfactored_kernels, came_codes_kernels
         super().__init__(buckets, indices, layouts, uploads)
-        grids, device = self.tile_grids(), self.device
+        grids, device = self.grids, self.device
         self.factored = factored = self.constants["FACTORED"]
         coded = "exp_avg_scale" in buckets[indices[0][0]].state
         in_tiles = coded and factored and grids[0].codes_in_tiles
-        self.constants |= {"WIDE": grids[0].wide, "CODES_IN_TILES": in_tiles}
+        self.constants |= {"TALL": grids[0].tall, "WIDE": grids[0].wide, "CODES_IN_TILES": in_tiles}
         self.tile_to_row = self.program_table(self.tile_counts())
         self.piece_to_row = self.program_table([each.pieces for each in grids if factored])
         self.pack_to_row = self.program_table([each.packs for each in grids if coded and not in_tiles])
         partials = sum(each.row_parts + each.col_parts for each in grids if factored)
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # used by shards
-        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
-        self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=torch.float32, device=device)
+        self.partials = torch.empty(partials, dtype=self.dtype, device=device)
+        self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=self.dtype, device=device)
         self.line_sums = torch.empty(len(self.piece_to_row), dtype=torch.float64, device=device)
         self.sums = torch.empty(came_layout.SUM.value * len(self.tile_to_row), dtype=torch.float64, device=device)
         self.scalars = torch.empty(came_layout.NUMBER.value * len(indices), dtype=torch.float64, device=device)
@@ -48,9 +49,12 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
         sizes = [dtype.itemsize for dtype in (x, g, m)]
         # Elements of a tile that a thread has in registers: with 8 of 16 bits, too few bytes would be in flight; with
-        # 16, int8's codes spill beside random bits or means (ptxas of CUDA 13.1 and later).
+        # 16, int8's codes spill beside random bits or means (ptxas of CUDA 13.1 and later), and 4 of float64 beside
+        # means.
         crowded = min(sizes) == 1 and (options.weight_rounding == "stochastic" or options.centre)
         elements = 16 if max(sizes) == 2 and not crowded else 8
+        if x == torch.float64:
+            elements = 2 if options.centre else 4
         return {
             **constants_of(x, g, m, options),
             "FACTORED": options.factor is not None,
@@ -60,24 +64,26 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, the dtype of the second moment
         }
 
-    def tile_grids(self) -> list[TileGrid]:
+    @cached_property
+    def grids(self) -> list[TileGrid]:
         """Return the tiles of each row."""
+        area = area_of(sum(x.numel() for x in self.params))
         return [
-            tile_grid(self.buckets[index].params[i].shape, self.buckets[index].options.factor)
-            for index, i in self.indices
+            tile_grid(x.shape, self.buckets[index].options.factor, area)
+            for (index, _), x in zip(self.indices, self.params, strict=True)
         ]
 
     def tile_counts(self) -> list[int]:
         """Return the number of programs of each row; for an unfactored row, the number of its chunks."""
         if self.buckets[self.indices[0][0]].options.factor is None:
             return self.chunks
-        return [each.tiles for each in self.tile_grids()]
+        return [each.tiles for each in self.grids]
 
     def own_columns(self) -> list[list[int]]:
         """See `LaunchGroup.own_columns`; `came_layout.py` numbers the columns."""
         columns: list[list[int]] = []
         tile = piece = matrix = part = pack = line = 0
-        for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.tile_grids(), strict=True):
+        for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.grids, strict=True):
             state = self.buckets[index].state
             addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES]
             parts = [part, part + each.row_parts]

@@ -58,10 +58,9 @@ RES_FACTOR = tl.constexpr(2)  # corrects the root of the residuals' averages, wh
 NUMBER = tl.constexpr(3)
 
 # The sizes of tiles and pieces.
-AREA = tl.constexpr(tiles.AREA)
 FEW = tl.constexpr(1024)  # elements in registers if each is loaded by itself, with an address of its own
 LINES = tl.constexpr(tiles.LINES)
 FEW_LINES = tl.constexpr(tiles.FEW_LINES)
 MANY = tl.constexpr(tiles.MANY)
 PACK = tl.constexpr(tiles.PACK)
-PARTS = tl.constexpr(16)  # partial sums of each line in registers
+PARTS = tl.constexpr(4)  # partial sums of each line in registers

@@ -62,9 +62,9 @@ def rate(row_ptr, option_ptr, sums_ptr):
 
 @triton.jit
 def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl.constexpr):
-    """Return the root of the mean of a matrix's row averages; for shards, it is loaded from `root`."""
+    """Return the root of the mean of a matrix's row averages, in the dtype of `root`; for shards, loaded from there."""
     if SPLIT is None:
-        return tl.sqrt(row_mean(row_ptr, matrix, line_sums_ptr, WIDE)).to(tl.float32)
+        return tl.sqrt(row_mean(row_ptr, matrix, line_sums_ptr, WIDE)).to(root.dtype.element_ty)
     else:
         return tl.load(root)
 
@@ -82,23 +82,23 @@ def row_mean(row_ptr, matrix, line_sums_ptr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def tile_means(row_ptr, shape, matrix, line, CENTRE: tl.constexpr):
+def tile_means(row_ptr, shape, matrix, line, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
     """Return the means of the rows of gradients from a tile's first line on; a row can be several lines."""
     first = matrix * tl.load(row_ptr + layout.HEIGHT) + line
-    return centring.means_from(row_ptr, first, tl.load(row_ptr + common.INNER) // shape[2], CENTRE)
+    return centring.means_from(row_ptr, first, tl.load(row_ptr + common.INNER) // shape[2], CENTRE, COMPUTE)
 
 
 @triton.jit
 def gradient(g, offsets, mask, i, shape, scale, VECTOR: tl.constexpr, ROWS: tl.constexpr):
     """Return the gradient of the lines from the tile's `i`-th on; `g` are a pointer and the means of rows."""
     lines = (i + tl.arange(0, ROWS))[:, None]
-    return centring.gradient(g[0], offsets, mask, g[1], lines, lines < shape[0], VECTOR) * scale
+    return centring.gradient(g[0], offsets, mask, g[1], lines, lines < shape[0], scale, VECTOR)
 
 
 @triton.jit
 def inverse_root(value):
     """Return 1 / sqrt(value)."""
-    return tl.div_rn(1.0, tl.sqrt_rn(value))
+    return common.quotient(1.0, common.root(value))
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def update(values, r, c):
 @triton.jit
 def unfactored(g, v):
     """Return u for an unfactored second moment, and 0 for elements outside the mask."""
-    return tl.where(v == 0, g, tl.div_rn(g, tl.sqrt_rn(v)))  # CAME-u
+    return tl.where(v == 0, g, common.quotient(g, common.root(v)))  # CAME-u
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def momentum(
     """Return the stored average of the rows from the tile's `i`-th on."""
     values = common.read(pointer, offsets, mask, VECTOR)
     if tl.int8 != S:
-        return values.to(tl.float32)
+        return common.widened(values)
     elif CODES_IN_TILES:
         lines = i + tl.arange(0, ROWS)
         scale = tl.load(tile_scales(scales) + lines * tl.cdiv(scales[1], codec.CODES), mask=lines < shape[0], other=0.0)

@@ -12,8 +12,8 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def came_known_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
-    G: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums, along the split dim, of g^2 divided by the averages that are not split."""
     tile = tl.program_id(0)
@@ -21,20 +21,20 @@ def came_known_squares(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    _, _, matrix, line, column = tiling.corner(row_ptr, tile, WIDE)
-    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, WIDE)
+    _, _, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
+    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
     if SPLIT == "rows":
         known, parts = (
-            tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line),
+            tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE),
             col_parts,
         )
     else:
         known, parts = (
-            tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column),
+            tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE),
             row_parts,
         )
-    g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE)
+    g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
         known_squares((common.at(g, start, G), means), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -48,7 +48,7 @@ def known_squares(
 ):  # fmt: skip
     """Store the partial sums of a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
-    total = tl.zeros((ROWS, WIDE), tl.float32)
+    total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
@@ -73,6 +73,7 @@ def came_line_sums(
     partials_ptr,
     lines_ptr,
     SPLIT: tl.constexpr,
+    TALL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Add up partial sums of the lines whose averages are split."""
@@ -81,7 +82,7 @@ def came_line_sums(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
-    is_row, line, mask, _, parts = tiling.lines_of(row_ptr, piece, WIDE)
+    is_row, line, mask, _, parts = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     mask = mask & tiling.is_split(is_row, SPLIT)
     tl.store(tiling.line_at(lines_ptr, row_ptr, is_row, line), tiling.line_totals(parts, partials_ptr), mask=mask)
 
@@ -89,7 +90,7 @@ def came_line_sums(
 @triton.jit
 def came_settle(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, lines_ptr,
-    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Store averages that were added up over all ranks."""
     piece = tl.program_id(0)
@@ -97,10 +98,10 @@ def came_settle(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
-    is_row, line, mask, _, _ = tiling.lines_of(row_ptr, piece, WIDE)
+    is_row, line, mask, _, _ = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     if RESIDUAL:
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line, COMPUTE)
     else:
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line, COMPUTE)
     mask = mask & tiling.is_split(is_row, SPLIT)
-    tl.store(average, tl.load(tiling.line_at(lines_ptr, row_ptr, is_row, line), mask=mask).to(tl.float32), mask=mask)
+    tl.store(average, tl.load(tiling.line_at(lines_ptr, row_ptr, is_row, line), mask=mask), mask=mask)

@@ -92,16 +92,16 @@ class CameShardLaunchGroup(CameLaunchGroup):
         sums = self.sums.view(-1, self.columns.SUM.value)
         self.whole_sums = sums[tiles:]
         if self.factored:
-            grids, shards = self.tile_grids(), [self.shard(*index) for index in indices]
-            self.lines = torch.zeros(sum(each.lines for each in grids), dtype=torch.float64, device=device)
+            shards = [self.shard(*index) for index in indices]
+            self.lines = torch.zeros(sum(each.lines for each in self.grids), dtype=torch.float64, device=device)
             self.inner = torch.zeros_like(self.lines)
-            self.by_row, self.by_col = (self._lines(grids, shards, of_rows) for of_rows in (True, False))
+            self.by_row, self.by_col = (self._lines(self.grids, shards, of_rows) for of_rows in (True, False))
             counts = [self._whole(shard)[0] for shard in shards]
             firsts = itertools.accumulate(counts[:-1], initial=0)
             which = [first + numbers(shard, self.factor) for first, shard in zip(firsts, shards, strict=True)]
             self.matrices = torch.cat(which).to(device)
             self.matrices_per_row = uploads.table(counts, torch.int64)
-            self.matrix_to_row = self.program_table([each.count for each in grids])
+            self.matrix_to_row = self.program_table([each.count for each in self.grids])
 
     def holders(self) -> list[object]:
         """See `LaunchGroup.holders`."""
@@ -173,13 +173,13 @@ class CameShardLaunchGroup(CameLaunchGroup):
             return self.over_matrices(mean.sqrt() * inner * segment_sums(col.rsqrt(), self.by_col.in_all))
         rsqrt, mean = self.lines.rsqrt(), self.mean_here()
         inner = mean.sqrt() * self.by_row.sums_here(rsqrt) * self.by_col.sums_here(rsqrt)
-        (sums,) = yield from added_up(self.over_matrices(self.spread(inner)), dtype=torch.float32)
+        (sums,) = yield from added_up(self.over_matrices(self.spread(inner)), dtype=self.dtype)
         return sums
 
     def one_whole(self, inner: Tensor, *also: Tensor, residual: bool) -> Generator[Tensor, None, tuple[Tensor, ...]]:
         """Add up `inner`, the averages that are split, and `also`; return them, with the means of rows in between."""
         known = self.spread(self.known_lines.sums_here(self.lines))
-        dtype = torch.float32 if residual else torch.float64
+        dtype = self.dtype if residual else torch.float64
         sent = inner, self.split_lines.spread(self.lines), known, *also
         inner, lines, total, *rest = yield from added_up(*sent, dtype=dtype)
         total = total if self.split == "rows" else segment_sums(lines, self.by_row.in_all)
@@ -192,7 +192,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.roots.copy_(self.mean_here().sqrt())
             return None
         sent = self.by_row.spread(self.lines), self.by_col.spread(self.lines)
-        row, col = yield from added_up(*sent, dtype=torch.float32)
+        row, col = yield from added_up(*sent, dtype=self.dtype)
         mean = segment_sums(row, self.by_row.in_all) / self.by_row.in_all
         self.settle([self.by_row, self.by_col], [row, col], mean, residual)
         return (row, col), mean

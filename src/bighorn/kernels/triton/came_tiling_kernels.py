@@ -8,9 +8,8 @@ from bighorn.kernels.triton import common_kernels as common
 
 
 @triton.jit
-def corner(row_ptr, tile, WIDE: tl.constexpr):
+def corner(row_ptr, tile, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Return a tile's first element, shape (rows, columns, matrix width), matrix, first row and first column."""
-    TALL: tl.constexpr = layout.AREA // WIDE
     height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
     local = tile - tl.load(row_ptr + layout.FIRST_TILE)
     across, down = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
@@ -22,16 +21,16 @@ def corner(row_ptr, tile, WIDE: tl.constexpr):
 
 
 @triton.jit
-def tile_at(row_ptr, tile, partials_ptr, WIDE: tl.constexpr):
+def tile_at(row_ptr, tile, partials_ptr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Return a tile's first element, its shape, and the positions of its partial sums of rows and columns."""
-    start, shape, matrix, line, column = corner(row_ptr, tile, WIDE)
+    start, shape, matrix, line, column = corner(row_ptr, tile, TALL, WIDE)
     height, width, matrices = (
         tl.load(row_ptr + layout.HEIGHT),
         tl.load(row_ptr + layout.WIDTH),
         tl.load(row_ptr + layout.MATRICES),
     )
     row_part = (column // WIDE * matrices + matrix) * height + line
-    col_part = (line // (layout.AREA // WIDE) * matrices + matrix) * width + column
+    col_part = (line // TALL * matrices + matrix) * width + column
     return (
         start,
         shape,
@@ -63,7 +62,7 @@ def row_starts(start, i, shape, ROWS: tl.constexpr):
 
 
 @triton.jit
-def lines_of(row_ptr, piece, WIDE: tl.constexpr):
+def lines_of(row_ptr, piece, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Return the lines of a piece: whether they are rows, indices, mask, length, and the positions of partial sums."""
     height, width, matrices = (
         tl.load(row_ptr + layout.HEIGHT),
@@ -75,7 +74,7 @@ def lines_of(row_ptr, piece, WIDE: tl.constexpr):
     is_row = local < of_rows
     local = tl.where(is_row, local, local - of_rows)
     lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
-    parts = tl.cdiv(length, tl.where(is_row, WIDE, layout.AREA // WIDE))
+    parts = tl.cdiv(length, tl.where(is_row, WIDE, TALL))
     each, lanes = lines_at_once(parts), tl.arange(0, layout.LINES)
     matrix, first = local // tl.cdiv(lines, each), local % tl.cdiv(lines, each) * each
     line = first + lanes % each
@@ -130,9 +129,9 @@ def line_totals(where, partials_ptr):
 
 
 @triton.jit
-def averages(row_ptr, column, first):
+def averages(row_ptr, column, first, COMPUTE: tl.constexpr):
     """Return a pointer to the averages of a tensor's rows or columns, from index `first` on."""
-    return common.at(tl.load(row_ptr + column), first, tl.float32)
+    return common.at(tl.load(row_ptr + column), first, COMPUTE)
 
 
 @triton.jit

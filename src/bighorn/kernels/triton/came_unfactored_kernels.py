@@ -14,7 +14,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_second_moment(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
@@ -27,14 +27,14 @@ def came_second_moment(
     g, v = tl.load(grads_ptr + index), tl.load(row_ptr + layout.EXP_AVG_SQ)
     rest = scaling.second_rest(row_ptr, option_ptr)
     numbers = (
-        common.gradient_scale(grad_scale_ptr, option_ptr),
-        (1 - rest).to(tl.float32),
-        rest.to(tl.float32),
-        common.number(option_ptr + layout.EPS1),
+        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        (1 - rest).to(COMPUTE),
+        rest.to(COMPUTE),
+        common.number(option_ptr + layout.EPS1, COMPUTE),
     )
     whole = common.vectorised(v, size, BLOCK)
-    means = centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE)
-    pointers = common.at(g, start, G), common.at(v, start, tl.float32), means
+    means = centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE, COMPUTE)
+    pointers = common.at(g, start, G), common.at(v, start, COMPUTE), means
     if g % 16 == 0:
         total = second_moment(pointers, numbers, 0, whole, common.UNMASKED, common.UNMASKED, BLOCK)
     else:
@@ -59,7 +59,7 @@ def second_moment(
     total = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
         offsets, mask = common.block(i, stop, BLOCK)
-        g = centring.gradient(pointers[0], offsets, mask, pointers[2], offsets, mask, G_VECTOR) * scale
+        g = centring.gradient(pointers[0], offsets, mask, pointers[2], offsets, mask, scale, G_VECTOR)
         v = beta2 * common.read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)
         u = scaling.unfactored(g, common.write(pointers[1], offsets, mask, v, VECTOR))
         total += common.folded(u.to(tl.float64) * u.to(tl.float64))
@@ -69,7 +69,8 @@ def second_moment(
 @triton.jit
 def came_move(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, scalars_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr, CENTRE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
+    ROUNDING: tl.constexpr, CUT: tl.constexpr, CENTRE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the average of an unfactored tensor, unless `came_codes` has done so, and step the parameter."""
@@ -82,20 +83,20 @@ def came_move(
     g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = (
-        common.gradient_scale(grad_scale_ptr, option_ptr),
-        common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP),
-        common.number(option_ptr + layout.BETA1),
-        common.number(option_ptr + layout.BETA1_REST),
-        lr.to(tl.float32),
-        (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32),
+        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE),
+        common.number(option_ptr + layout.BETA1, COMPUTE),
+        common.number(option_ptr + layout.BETA1_REST, COMPUTE),
+        lr.to(COMPUTE),
+        (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE),
     )
     whole = common.vectorised(weights.weight_addresses(row_ptr) | m | v, size, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         common.at(g, start, G),
         common.at(m, start, S),
-        common.at(v, start, tl.float32),
-        centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE),
+        common.at(v, start, COMPUTE),
+        centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE, COMPUTE),
     )
     scales, rng_key = (
         scaling.scales_of(row_ptr, start),
@@ -125,9 +126,9 @@ def move(
                 common.read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + scale_index, mask=mask), "linear"
             )
         else:
-            g = centring.gradient(pointers[1], offsets, mask, pointers[4], offsets, mask, G_VECTOR) * scale
+            g = centring.gradient(pointers[1], offsets, mask, pointers[4], offsets, mask, scale, G_VECTOR)
             u = scaling.unfactored(g, common.read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip
-            m = beta1 * common.read(pointers[2], offsets, mask, VECTOR).to(tl.float32) + beta1_rest * u  # CAME-m
+            m = beta1 * common.widened(common.read(pointers[2], offsets, mask, VECTOR)) + beta1_rest * u  # CAME-m
             m = common.write(pointers[2], offsets, mask, m, VECTOR)
         x -= decay * x
         weights.write_weight(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from bighorn.kernels.arithmetic import compute_dtype
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.triton.tables import Uploads
 
@@ -25,7 +26,8 @@ class RowMeans:
     partial sum for each tile across it, and a piece is LINES such rows.
 
     Attributes:
-        means: The mean of each row, float32. The kernels compute the sum of a row that other ranks have a part of.
+        means: The mean of each row, in the dtype of the arithmetic. The kernels compute the sum of a row that other
+            ranks have a part of.
         partials: The partial sums.
         columns: The last columns of the table of rows; `centring_kernels.py` numbers them.
         tile_to_row: The row of the table of each tile.
@@ -41,7 +43,7 @@ class RowMeans:
         program_table: Callable[[list[int]], Tensor],
     ) -> None:
         heights = [x.shape[0] for x in params]
-        self.means = torch.zeros(sum(heights), dtype=torch.float32, device=uploads.device)
+        self.means = torch.zeros(sum(heights), dtype=compute_dtype(params[0]), device=uploads.device)
         self.columns: list[list[int]] = []
         tiles: list[int] = []
         pieces: list[int] = []
@@ -68,7 +70,7 @@ class RowMeans:
             sums = torch.zeros(self.size, dtype=torch.float64, device=self.means.device)
             sums[self.positions] = self.means[self.here].double()
             yield sums
-            self.means[self.here] = (sums[self.positions] / self.widths).float()
+            self.means[self.here] = (sums[self.positions] / self.widths).to(self.means.dtype)
 
     def _index_split_rows(self, heights: list[int], shards: Sequence[Shard], uploads: Uploads) -> None:
         here: list[int] = []

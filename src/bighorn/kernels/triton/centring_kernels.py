@@ -17,7 +17,7 @@ REACH = tl.constexpr(1 << 16)  # positions from the first to the last that a pro
 PARTS = tl.constexpr(64)  # partial sums of a row in registers
 
 # The last columns of the table of rows: `RowMeans` in `centring.py` builds them.
-MEANS = tl.constexpr(common.ROW - 6)  # the address of its means, float32
+MEANS = tl.constexpr(common.ROW - 6)  # the address of its means, in the dtype of the arithmetic
 TALL = tl.constexpr(common.ROW - 5)  # the rows of a tile
 FIRST_TILE = tl.constexpr(common.ROW - 4)
 FIRST_PART = tl.constexpr(common.ROW - 3)  # its first partial sum; each tile across a tensor has one per row
@@ -29,8 +29,9 @@ DIVISOR = tl.constexpr(common.ROW - 1)  # the elements of a row; 1 if other rank
 
 @triton.jit
 def row_sums(
-    rows_ptr, grads_ptr, tile_to_row_ptr, apply_mask_ptr, partials_ptr, G: tl.constexpr, G_BLOCK: tl.constexpr
-):
+    rows_ptr, grads_ptr, tile_to_row_ptr, apply_mask_ptr, partials_ptr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, G_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute the means of rows that are within one tile, and the sums over parts of longer ones."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
@@ -48,7 +49,7 @@ def row_sums(
     )
     pointer = common.at(g, line * width + column_tile * TILE_COLUMNS, G)
     to = (
-        common.at(tl.load(row_ptr + MEANS), line, tl.float32),
+        common.at(tl.load(row_ptr + MEANS), line, COMPUTE),
         partials_ptr + tl.load(row_ptr + FIRST_PART) + column_tile * height + line,
         tl.load(row_ptr + DIVISOR),
         across == 1,
@@ -76,14 +77,14 @@ def sum_rows(g, shape, to, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: t
         for j in range(0, shape[1], COLUMNS):
             mask = (lines < shape[0])[:, None] & (j + columns < shape[1] // VECTOR * VECTOR)[None, :]
             value = common.read(g, starts + (j + columns)[None, :], mask, VECTOR)
-            total += value.to(tl.float32).to(tl.float64)
+            total += value.to(means.dtype.element_ty).to(tl.float64)
         sums = tl.sum(total, 1)
-        tl.store(means + lines, (sums / divisor).to(tl.float32), mask=(lines < shape[0]) & is_whole)
+        tl.store(means + lines, sums / divisor, mask=(lines < shape[0]) & is_whole)
         tl.store(partials + lines, sums, mask=(lines < shape[0]) & (is_whole == 0))
 
 
 @triton.jit
-def row_means(rows_ptr, grads_ptr, piece_to_row_ptr, apply_mask_ptr, partials_ptr):
+def row_means(rows_ptr, grads_ptr, piece_to_row_ptr, apply_mask_ptr, partials_ptr, COMPUTE: tl.constexpr):
     """Compute the means of rows that are longer than a tile, from the sums over their parts."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
@@ -100,7 +101,7 @@ def row_means(rows_ptr, grads_ptr, piece_to_row_ptr, apply_mask_ptr, partials_pt
             partials + column_tile * height, mask=(column_tile < across) & (lines < height)[None, :], other=0.0
         )
     mean = tl.sum(total, 0) / tl.load(row_ptr + DIVISOR)
-    tl.store(common.at(tl.load(row_ptr + MEANS), lines, tl.float32), mean.to(tl.float32), mask=lines < height)
+    tl.store(common.at(tl.load(row_ptr + MEANS), lines, COMPUTE), mean, mask=lines < height)
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def extent(row_ptr):
 
 
 @triton.jit
-def means_from(row_ptr, start, length, CENTRE: tl.constexpr):
+def means_from(row_ptr, start, length, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
     """Return where `gradient` finds the means from position `start` on; a row has `length` positions.
 
     A position is an element, a line of a matrix, or a block of codes.
@@ -123,20 +124,20 @@ def means_from(row_ptr, start, length, CENTRE: tl.constexpr):
         # Within REACH a longer row ends at most once, so that it can count as one of REACH, in 32 bits.
         short = tl.minimum(length, REACH)
         begun = short - tl.minimum(length - start % length, short)
-        means = common.at(tl.load(row_ptr + MEANS), start // length, tl.float32)
+        means = common.at(tl.load(row_ptr + MEANS), start // length, COMPUTE)
         return means, begun.to(tl.int32), short.to(tl.int32)
     else:
         return row_ptr, row_ptr
 
 
 @triton.jit
-def gradient(pointer, offsets, mask, means, positions, exist, VECTOR: tl.constexpr):
-    """Return a block of a gradient, float32, without the means of its rows, and with 0 outside the mask.
+def gradient(pointer, offsets, mask, means, positions, exist, scale, VECTOR: tl.constexpr):
+    """Return a block of a gradient without the means of its rows, times `scale` and in its dtype; 0 outside the mask.
 
     `positions` and their mask `exist` are those of `means_from`, and are as many as elements or broadcast to them.
     """
-    g = common.read(pointer, offsets, mask, VECTOR).to(tl.float32)
+    g = common.read(pointer, offsets, mask, VECTOR).to(scale.dtype)
     if len(means) == 3:
         mean = tl.load(means[0] + (means[1] + positions) // means[2], mask=exist, other=0.0)
         g = tl.where(mask, g - mean, 0.0)
-    return g
+    return g * scale

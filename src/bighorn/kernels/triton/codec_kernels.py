@@ -64,10 +64,10 @@ def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """Return a block of a stored moment, float32."""
+    """Return a block of a stored moment, widened."""
     values = common.read(moment[0], where[0], where[1], VECTOR)
     if FORM == "":
-        return values.to(tl.float32)
+        return common.widened(values)
     else:
         return decoded(values, tl.load(moment[1] + where[2], mask=where[3], other=0.0)[:, None], FORM)
 

@@ -10,7 +10,7 @@ TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
-    torch.float64: tl.float64,  # gradients only
+    torch.float64: tl.float64,
     torch.int8: tl.int8,  # codes
     torch.uint8: tl.uint8,
 }
@@ -128,9 +128,9 @@ def count_step(row_ptr):
 
 
 @triton.jit
-def gradient_scale(grad_scale_ptr, option_ptr):
-    """Return the factor of gradients."""
-    return (tl.load(grad_scale_ptr) * tl.load(option_ptr + SIGN)).to(tl.float32)
+def gradient_scale(grad_scale_ptr, option_ptr, COMPUTE: tl.constexpr):
+    """Return the factor of gradients, whose dtype is that of the arithmetic with them."""
+    return (tl.load(grad_scale_ptr) * tl.load(option_ptr + SIGN)).to(COMPUTE)
 
 
 @triton.jit
@@ -174,12 +174,14 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
 @triton.jit
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return the stored values."""
+    if value.dtype == tl.float64 and tl.float64 != pointer.dtype.element_ty:
+        value = value.to(tl.float32)  # as torch does, which rounds float64 to 16 bits in two steps
     stored = value.to(pointer.dtype.element_ty)
     if VECTOR == UNMASKED:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)
     else:
         tl.store(aligned_to(pointer, offsets, VECTOR), stored, mask=mask)
-    return stored.to(tl.float32)
+    return widened(stored)
 
 
 @triton.jit
@@ -208,9 +210,36 @@ def partial_total(partials_ptr, first, stop, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def number(pointer):
-    """Return a float64 of a table as a float32."""
-    return tl.load(pointer).to(tl.float32)
+def number(pointer, COMPUTE: tl.constexpr):
+    """Return a float64 of a table in the dtype of the arithmetic."""
+    return tl.load(pointer).to(COMPUTE)
+
+
+@triton.jit
+def widened(values):
+    """Return stored values to compute with: in float64 as they are, all others in float32."""
+    if values.dtype == tl.float64:
+        return values
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def quotient(a, b):
+    """Return a / b, rounded correctly; Triton's own operator is approximate for float32."""
+    if b.dtype == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def root(value):
+    """Return the square root, rounded correctly."""
+    if value.dtype == tl.float64:
+        return tl.sqrt(value)
+    else:
+        return tl.sqrt_rn(value)
 
 
 @triton.jit

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 DEVICES = ("cuda", "xpu")  # torch calls ROCm cuda
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OLDEST = (3, 3)
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton accepts in its variables
 THREADS = 256  # LANES of the kernels
-MORE_REGISTERS = {"maxnreg": 128}
-"""The options for a kernel that spills: two programs fit on a multiprocessor then.
+MORE_REGISTERS = (128, 255)
+"""Limits of registers for a kernel that spills: two programs fit on a multiprocessor with the first, one with the last.
 
 From CUDA 13.1 on, ptxas spills 8 to 24 bytes of some kernels so that one more program fits, unless it gets a limit.
 """
@@ -131,8 +131,9 @@ def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any])
         return ready
 
     ready = load(options)
-    if backend == "cuda" and ready.n_spills:
-        ready = load(options | MORE_REGISTERS)
+    for registers in MORE_REGISTERS if backend == "cuda" else ():
+        if ready.n_spills:
+            ready = load(options | {"maxnreg": registers})
     # At each launch, the kernel's own `run` would look up this compiled kernel, which takes five times as long.
     return lambda programs, tables: ready[programs, 1, 1](*tables, *named.values())
 

@@ -34,6 +34,8 @@ FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root"
 def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
     """The reason why this backend cannot serve a tensor, or None."""
     reason = unsupported(param)
+    if options.blocks and param.dtype == torch.float64:
+        return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
     if (
         options.blocks
         and not reason

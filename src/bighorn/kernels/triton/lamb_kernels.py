@@ -2,8 +2,8 @@
 
 Programs read all inputs from tables of addresses and numbers (`lamb.py` builds them), so that a launch serves any
 number of tensors, and nothing is compiled again when a number changes. The lines tagged `LAMB-...` follow
-`reference/lamb.py`, which has the details. Arithmetic is in float32; sums of squares, and numbers that exist once per
-tensor, are in float64.
+`reference/lamb.py`, which has the details. Arithmetic is in COMPUTE: float64 for
+parameters in float64, else float32. Sums of squares, and numbers that exist once per tensor, are in float64.
 """
 
 import triton
@@ -34,7 +34,7 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr):
 @triton.jit
 def lamb_moments(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr, factors_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr, CAUTIOUS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -53,16 +53,16 @@ def lamb_moments(
     whole = aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
-        (common.at(g, start, G), means_of(row_ptr, first, M_FORM, CENTRE)),
+        (common.at(g, start, G), means_of(row_ptr, first, M_FORM, CENTRE, COMPUTE)),
         codec.moment_at(m, tl.load(row_ptr + layout.EXP_AVG_SCALE), start, S, M_FORM),
         codec.moment_at(v, tl.load(row_ptr + layout.EXP_AVG_SQ_SCALE), start, V, V_FORM),
         common.at(v_max, start, V),
     )
     numbers = (
-        common.gradient_scale(grad_scale_ptr, option_ptr),
-        common.number(factor + layout.M_FACTOR),
-        common.number(factor + layout.ROOT_EPS),
-        common.number(factor + layout.STRIDE),
+        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        common.number(factor + layout.M_FACTOR, COMPUTE),
+        common.number(factor + layout.ROOT_EPS, COMPUTE),
+        common.number(factor + layout.STRIDE, COMPUTE),
     )
     t = tl.load(factor + layout.STEP_NUMBER)
     rng_key = weights.rng_key(row_ptr, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
@@ -99,9 +99,12 @@ def moments(
     """Step elements `first` to `stop` of a chunk; return the columns of its sums, one of each per lane."""
     AT_ONCE: tl.constexpr = BLOCK // layout.FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
-    beta1, beta2 = common.number(option_ptr + layout.BETA1), common.number(option_ptr + layout.BETA2)
-    beta3, beta4 = common.number(option_ptr + layout.BETA3), common.number(option_ptr + layout.BETA4)
-    decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
+    COMPUTE: tl.constexpr = scale.dtype
+    beta1 = common.number(option_ptr + layout.BETA1, COMPUTE)
+    beta2 = common.number(option_ptr + layout.BETA2, COMPUTE)
+    beta3 = common.number(option_ptr + layout.BETA3, COMPUTE)
+    beta4 = common.number(option_ptr + layout.BETA4, COMPUTE)
+    decay, shrink = common.number(option_ptr + common.DECAY, COMPUTE), shrinkage(option_ptr, COMPUTE)
     writes_x = tl.load(option_ptr + layout.ADAPTS) == 0
     x_squares = tl.zeros((common.LANES,), tl.float64)
     u_squares = tl.zeros((common.LANES,), tl.float64)
@@ -118,7 +121,7 @@ def moments(
         shifts = weights.dither(positions[3], positions[1] + offsets) if V_FORM == "unsigned" else 0
         v = codec.write_moment(pointers[3], where, v, shifts, V_FORM, VECTOR)
         if AMSGRAD:
-            v_max = common.read(pointers[4], offsets, mask, VECTOR).to(tl.float32)
+            v_max = common.widened(common.read(pointers[4], offsets, mask, VECTOR))
             v = common.write(
                 pointers[4], offsets, mask, tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL), VECTOR
             )
@@ -202,7 +205,7 @@ def trust_ratio(weight_norm, update_norm, option_ptr):
 @triton.jit
 def lamb_apply(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, apply_mask_ptr, factors_ptr, grad_scale_ptr,
-    X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -237,40 +240,42 @@ def lamb_apply(
         weights.rng_key(row_ptr, t, ROUNDING == "stochastic", CUT),
     )
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
+    numbers = (
+        common.number(factor + layout.M_FACTOR, COMPUTE),
+        common.number(factor + layout.ROOT_EPS, COMPUTE),
+        common.number(factor + layout.STRIDE, COMPUTE),
+        common.number(option_ptr + common.DECAY, COMPUTE),
+        shrinkage(option_ptr, COMPUTE),
+    )
     if G_AGAIN is None:
-        apply(pointers, factor, option_ptr, positions, 0, whole, VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
-        apply(pointers, factor, option_ptr, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(pointers, numbers, positions, 0, whole, VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(pointers, numbers, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
     else:
-        g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr)
-        again = (common.at(g, start, G_AGAIN), means_of(row_ptr, first, M_FORM, CENTRE)), scale
+        g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+        again = (common.at(g, start, G_AGAIN), means_of(row_ptr, first, M_FORM, CENTRE, COMPUTE)), scale
         masked = pointers[0], pointers[1], pointers[2], again
         if g % 16 == 0:
             apply(
-                masked, factor, option_ptr, positions, 0, whole,
+                masked, numbers, positions, 0, whole,
                 VECTOR, VECTOR, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK,
             )  # fmt: skip
         else:
             apply(
-                masked, factor, option_ptr, positions, 0, whole,
+                masked, numbers, positions, 0, whole,
                 VECTOR, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK,
             )  # fmt: skip
-        apply(masked, factor, option_ptr, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
+        apply(masked, numbers, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
 
 
 @triton.jit
 def apply(
-    pointers, factor, option_ptr, positions, first, stop,
+    pointers, numbers, positions, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
     AT_ONCE: tl.constexpr = BLOCK // layout.FEWER if VECTOR == 1 else BLOCK
-    m_factor, root_eps, stride = (
-        common.number(factor + layout.M_FACTOR),
-        common.number(factor + layout.ROOT_EPS),
-        common.number(factor + layout.STRIDE),
-    )
-    decay, shrink = common.number(option_ptr + common.DECAY), shrinkage(option_ptr)
+    m_factor, root_eps, stride, decay, shrink = numbers
     for i in range(first, stop, AT_ONCE):
         where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, M_FORM, AT_ONCE)
         x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
@@ -319,13 +324,13 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def means_of(row_ptr, first, FORM: tl.constexpr, CENTRE: tl.constexpr):
+def means_of(row_ptr, first, FORM: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
     """Return the means of the rows of gradients from a chunk's first element on, by element or by block of codes."""
     inner = tl.load(row_ptr + common.INNER)
     if FORM == "":
-        return centring.means_from(row_ptr, first, inner, CENTRE)
+        return centring.means_from(row_ptr, first, inner, CENTRE, COMPUTE)
     else:
-        return centring.means_from(row_ptr, first // codec.CODES, tl.cdiv(inner, codec.CODES), CENTRE)
+        return centring.means_from(row_ptr, first // codec.CODES, tl.cdiv(inner, codec.CODES), CENTRE, COMPUTE)
 
 
 @triton.jit
@@ -337,14 +342,14 @@ def gradient(
         positions, exist = where[0], where[1]
     else:
         positions, exist = (where[2] - (first // codec.CODES).to(tl.int32))[:, None], where[3][:, None]
-    value = centring.gradient(g[0], where[0], where[1], g[1], positions, exist, VECTOR) * scale
+    value = centring.gradient(g[0], where[0], where[1], g[1], positions, exist, scale, VECTOR)
     return value + decay * x if DECAY_MODE == "l2" else value
 
 
 @triton.jit
 def ratio(m, v, m_factor, root_eps):
     """Return r of a block. Both bias corrections, and the share of a cautious update, are in the tensor's scalars."""
-    return tl.div_rn(m * m_factor, tl.sqrt_rn(v) + root_eps)
+    return common.quotient(m * m_factor, common.root(v.to(root_eps.dtype)) + root_eps)
 
 
 @triton.jit
@@ -368,9 +373,9 @@ def corrections(t, option_ptr):
 
 
 @triton.jit
-def shrinkage(option_ptr):
+def shrinkage(option_ptr, COMPUTE: tl.constexpr):
     """Return the factor of x in decoupled decay."""
-    return (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(tl.float32)
+    return (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(COMPUTE)
 
 
 @triton.jit

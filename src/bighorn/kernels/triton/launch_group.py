@@ -10,6 +10,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from bighorn.kernels.arithmetic import compute_dtype
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
@@ -32,7 +33,10 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
     from bighorn.kernels.triton.common_kernels import LANES, TYPES
 
     return {
-        **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
+        **{
+            name: TYPES[dtype]
+            for name, dtype in (("X", x), ("G", g), ("S", m), ("COMPUTE", torch.promote_types(x, torch.float32)))
+        },
         "ROUNDING": options.weight_rounding,
         "CENTRE": options.centre,
         "CHUNK": CHUNK,
@@ -60,6 +64,7 @@ class LaunchGroup(Generic[Options]):
         self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
         self.device, self.common = buckets[0].metrics.device, common_kernels
         self._read(layouts)
+        self.dtype = compute_dtype(self.params[0])
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]

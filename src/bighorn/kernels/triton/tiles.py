@@ -18,9 +18,11 @@ from bighorn.kernels import codec
 from bighorn.kernels.bucket import matrix_shape
 from bighorn.kernels.options import Factor
 
-AREA = 1 << 16  # elements of a tile
-WIDE = 256  # columns of a tile
-NARROW = 32  # columns of a tile of a tall matrix with no more columns, which would use few lanes of a wider tile
+AREA = 1 << 16  # elements of a tile, at most
+LEAST_AREA = 1 << 13
+ENOUGH = 512  # tiles that occupy a device
+WIDE = 256  # columns of a tile, but those of a tall matrix with few columns, which would leave lanes idle
+NARROW = 16  # the same, at least
 LINES = 256  # rows or columns whose averages one program advances
 FEW_LINES = 8  # the same for lines with more than MANY partial sums
 MANY = 64
@@ -36,16 +38,19 @@ class TileGrid:
     width: int
     inner: int
     """Elements for each index of dim 0, which blocks of codes do not cross."""
+    area: int = AREA
+    """Elements of a tile."""
 
     @property
     def wide(self) -> int:
         """The columns of a tile."""
-        return NARROW if self.width <= NARROW and self.height > AREA // NARROW else WIDE
+        narrow = min(max(1 << (self.width - 1).bit_length(), NARROW), WIDE)
+        return narrow if self.height > AREA // narrow else WIDE
 
     @property
     def tall(self) -> int:
         """The rows of a tile."""
-        return AREA // self.wide
+        return self.area // self.wide
 
     @property
     def codes_in_tiles(self) -> bool:
@@ -86,9 +91,14 @@ class TileGrid:
         return ceil(rows * ceil(self.inner, codec.BLOCK), PACK)
 
 
-def tile_grid(shape: torch.Size, factor: Factor | None) -> TileGrid:
+def tile_grid(shape: torch.Size, factor: Factor | None, area: int = AREA) -> TileGrid:
     """Return the division of a tensor into tiles."""
-    return TileGrid(*matrix_shape(shape, factor), inner=math.prod(shape[1:]))
+    return TileGrid(*matrix_shape(shape, factor), math.prod(shape[1:]), area)
+
+
+def area_of(elements: int) -> int:
+    """Return the elements of a tile if one launch serves so many: a small model has small tiles, to occupy a device."""
+    return min(max(1 << (elements // ENOUGH).bit_length(), LEAST_AREA), AREA)
 
 
 def ceil(n: int, size: int) -> int:

@@ -30,8 +30,8 @@ def weight_addresses(row_ptr):
 
 @triton.jit
 def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """Return the values that a parameter stands for, float32; 0 for elements outside the mask."""
-    stored = common.read(weight[0], offsets, mask, VECTOR).to(tl.float32)
+    """Return the values that a parameter stands for, widened; 0 for elements outside the mask."""
+    stored = common.widened(common.read(weight[0], offsets, mask, VECTOR))
     if ROUNDING == "kahan":
         shift = raised(stored, weight[0].dtype.element_ty)
         near = stored + shift

@@ -119,6 +119,24 @@ def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     }.get(name, (0, 0))
 
 
+@compiled
+def test_a_new_layout_compiles_every_kernel_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache does not know the constants that a kernel finds in another module, such as columns of tables."""
+    import triton
+
+    from bighorn.kernels.triton import common_kernels
+
+    depends = {
+        common_kernels.takes_part,
+        common_kernels.square_sums,
+    }  # the latter finds its constants in its own module
+    kernels = {variant.kernel for variant in VARIANTS} - depends
+    assert all("takes_part(" in kernel.src for kernel in kernels)
+    key = triton.JITFunction(common_kernels.takes_part.fn).cache_key
+    monkeypatch.setattr(common_kernels, "SOURCES", triton.language.constexpr(1))
+    assert triton.JITFunction(common_kernels.takes_part.fn).cache_key != key
+
+
 # ---- compiled, and launched on a fake GPU ---------------------------------------------------------------------------
 
 

@@ -1,5 +1,8 @@
 """Functions that the kernels of every algorithm share: tables, positions of elements, loads and stores."""
 
+import zlib
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +20,13 @@ TYPES = {
 PAST_COUNTING = tl.constexpr(arithmetic.PAST_COUNTING)
 LANES = tl.constexpr(256)  # threads of a program; the size of a block is a multiple of it
 SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a time: 128k rows have 501, one matrix 4
+
+SOURCES = tl.constexpr(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
+"""A number for this version of the package's kernels and layouts.
+
+Triton's cache on disk does not know the constants that a kernel finds in another module (3.3 to 3.9), so that after an
+update kernels with columns and sizes of an older version would run.
+"""
 
 # The number of elements that are aligned together when a block is read or written, or UNMASKED if all of the
 # block's elements exist, too. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
@@ -103,6 +113,7 @@ def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def takes_part(grads_ptr, apply_mask_ptr, index):
     """Whether this step writes a tensor: the apply mask is set, and the tensor has a gradient."""
+    tl.static_assert(SOURCES >= 0)  # so that every kernel depends on it
     return tl.load(apply_mask_ptr) & (tl.load(grads_ptr + index) != ABSENT)
 
 

@@ -44,7 +44,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
-        """See `LaunchGroup.compiled_for`; the averages of squares are float32."""
+        """See `LaunchGroup.compiled_for`; the averages of squares are in the dtype of the arithmetic."""
         from bighorn.kernels.triton.common_kernels import LANES
 
         sizes = [dtype.itemsize for dtype in (x, g, m)]

@@ -37,6 +37,7 @@ def bucket(
 ) -> Bucket[CameOptions]:
     """Return rows with a gradient each and a state as after some steps."""
     torch.manual_seed(0)
+    compute = torch.promote_types(dtype, F32)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
@@ -44,12 +45,12 @@ def bucket(
         coded = [codec.encode(torch.randn(shape)) for shape in shapes]
         state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
     if factor is None:
-        state["exp_avg_sq"] = [torch.rand(shape) for shape in shapes]
+        state["exp_avg_sq"] = [torch.rand(shape).to(compute) for shape in shapes]
     for of in ("sq", "res") if factor else ():
         rows = [shape[:1] if factor == "matrix" else shape[:-1] for shape in shapes]
         cols = [shape[1:] if factor == "matrix" else (*shape[:-2], shape[-1]) for shape in shapes]
-        state[f"exp_avg_{of}_row"] = [torch.rand(shape) for shape in rows]
-        state[f"exp_avg_{of}_col"] = [torch.rand(shape) for shape in cols]
+        state[f"exp_avg_{of}_row"] = [torch.rand(shape).to(compute) for shape in rows]
+        state[f"exp_avg_{of}_col"] = [torch.rand(shape).to(compute) for shape in cols]
     for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]

@@ -150,6 +150,7 @@ LAYOUTS: dict[str, tuple[Factor | None, tuple[Shape, ...], list[Cuts]]] = {
 }
 
 
+IN_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "average": torch.float64}
 OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_rate": 0.8, "maximize": True}
 
 
@@ -159,6 +160,8 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     [
         *(pytest.param(layout, {}, id=layout) for layout in LAYOUTS),
         *(pytest.param(layout, OTHER, id=f"{layout}-other") for layout in ("columns", "rows-of-matrices")),
+        *(pytest.param(layout, IN_DOUBLE, id=f"{layout}-float64") for layout in LAYOUTS),
+        pytest.param("columns", {**IN_DOUBLE, "centre": True}, id="columns-float64-centred"),
         *(
             pytest.param(layout, {"centre": True}, id=f"{layout}-centred")
             for layout in LAYOUTS
@@ -188,12 +191,13 @@ def came_on_ranks_equals_the_unsharded_step(
     # Sums of rows are in float64, and those of the reference in float32.
     assert added == expected or options.get("centre")
     test_triton_came.stepped(whole, 0.5)
+    rtol, atol = (1e-13, 1e-15) if "dtype" in options else (1e-5, 1e-6)
     for rank in ranks:
         torch.testing.assert_close(rank.metrics, whole.metrics, rtol=1e-5, atol=0)
         assert all(a.equal(b) for a, b in zip(rank.steps, whole.steps, strict=True))
     for name, values in all_ranks(whole, ranks).items():
         for ours, theirs_ in zip(values, {"x": whole.params, **whole.state}[name], strict=True):
-            torch.testing.assert_close(ours, theirs_, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours, theirs_, rtol=rtol, atol=atol)
 
 
 @interpreted

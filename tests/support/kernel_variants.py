@@ -156,6 +156,9 @@ def make_shards() -> None:
             for centre in (False, True):
                 centred = replace(whole, options=replace(whole.options, centre=centre))
                 came.Came(on_ranks(centred, ends)[:1])
+        if not options:
+            double = test_triton_came.bucket(*small, factor=factor, dtype=F64, average=F64)
+            came.Came(on_ranks(double, ends)[:1])
     lamb.Lamb(on_ranks(test_triton.bucket((7, 30), cautious=True), [{1: [11]}])[:1])
     for rounding in ROUNDINGS:
         lamb.Lamb(on_ranks(test_triton.bucket((7, 30), dtype=BF16, weight_rounding=rounding), [{1: [11]}])[:1])

@@ -185,9 +185,6 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
 @triton.jit
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return the stored values."""
-    if value.dtype == tl.float64:  # Triton 3.3 knows no `and` of dtypes
-        if tl.float64 != pointer.dtype.element_ty:  # noqa: SIM102
-            value = value.to(tl.float32)  # as torch does, which rounds float64 to 16 bits in two steps
     stored = value.to(pointer.dtype.element_ty)
     if VECTOR == UNMASKED:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)

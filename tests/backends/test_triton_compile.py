@@ -34,6 +34,9 @@ from tests.support.kernel_variants import Variant
 from tests.support.triton_compat import VERSION, missing
 from tests.support.triton_interpreter import compiled
 
+HASHES_CONSTANTS = (3, 6)
+"""3.3 does not hash the values of constants; 3.4 and 3.5 were not tried."""
+
 NO_SPILLS = (3, 6)
 """Older versions of Triton have an older ptxas, which may spill a few bytes to memory."""
 
@@ -125,6 +128,9 @@ def test_a_new_layout_compiles_every_kernel_again(monkeypatch: pytest.MonkeyPatc
     import triton
 
     from bighorn.kernels.triton import common_kernels
+
+    if VERSION < HASHES_CONSTANTS:
+        pytest.skip("this Triton's cache knows no constants: after an update its folder must be deleted")
 
     depends = {
         common_kernels.takes_part,

@@ -24,8 +24,8 @@ SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a ti
 SOURCES = tl.constexpr(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
 """A number for this version of the package's kernels and layouts.
 
-Triton's cache on disk does not know the constants that a kernel finds in another module (3.3 to 3.9), so that after an
-update kernels with columns and sizes of an older version would run.
+Triton's cache on disk does not know the constants that a kernel finds in another module, so that after an update
+kernels with columns and sizes of an older version would run. Triton 3.3 does not know those of its own module either.
 """
 
 # The number of elements that are aligned together when a block is read or written, or UNMASKED if all of the

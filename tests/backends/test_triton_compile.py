@@ -27,15 +27,13 @@ from tests.support.kernel_compilation import (
     build,
     found_in_amdgcn,
     found_in_ptx,
+    source,
     spilled_by_amdgcn,
     spilled_by_ptxas,
 )
 from tests.support.kernel_variants import Variant
 from tests.support.triton_compat import VERSION, missing
 from tests.support.triton_interpreter import compiled
-
-HASHES_CONSTANTS = (3, 6)
-"""3.3 does not hash the values of constants; 3.4 and 3.5 were not tried."""
 
 NO_SPILLS = (3, 6)
 """Older versions of Triton have an older ptxas, which may spill a few bytes to memory."""
@@ -106,8 +104,7 @@ def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 
 def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     """Return the least numbers of 128-bit loads and stores of a thread."""
-    each = constants["BLOCK"] // device.THREADS if "BLOCK" in constants else 8
-    each = constants["TILE_BLOCK"] // device.THREADS if "TILE_BLOCK" in constants else each
+    each = constants.get("TILE_BLOCK", constants.get("BLOCK", 8 * device.THREADS)) // device.THREADS
     bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S", "COMPUTE"))]
     x, g, s, v, kept = (each * width // 128 for width in (*bits, KEPT.get(constants.get("ROUNDING", ""), 0)))
     coded = "S" in constants and constants["S"].primitive_bitwidth == 8
@@ -123,24 +120,13 @@ def came_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 
 
 @compiled
-def test_a_new_layout_compiles_every_kernel_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_layout_compiles_every_kernel_again() -> None:
     """Triton's cache does not know the constants that a kernel finds in another module, such as columns of tables."""
-    import triton
-
-    from bighorn.kernels.triton import common_kernels
-
-    if VERSION < HASHES_CONSTANTS:
-        pytest.skip("this Triton's cache knows no constants: after an update its folder must be deleted")
-
-    depends = {
-        common_kernels.takes_part,
-        common_kernels.square_sums,
-    }  # the latter finds its constants in its own module
-    kernels = {variant.kernel for variant in VARIANTS} - depends
-    assert all("takes_part(" in kernel.src for kernel in kernels)
-    key = triton.JITFunction(common_kernels.takes_part.fn).cache_key
-    monkeypatch.setattr(common_kernels, "SOURCES", triton.language.constexpr(1))
-    assert triton.JITFunction(common_kernels.takes_part.fn).cache_key != key
+    for variant in VARIANTS:
+        constants = dict(variant.constants)
+        assert constants["_SOURCES"] == launch_group.SOURCES
+        keys = {source(variant.kernel, variant.pointers, constants | {"_SOURCES": number}).hash() for number in (1, 2)}
+        assert len(keys) == 2, variant.name
 
 
 # ---- compiled, and launched on a fake GPU ---------------------------------------------------------------------------

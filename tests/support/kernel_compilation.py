@@ -20,15 +20,21 @@ TARGETS = {
 
 
 def build(kernel: Any, pointers: Sequence[str], constants: dict[str, Any], options: dict[str, Any], target: str) -> Any:
-    """Compile a kernel as `device.compiled` does: tables come first, aligned as the allocator aligns them."""
+    """Compile a kernel as `device.compiled` does."""
     import triton
     from triton.backends.compiler import GPUTarget
+
+    return triton.compile(source(kernel, pointers, constants), GPUTarget(*TARGETS[target]), options)
+
+
+def source(kernel: Any, pointers: Sequence[str], constants: dict[str, Any]) -> Any:
+    """Return what Triton compiles: tables come first, aligned as the allocator aligns them."""
     from triton.compiler import ASTSource
 
     tables = dict(zip(kernel.arg_names, pointers, strict=False))
     signature = {argument: tables.get(argument, "constexpr") for argument in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
-    return triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget(*TARGETS[target]), options)
+    return ASTSource(kernel, signature, constants, aligned)
 
 
 def found_in_ptx(kernel: Any) -> tuple[int, int]:

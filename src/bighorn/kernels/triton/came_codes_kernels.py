@@ -14,7 +14,7 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def came_codes(
     rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
     pack = tl.program_id(0)
@@ -44,30 +44,19 @@ def came_codes(
         root = (
             tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix, mask=mask, other=0.0) * clip
         )  # CAME-clip
-        r = (
-            scaling.inverse_root(
-                tl.load(tiling.averages(row_ptr, layout.SQ_ROW, 0, COMPUTE) + line, mask=mask, other=1.0)
-            )
-            * root
-        )
-        c = scaling.inverse_root(
-            tl.load(tiling.averages(row_ptr, layout.SQ_COL, 0, COMPUTE) + matrix * width + column, mask=mask, other=1.0)
-        )
+        row_averages = tiling.averages(row_ptr, layout.SQ_ROW, 0, COMPUTE) + line
+        col_averages = tiling.averages(row_ptr, layout.SQ_COL, 0, COMPUTE) + matrix * width + column
+        r = scaling.inverse_root(tl.load(row_averages, mask=mask, other=1.0)) * root
+        c = scaling.inverse_root(tl.load(col_averages, mask=mask, other=1.0))
         u = g * c * r  # CAME-u
     else:
-        u = (
-            scaling.unfactored(
-                g, common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, COMPUTE), offsets, mask)
-            )
-            * clip
-        )  # CAME-clip
+        v = common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, COMPUTE), offsets, mask)
+        u = scaling.unfactored(g, v) * clip  # CAME-clip
 
     moment = codec.moment_at(
         tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.int8, "linear"
     )
-    m = codec.read_moment(moment, where, "linear", 1)
-    m = (
-        common.number(option_ptr + layout.BETA1, COMPUTE) * m
-        + common.number(option_ptr + layout.BETA1_REST, COMPUTE) * u
-    )  # CAME-m
+    beta1 = common.number(option_ptr + layout.BETA1, COMPUTE)
+    beta1_rest = common.number(option_ptr + layout.BETA1_REST, COMPUTE)
+    m = beta1 * codec.read_moment(moment, where, "linear", 1) + beta1_rest * u  # CAME-m
     codec.write_moment(moment, where, m, 0, "linear", 1)

@@ -6,9 +6,9 @@ average that is kept in 8 bits advances with the others if the rows of tiles are
 pass of its own over these blocks. Passes alternate in direction, since the last tiles of the previous pass may still be
 in cache.
 
-The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in COMPUTE:
-float64 for parameters in float64, else float32. Sums over more than a tile, and numbers that exist once per row, column
-or tensor, are in float64.
+The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in COMPUTE: float64
+for parameters in float64, else float32. Sums over more than a tile, and numbers that exist once per row, column or
+tensor, are in float64.
 """
 
 import triton
@@ -26,7 +26,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
-    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate."""
     tile = tl.program_id(0)
@@ -78,7 +78,8 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def came_lines(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
-    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the averages of rows or columns, and store the sum of the new averages.
 
@@ -119,7 +120,7 @@ def came_update_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
     G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
-    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -167,7 +168,7 @@ def update_squares(
 
 
 @triton.jit
-def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scalars_ptr):
+def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scalars_ptr, _SOURCES: tl.constexpr):
     """Compute, with one program per tensor, the clip factor of u, the learning rate, and the first two metrics."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -189,7 +190,7 @@ def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
     tile = tl.program_id(0)
@@ -269,7 +270,7 @@ def came_apply(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Step the parameter, in reverse order."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -337,7 +338,14 @@ def apply(
 
 @triton.jit
 def came_figures(
-    rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, scalars_ptr, FACTORED: tl.constexpr, SPLIT: tl.constexpr
+    rows_ptr,
+    grads_ptr,
+    apply_mask_ptr,
+    sums_ptr,
+    scalars_ptr,
+    FACTORED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    _SOURCES: tl.constexpr,
 ):
     """Store each tensor's mean confidence and count its step, with one program per tensor, after all other kernels."""
     index = tl.program_id(0).to(tl.int64)

@@ -13,7 +13,7 @@ from bighorn.kernels.triton import common_kernels as common
 def came_known_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
     G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
-    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums, along the split dim, of g^2 divided by the averages that are not split."""
     tile = tl.program_id(0)
@@ -75,6 +75,7 @@ def came_line_sums(
     SPLIT: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
+    _SOURCES: tl.constexpr,
 ):
     """Add up partial sums of the lines whose averages are split."""
     piece = tl.program_id(0)
@@ -90,7 +91,8 @@ def came_line_sums(
 @triton.jit
 def came_settle(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, lines_ptr,
-    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Store averages that were added up over all ranks."""
     piece = tl.program_id(0)

@@ -15,7 +15,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 def came_second_moment(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
     chunk = tl.program_id(0)
@@ -71,7 +71,7 @@ def came_move(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, scalars_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CENTRE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average of an unfactored tensor, unless `came_codes` has done so, and step the parameter."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -30,7 +30,7 @@ DIVISOR = tl.constexpr(common.ROW - 1)  # the elements of a row; 1 if other rank
 @triton.jit
 def row_sums(
     rows_ptr, grads_ptr, tile_to_row_ptr, apply_mask_ptr, partials_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, G_BLOCK: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, G_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the means of rows that are within one tile, and the sums over parts of longer ones."""
     tile = tl.program_id(0)
@@ -84,7 +84,9 @@ def sum_rows(g, shape, to, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def row_means(rows_ptr, grads_ptr, piece_to_row_ptr, apply_mask_ptr, partials_ptr, COMPUTE: tl.constexpr):
+def row_means(
+    rows_ptr, grads_ptr, piece_to_row_ptr, apply_mask_ptr, partials_ptr, COMPUTE: tl.constexpr, _SOURCES: tl.constexpr
+):
     """Compute the means of rows that are longer than a tile, from the sums over their parts."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)

@@ -1,15 +1,12 @@
 """Functions that the kernels of every algorithm share: tables, positions of elements, loads and stores."""
 
-import zlib
-from pathlib import Path
-
 import torch
 import triton
 import triton.language as tl
 
 from bighorn.kernels import arithmetic
 
-TYPES = {
+TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -20,13 +17,6 @@ TYPES = {
 PAST_COUNTING = tl.constexpr(arithmetic.PAST_COUNTING)
 LANES = tl.constexpr(256)  # threads of a program; the size of a block is a multiple of it
 SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a time: 128k rows have 501, one matrix 4
-
-SOURCES = tl.constexpr(zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))))
-"""A number for this version of the package's kernels and layouts.
-
-Triton's cache on disk does not know the constants that a kernel finds in another module, so that after an update
-kernels with columns and sizes of an older version would run. Triton 3.3 does not know those of its own module either.
-"""
 
 # The number of elements that are aligned together when a block is read or written, or UNMASKED if all of the
 # block's elements exist, too. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
@@ -65,7 +55,14 @@ OPTION = tl.constexpr(16)
 
 @triton.jit
 def square_sums(
-    rows_ptr, grads_ptr, program_to_row_ptr, squares_ptr, G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr
+    rows_ptr,
+    grads_ptr,
+    program_to_row_ptr,
+    squares_ptr,
+    G: tl.constexpr,
+    CHUNK: tl.constexpr,
+    G_BLOCK: tl.constexpr,
+    _SOURCES: tl.constexpr,
 ):
     """Compute the sum of squares of each chunk of gradients, `[chunks]`, in reverse, since the next pass is forward."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -83,6 +80,7 @@ def square_sums(
 def shard_totals(
     rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, totals_ptr,
     FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute, with one program per shard, the totals of its `sums_ptr`, `[tensors, COLUMNS]`.
 
@@ -113,7 +111,6 @@ def sum_of_squares(pointer, first, stop, VECTOR: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def takes_part(grads_ptr, apply_mask_ptr, index):
     """Whether this step writes a tensor: the apply mask is set, and the tensor has a gradient."""
-    tl.static_assert(SOURCES >= 0)  # so that every kernel depends on it
     return tl.load(apply_mask_ptr) & (tl.load(grads_ptr + index) != ABSENT)
 
 

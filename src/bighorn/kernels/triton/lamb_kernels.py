@@ -2,8 +2,8 @@
 
 Programs read all inputs from tables of addresses and numbers (`lamb.py` builds them), so that a launch serves any
 number of tensors, and nothing is compiled again when a number changes. The lines tagged `LAMB-...` follow
-`reference/lamb.py`, which has the details. Arithmetic is in COMPUTE: float64 for
-parameters in float64, else float32. Sums of squares, and numbers that exist once per tensor, are in float64.
+`reference/lamb.py`, which has the details. Arithmetic is in COMPUTE: float64 for parameters in float64, else
+float32. Sums of squares, and numbers that exist once per tensor, are in float64.
 """
 
 import triton
@@ -17,7 +17,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 
 
 @triton.jit
-def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr):
+def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, _SOURCES: tl.constexpr):
     """Compute the bias corrections, with one program per tensor: their float64 would cost each program too much."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -37,7 +37,7 @@ def lamb_moments(
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr, CAUTIOUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
     chunk = tl.program_id(0)
@@ -150,7 +150,7 @@ def moments(
 @triton.jit
 def lamb_norms(
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, factors_ptr,
-    DECAY_MODE: tl.constexpr, CAUTIOUS: tl.constexpr, PER_CHUNK: tl.constexpr,
+    DECAY_MODE: tl.constexpr, CAUTIOUS: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's norms and trust ratio, and count its step; `sums` have a row per chunk or tensor."""
     index = tl.program_id(0).to(tl.int64)
@@ -208,7 +208,7 @@ def lamb_apply(
     X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the second pass: x, in reverse order, since the last chunks of the first pass may still be in cache.
 

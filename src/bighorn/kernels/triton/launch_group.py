@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any, Generic
 
 import torch
@@ -21,6 +23,13 @@ from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, kee
 
 CHUNK = 8192  # elements per program
 
+SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+"""A number for this version of the kernels and of the layouts of their tables, which every kernel gets as a constant.
+
+Triton's cache on disk does not know the constants that a kernel finds in another module, nor, in 3.3, those of its own:
+without this number, kernels with the columns and sizes of an older version would run after an update.
+"""
+
 RowIndex = tuple[int, int]
 """The index of a bucket, and the index of a row in it."""
 
@@ -33,10 +42,7 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
     from bighorn.kernels.triton.common_kernels import LANES, TYPES
 
     return {
-        **{
-            name: TYPES[dtype]
-            for name, dtype in (("X", x), ("G", g), ("S", m), ("COMPUTE", torch.promote_types(x, torch.float32)))
-        },
+        **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
         "ROUNDING": options.weight_rounding,
         "CENTRE": options.centre,
         "CHUNK": CHUNK,
@@ -50,6 +56,8 @@ class LaunchGroup(Generic[Options]):
     params: list[Tensor]
     noncontiguous: list[int]
     """The rows whose gradients are not in the memory order of their parameters."""
+    dtype: torch.dtype
+    """The dtype of the arithmetic."""
     sums: Tensor
     """The sums of a pass for the next one: rows of float64, one per program."""
 
@@ -82,7 +90,12 @@ class LaunchGroup(Generic[Options]):
         m = buckets[index].state["exp_avg"][i]
         cut = any(shard.split - {0} for index, _ in indices for shard in buckets[index].shards)
         g_dtype = layouts[index, i][0]
-        self.constants = {**self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options), "CUT": cut}
+        self.constants = {
+            **self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options),
+            "COMPUTE": common_kernels.TYPES[self.dtype],
+            "CUT": cut,
+            "_SOURCES": SOURCES,  # no kernel reads it
+        }
 
     def _read(self, layouts: GradientLayouts) -> None:
         self.params = [self.buckets[index].params[i] for index, i in self.indices]

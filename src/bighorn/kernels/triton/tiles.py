@@ -19,10 +19,10 @@ from bighorn.kernels.bucket import matrix_shape
 from bighorn.kernels.options import Factor
 
 AREA = 1 << 16  # elements of a tile, at most
-LEAST_AREA = 1 << 13
-ENOUGH = 512  # tiles that occupy a device
-WIDE = 256  # columns of a tile, but those of a tall matrix with few columns, which would leave lanes idle
-NARROW = 16  # the same, at least
+LEAST_AREA = 1 << 13  # the same, at least
+ENOUGH = 512  # tiles that occupy a device: an H100 has 132 multiprocessors
+WIDE = 256  # columns of a tile
+NARROW = 16  # the same, at least, for a tall matrix with fewer columns, which would use few lanes of a wider tile
 LINES = 256  # rows or columns whose averages one program advances
 FEW_LINES = 8  # the same for lines with more than MANY partial sums
 MANY = 64

@@ -108,7 +108,7 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
         yield Lamb, x, g, {**mode, "state_dtype": moments, "cautious": True}
         if mode == modes[0]:
             yield Lamb, x, g, {**mode, "state_dtype": moments, "grad_centralization": True}
-    for g, moments, mode in itertools.product((F64, F32), (None, F32), modes):
+    for g, moments, mode in itertools.product((F64, F32), (None, F32, BF16), modes):
         yield Lamb, F64, g, {**mode, "state_dtype": moments}
     for x, mode in itertools.product((F32, BF16, F16, F64), (*modes, {"second_moment": "amsgrad"})):
         moments = BF16 if x.itemsize == 2 else None
@@ -126,7 +126,7 @@ def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
         yield Came, x, g, {"state_dtype": average}
         if x in (F32, g) and average != F16:
             yield Came, x, g, {"state_dtype": average, "grad_centralization": True}
-    for g, average, centre in itertools.product((F64, F32), (None, F32), (False, True)):
+    for g, average, centre in itertools.product((F64, F32), (None, F32, BF16, F16), (False, True)):
         yield Came, F64, g, {"state_dtype": average, "grad_centralization": centre}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
         yield Came, x, g, {"state_dtype": average, "weight_rounding": rounding}

@@ -182,6 +182,11 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
 @triton.jit
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return the stored values."""
+    # torch rounds float64 to 16 bits in two steps; the interpreter of Triton 3.7 makes it 0 in one. Triton 3.3 does not
+    # compile `and` between comparisons of dtypes.
+    if value.dtype == tl.float64:  # noqa: SIM102
+        if pointer.dtype.element_ty != tl.float64:
+            value = value.to(tl.float32)
     stored = value.to(pointer.dtype.element_ty)
     if VECTOR == UNMASKED:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)

@@ -1,13 +1,14 @@
 """`bighorn bench --device cuda` without a GPU: the tests simulate the device's queue and two clocks."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # optimizers import it: its annotations are unions with `torch.device`, which a fixture replaces
 from torch import Tensor
 
 from bighorn import Came, Lamb
@@ -71,7 +72,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "synchronize", pretended.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", pretended.sleep)
     monkeypatch.setattr(cuda, "scratch", Memory)
-    monkeypatch.setattr(time, "perf_counter", lambda: pretended.host)
+    for module in (cuda, measure):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: pretended.host))
     return pretended
 
 

@@ -38,8 +38,8 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # used by shards
         self.partials = torch.empty(partials, dtype=self.dtype, device=device)
         self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=self.dtype, device=device)
-        self.line_sums = torch.empty(len(self.piece_to_row), dtype=torch.float64, device=device)
-        self.sums = torch.empty(came_layout.SUM.value * len(self.tile_to_row), dtype=torch.float64, device=device)
+        self.line_sums = torch.empty(self.piece_to_row.numel(), dtype=torch.float64, device=device)
+        self.sums = torch.empty(came_layout.SUM.value * self.tile_to_row.numel(), dtype=torch.float64, device=device)
         self.scalars = torch.empty(came_layout.NUMBER.value * len(indices), dtype=torch.float64, device=device)
 
     @staticmethod
@@ -147,7 +147,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Advance the average if it is kept in 8 bits, in blocks that are not rows of tiles."""
         options, scale, apply_mask, compile_only = self.given
         tables = self.rows, self.grads, self.pack_to_row, options, scale, apply_mask, self.roots, self.scalars
-        self.launch(self.codes_kernels.came_codes, len(self.pack_to_row), tables, compile_only)
+        self.launch(self.codes_kernels.came_codes, self.pack_to_row.numel(), tables, compile_only)
 
     def average(self) -> None:
         """Advance the average, and compute the partial sums of its residual's squares."""
@@ -158,7 +158,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         options, _, apply_mask, compile_only = self.given
         given = self.rows, self.grads, self.tile_to_row, options, apply_mask
         tables = *given, self.line_sums, self.roots, self.scalars, self.sums
-        self.launch(self.kernels.came_apply, len(self.tile_to_row), tables, compile_only)
+        self.launch(self.kernels.came_apply, self.tile_to_row.numel(), tables, compile_only)
 
     def second_moment(self) -> None:
         """Advance the second moment of unfactored tensors, and compute the size of u."""
@@ -178,10 +178,10 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Launch one program for each tile."""
         options, scale, apply_mask, compile_only = self.given
         given = self.rows, self.grads, self.tile_to_row, options, scale, apply_mask
-        self.launch(kernel, len(self.tile_to_row), (*given, *tables), compile_only)
+        self.launch(kernel, self.tile_to_row.numel(), (*given, *tables), compile_only)
 
     def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
         """Launch one program for each piece of rows or columns."""
         options, _, apply_mask, compile_only = self.given
         given = self.rows, self.grads, self.piece_to_row, options, apply_mask
-        self.launch(kernel, len(self.piece_to_row), (*given, *tables), compile_only, **constants)
+        self.launch(kernel, self.piece_to_row.numel(), (*given, *tables), compile_only, **constants)

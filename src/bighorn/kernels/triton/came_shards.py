@@ -83,7 +83,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
         super().__init__(buckets, indices, layouts, uploads)
         self.shard_kernels = came_shard_kernels
-        (index, i), tiles, device = indices[0], len(self.tile_to_row), self.device
+        (index, i), tiles, device = indices[0], self.tile_to_row.numel(), self.device
         self.factor = buckets[index].options.factor
         self.split = split_of(self.shard(index, i), self.factor)
         self.constants = {**self.constants, "SPLIT": self.split}

@@ -30,9 +30,10 @@ trial_step: Callable[[torch.device], float] | None = None
 def unsupported(param: Tensor) -> str | None:
     """The reason why no algorithm of this backend can serve a tensor, or None."""
     device = param.device
-    if interpreted() and device.type != "cpu":
-        return "TRITON_INTERPRET is set, and the interpreter reads the memory of the CPU alone: unset it"
-    if not interpreted() and device.type not in DEVICES:
+    if interpreted():
+        if device.type != "cpu":
+            return "TRITON_INTERPRET is set, and the interpreter reads the memory of the CPU alone: unset it"
+    elif device.type not in DEVICES:
         return f"it is on {device}, not on a GPU"
     if param.dtype not in DTYPES:
         return f"its dtype is {param.dtype}"

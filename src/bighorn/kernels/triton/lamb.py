@@ -63,7 +63,7 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         super().__init__(buckets, waiting_first, layouts, uploads)
         self.second = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
         self.width = (self.columns.CAUTIOUS_SUM if self.constants["CAUTIOUS"] else self.columns.SUM).value
-        self.sums = torch.empty(self.width * len(self.program_to_row), dtype=torch.float64, device=self.device)
+        self.sums = torch.empty(self.width * self.program_to_row.numel(), dtype=torch.float64, device=self.device)
         factors = self.columns.FACTOR.value * len(self.indices)
         self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
 
@@ -131,7 +131,7 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
             self.kernels.lamb_factors, len(self.indices), (rows, grads, options, apply_mask, factors), compile_only
         )
         tables = rows, grads, program_to_row, options, scale, apply_mask, sums, factors
-        self.launch(self.kernels.lamb_moments, len(self.program_to_row), tables, compile_only)
+        self.launch(self.kernels.lamb_moments, self.program_to_row.numel(), tables, compile_only)
 
     def apply(
         self,

@@ -151,9 +151,9 @@ class LaunchGroup(Generic[Options]):
 
     def square_sums(self) -> Tensor:
         """Return the sum of the gradients' squares for each chunk, float64; the first call compiles the kernel."""
-        sums = torch.empty(len(self.program_to_row), dtype=torch.float64, device=self.device)
+        sums = torch.empty(self.program_to_row.numel(), dtype=torch.float64, device=self.device)
         tables = self.rows, self.grads, self.program_to_row, sums
-        self.launch(self.common.square_sums, len(self.program_to_row), tables, compile_only=False)
+        self.launch(self.common.square_sums, self.program_to_row.numel(), tables, compile_only=False)
         return sums
 
     def centre(self, of: RowMeans, apply_mask: Tensor, *, compile_only: bool = False) -> None:
@@ -164,7 +164,7 @@ class LaunchGroup(Generic[Options]):
             keep_alive((of.means,))  # kernels find them by an address in the table of rows
         for kernel, to_row in ((kernels.row_sums, of.tile_to_row), (kernels.row_means, of.piece_to_row)):
             tables = self.rows, self.grads, to_row, apply_mask, of.partials
-            self.launch(kernel, len(to_row), tables, compile_only)
+            self.launch(kernel, to_row.numel(), tables, compile_only)
 
     def centre_shards(self, apply_mask: Tensor, *, compile_only: bool = False) -> Generator[Tensor, None, None]:
         """Compute these means for shards, if any; it yields the sums of rows that extend over several ranks."""
@@ -189,11 +189,14 @@ class LaunchGroup(Generic[Options]):
         """Compile and load a kernel at first, and launch `programs` programs of it unless `compile_only` is set."""
         if self.uploads.recording:
             keep_alive(tables)
-        key = kernel, *constants.items()
-        if programs and key not in self.launches:
-            self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
-        if programs and not compile_only:
-            self.launches[key](programs, tables)
+        if not programs:
+            return
+        key = id(kernel), *constants.items()  # the hash of a kernel looks at its sources
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
+        if not compile_only:
+            launch(programs, tables)
 
     def gradients(self) -> list[Tensor | None]:
         """Return each row's gradient, without copies."""
@@ -213,7 +216,7 @@ class LaunchGroup(Generic[Options]):
             bucket = self.buckets[index]
             x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
             stop = first + programs
-            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.metrics[i].data_ptr()]
+            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.metrics_address(i)]
             row += step not in unique_steps, index
             row.append(sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]))
             row.append(max(1, math.prod(x.shape[1:])))

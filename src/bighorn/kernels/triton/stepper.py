@@ -157,9 +157,9 @@ class Stepper(Generic[Options]):
             keep_alive((self.one, self.true))
         if not isinstance(grad_scale, Tensor):
             grad_scale = self.one if grad_scale == 1 else self.one * grad_scale
-        for row, bucket in zip(self.options.view(len(self.buckets), -1), self.buckets, strict=True):
+        for index, bucket in enumerate(self.buckets):
             if isinstance(bucket.options.lr, Tensor):
-                row[0].copy_(bucket.options.lr)
+                self.options.view(len(self.buckets), -1)[index, 0].copy_(bucket.options.lr)
         return self.options, grad_scale.to(torch.float64), self.true if apply_mask is None else apply_mask
 
     def finish(self, apply_mask: Tensor) -> None:

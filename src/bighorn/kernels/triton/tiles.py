@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -41,56 +42,57 @@ class TileGrid:
     area: int = AREA
     """Elements of a tile."""
 
-    @property
+    @cached_property
     def wide(self) -> int:
         """The columns of a tile."""
         narrow = min(max(1 << (self.width - 1).bit_length(), NARROW), WIDE)
         return narrow if self.height > AREA // narrow else WIDE
 
-    @property
+    @cached_property
     def tall(self) -> int:
         """The rows of a tile."""
         return self.area // self.wide
 
-    @property
+    @cached_property
     def codes_in_tiles(self) -> bool:
         """Whether a row of a tile is a block of codes."""
         return self.width == self.inner
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """The number of tiles of all matrices."""
         return self.count * ceil(self.height, self.tall) * ceil(self.width, self.wide)
 
-    @property
+    @cached_property
     def pieces(self) -> int:
         """The number of pieces of all matrices' rows and columns."""
         row_parts, col_parts = ceil(self.width, self.wide), ceil(self.height, self.tall)
         of_rows = ceil(self.height, FEW_LINES if row_parts > MANY else LINES)
         return self.count * (of_rows + ceil(self.width, FEW_LINES if col_parts > MANY else LINES))
 
-    @property
+    @cached_property
     def lines(self) -> int:
         """The number of rows and columns of all matrices."""
         return self.count * (self.height + self.width)
 
-    @property
+    @cached_property
     def row_parts(self) -> int:
         """The number of partial sums of rows."""
         return self.count * self.height * ceil(self.width, self.wide)
 
-    @property
+    @cached_property
     def col_parts(self) -> int:
         """The number of partial sums of columns."""
         return self.count * self.width * ceil(self.height, self.tall)
 
-    @property
+    @cached_property
     def packs(self) -> int:
         """The number of packs of blocks of 8 bits."""
         rows = self.count * self.height * self.width // max(self.inner, 1)
         return ceil(rows * ceil(self.inner, codec.BLOCK), PACK)
 
 
+@lru_cache(maxsize=1024)
 def tile_grid(shape: torch.Size, factor: Factor | None, area: int = AREA) -> TileGrid:
     """Return the division of a tensor into tiles."""
     return TileGrid(*matrix_shape(shape, factor), math.prod(shape[1:]), area)

@@ -239,7 +239,7 @@ def any_distributed(tensors: Iterable[Tensor]) -> bool:
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """The layout of a tensor; None if it is not distributed."""
-    if not _is_distributed(tensor):
+    if type(tensor) in PLAIN or not _is_distributed(tensor):
         return None
     return Layout(tensor.device_mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
 
@@ -254,7 +254,7 @@ def shard_of(param: Tensor) -> Shard | None:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the shard on this rank, in the same memory; a tensor that is not distributed is returned unchanged."""
-    if not _is_distributed(tensor):
+    if type(tensor) in PLAIN or not _is_distributed(tensor):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part  # the communication may not have ended

@@ -167,6 +167,10 @@ class Bucket(Generic[Options]):
     param_ids: list[int] = field(default_factory=list)
     row_offsets: list[int] = field(default_factory=list)
 
+    def metrics_address(self, i: int) -> int:
+        """Return the address of the metrics of row `i`."""
+        return self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
+
     def with_grad(self) -> Bucket[Options]:
         """Return the rows that have a gradient, with copies of their metrics; the bucket itself if these are all."""
         rows = rows_with_grad(self.grads)

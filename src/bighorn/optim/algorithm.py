@@ -38,6 +38,18 @@ class Variant(NamedTuple):
     """Whether moments are kept in blocks."""
 
 
+class ParamTraits(NamedTuple):
+    """The properties of a parameter that follow from its shape, its dtype and the options of its group."""
+
+    factored: bool
+    leading: int
+    """The number of leading dims that must be outermost in memory."""
+    blocks: bool
+    """Whether moments are kept in blocks."""
+    spec: StateSpec
+    """The state tensors, besides `step`."""
+
+
 class Algorithm(ABC, Generic[Options]):
     """LAMB or CAME: its options, its state tensors and its kernel options."""
 
@@ -105,14 +117,15 @@ class Algorithm(ABC, Generic[Options]):
             **{name: group[name] for name in self.passed_on},
         }
 
+    def traits_of(self, group: Group, param: Tensor) -> ParamTraits:
+        """The traits of a parameter (as a real view)."""
+        factored, leading = self.shape_of(group, param)
+        spec = {**self.moments(group, param), **weight_spec(param, group["weight_rounding"])}
+        return ParamTraits(factored, leading, "exp_avg_scale" in spec, spec)
+
     def state_spec(self, group: Group, param: Tensor) -> StateSpec:
         """The state tensors of a parameter, besides `step`."""
-        whole = whole_view(param)
-        return {**self.moments(group, whole), **weight_spec(whole, group["weight_rounding"])}
-
-    def in_blocks(self, group: Group, param: Tensor) -> bool:
-        """Whether the moments of a parameter (as a real view) are kept in blocks."""
-        return group["state_dtype"] is not None and "exp_avg_scale" in self.moments(group, param)
+        return self.traits_of(group, whole_view(param)).spec
 
     def refuse_unfit(self, group: Group, param: Tensor, what: str) -> None:
         """Raise a ValueError for a parameter that cannot be optimized with a group's options."""

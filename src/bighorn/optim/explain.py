@@ -56,14 +56,13 @@ def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
     return "; slower: its gradient has other strides than the parameter, which torch.empty_like(p) would have"
 
 
-def bytes_of_state(infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any]) -> dict[str, int]:
+def bytes_of_state(infos: Iterable[ParamInfo]) -> dict[str, int]:
     """The bytes of state on this rank by label, added up for equal labels. Frozen parameters have no state."""
     sizes: dict[str, int] = {}
     for info in infos:
         if isinstance(info.param, Parameter) and not info.param.requires_grad:
             continue
-        spec = info.state_spec(algorithm, groups[info.variant.group])
-        state = {name: kept.like(local_view(info.param)) for name, kept in spec.items()}
+        state = {name: kept.like(local_view(info.param)) for name, kept in info.spec.items()}
         size = STEP_BYTES + sum(kept.nbytes for kept in info.state_here(state).values())
         sizes[info.label] = sizes.get(info.label, 0) + size
     return sizes

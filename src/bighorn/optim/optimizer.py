@@ -420,8 +420,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         }
 
     def _init_state(self, info: ParamInfo, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        spec = info.state_spec(self.algorithm, self.param_groups[info.variant.group])
-        return init_or_validate_state(info.param, dense, spec, self.state.get(info.param, {}), info.label), list(spec)
+        state = self.state.get(info.param, {})
+        return init_or_validate_state(info.param, dense, info.spec, state, info.label), list(info.spec)
 
     def in_order(self) -> list[Tensor]:
         """Return every parameter in the order in which a step visits them: that of `order_params`, if given."""

@@ -16,7 +16,7 @@ from bighorn.distributed.flat import FlatGroup, FlatParams
 from bighorn.distributed.sharding import PLAIN, Layout, ShardedDims
 from bighorn.kernels.bucket import Shard
 from bighorn.names import excludes
-from bighorn.optim.algorithm import Algorithm, Group, Variant
+from bighorn.optim.algorithm import Algorithm, Group, ParamTraits, Variant
 from bighorn.optim.flat_tensors import FragmentView, views
 from bighorn.optim.param_groups import Order, label_of
 from bighorn.optim.settings import Settings
@@ -41,6 +41,8 @@ class ParamInfo:
     """The number of leading dims that must be outermost in memory, since kernels split the tensor along them."""
     layout: Layout | None
     """The layout of a distributed parameter, else None."""
+    spec: StateSpec
+    """The state tensors of `param`, besides `step`."""
     flat: FragmentView | None = None
     """The fragment of the parameter in `param`, if that is a flat tensor."""
     symmetric: bool = False
@@ -71,10 +73,6 @@ class ParamInfo:
         """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
         return self.flat.shard if self.flat else row_shard(self.param, self.stacked)
 
-    def state_spec(self, algorithm: Algorithm[Any], group: Group) -> StateSpec:
-        """The state tensors of `param`, besides `step`."""
-        return self.flat.spec if self.flat else algorithm.state_spec(group, self.param)
-
     def is_turned(self, view: Tensor) -> bool:
         """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
         return self.symmetric and not view.is_contiguous() and view.mT.is_contiguous()
@@ -101,10 +99,19 @@ def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Te
     )
 
 
+KnownTraits = dict[tuple[int, torch.Size, torch.dtype], ParamTraits]
+"""Traits by group index, shape and dtype, which many parameters of a model share."""
+
+
 def info_of(
-    param: Tensor, group: Group, indices: tuple[int, int], algorithm: Algorithm[Any], settings: Settings
+    param: Tensor,
+    group: Group,
+    indices: tuple[int, int],
+    algorithm: Algorithm[Any],
+    settings: Settings,
+    known: KnownTraits | None = None,
 ) -> ParamInfo:
-    """Return the ParamInfo of a parameter with these indices.
+    """Return the ParamInfo of a parameter with these indices; `known` collects the traits of several parameters.
 
     Raises:
         ValueError: The parameter cannot be optimized with the group's options, or the group's parameters were replaced.
@@ -118,25 +125,28 @@ def info_of(
     name = group["param_names"][position] if "param_names" in group else None
     centres = param.dim() - group["stacked"] >= CENTRED_FROM[group["grad_centralization"]]
     whole, label = whole_view(param), label_of(index, position, group.get("param_names"))
-    algorithm.refuse_unfit(group, param, label)
-    factored, leading = algorithm.shape_of(group, whole)
+    known, key = {} if known is None else known, (index, whole.shape, param.dtype)
+    if key not in known:
+        algorithm.refuse_unfit(group, param, label)
+        known[key] = algorithm.traits_of(group, whole)
+    traits = known[key]
     variant = Variant(
         group=index,
         decays=not excludes(settings.exclude_from_weight_decay, name, param, group["stacked"]),
         adapts=not excludes(settings.exclude_from_layer_adaptation, name, param, group["stacked"]),
         centres=centres,
-        factored=factored,
-        blocks=algorithm.in_blocks(group, whole),
+        factored=traits.factored,
+        blocks=traits.blocks,
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
     # The factors of a matrix are symmetric: the averages of rows and of columns have the same mean. The matrix has the
     # last two dims if all dims before them are leading ones.
-    of_last_two = leading >= whole.dim() - 1
-    symmetric = factored and of_last_two and type(param) in PLAIN and not (in_order or centres)
-    leading = whole.dim() if in_order else max(leading, group["stacked"] + centres)
+    of_last_two = traits.leading >= whole.dim() - 1
+    symmetric = traits.factored and of_last_two and type(param) in PLAIN and not (in_order or centres)
+    leading = whole.dim() if in_order else max(traits.leading, group["stacked"] + centres)
     layout = sharding.layout_of(param)
-    return ParamInfo(param, label, variant, group["stacked"], leading, layout, symmetric=symmetric)
+    return ParamInfo(param, label, variant, group["stacked"], leading, layout, traits.spec, symmetric=symmetric)
 
 
 def infos_of(
@@ -151,10 +161,11 @@ def infos_of(
     Raises:
         ValueError: As for `info_of`.
     """
+    known: KnownTraits = {}
     for index, position, param in parameters:
         held = flat[index]
         if held is None:
-            yield info_of(param, groups[index], (index, position), algorithm, settings)
+            yield info_of(param, groups[index], (index, position), algorithm, settings, known)
         elif position == 0:
             yield from _flat_infos(groups[index], index, held, algorithm, settings)
 
@@ -173,7 +184,7 @@ def _flat_infos(
             factored=algorithm.shape_of(group, whole)[0],
             blocks=False,
         )
-        yield ParamInfo(tensor, each.name, variant, False, 0, None, view)
+        yield ParamInfo(tensor, each.name, variant, False, 0, None, view.spec, view)
 
 
 def row_shard(param: Tensor, stacked: bool) -> Shard | None:
@@ -190,7 +201,7 @@ def check_backend(group: Group, params: list[Tensor], algorithm: Algorithm[Any],
     """
     for param in params:
         whole = whole_view(param)
-        factored, blocks = algorithm.shape_of(group, whole)[0], algorithm.in_blocks(group, whole)
-        variant = Variant(0, decays=True, adapts=True, centres=False, factored=factored, blocks=blocks)
+        traits = algorithm.traits_of(group, whole)
+        variant = Variant(0, decays=True, adapts=True, centres=False, factored=traits.factored, blocks=traits.blocks)
         options = algorithm.kernel_options(group, variant)
         kernels.pick(backend, local_view(param), options, row_shard(param, group["stacked"]))

@@ -67,6 +67,7 @@ def build(
     states: dict[int, tuple[State, list[str]]] = {}
     bindings: list[tuple[ParamBinding, BucketPlan]] = []
     wrappers: list[tuple[BucketPlan, str]] = []
+    picked: dict[tuple[object, ...], str] = {}
     for info in infos:
         index = indices[id(info.param)]
         _check_grad(info, grads[index])
@@ -85,8 +86,11 @@ def build(
         if not solid:
             refuse_freed(view, info.label)
             refuse_freed(grad, f"the gradient of {info.label}")
-        with about(info.label):
-            name, _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
+        served = info.variant, dense.dtype, dense.device, dense.shape, shard, solid
+        if served not in picked:
+            with about(info.label):
+                picked[served], _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
+        name = picked[served]
         wrapper = None if solid else index  # each such tensor has its own bucket
         kept_as = next(iter(mine.values())).dtype
         key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, turned, *mine)

@@ -73,7 +73,7 @@ class Reports(Optimizer):
         for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
             options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
-        return explain.bytes_of_state(optimizer._param_infos(), optimizer.param_groups, cls.algorithm)
+        return explain.bytes_of_state(optimizer._param_infos())
 
     def __repr__(self) -> str:
         """The options that are not the constructor's defaults."""

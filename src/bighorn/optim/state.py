@@ -72,8 +72,9 @@ class StateTensorSpec:
     def _shape(self, param: Tensor) -> list[int]:
         if self.numel is not None:
             return [self.numel]
-        shape = [param.shape[dim] for dim in self.dims]
-        return [*shape[:-1], *codec.scales_shape(param.shape[self.dims[-1] :])] if self.scales else shape
+        whole = param.shape
+        shape = [whole[dim] for dim in self.dims]
+        return [*shape[:-1], *codec.scales_shape(whole[self.dims[-1] :])] if self.scales else shape
 
     def _strides(self, param: Tensor, shape: list[int]) -> list[int]:
         """Return strides without gaps, in the order of the parameter's; scales are contiguous."""

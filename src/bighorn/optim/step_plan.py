@@ -109,18 +109,19 @@ class BucketPlan:
 
     def add(self, binding: ParamBinding, moments: dict[str, Tensor], number: int) -> None:
         """Add the rows of a parameter; `number` is its parameter id."""
-        bucket, first = self.bucket, len(self.bucket.params)
+        bucket, first, params = self.bucket, len(self.bucket.params), binding.slices(binding.dense)
+        count = len(params)
         self.bindings.append(binding)
         self.indices.append(binding.index)
         self.all_unique_steps += [binding.step] * binding.counts
-        bucket.params += binding.slices(binding.dense)
+        bucket.params += params
         bucket.shards += binding.row_shards()
         for name, value in moments.items():
             bucket.state.setdefault(name, []).extend(binding.slices(value))
-        binding.rows = range(first, len(bucket.params))
-        bucket.steps += [binding.step] * len(binding.rows)
-        bucket.param_ids += [number] * len(binding.rows)
-        bucket.row_offsets += [i * binding.row_size for i in range(len(binding.rows))]
+        binding.rows = range(first, first + count)
+        bucket.steps += [binding.step] * count
+        bucket.param_ids += [number] * count
+        bucket.row_offsets += [i * binding.row_size for i in range(count)] if binding.stacked else [0]
 
     def bind(self, grads: list[Tensor | None], *, missing: bool) -> None:
         """Bind this step's gradients, of which some may be missing, and update the dense copies of parameters."""

@@ -44,18 +44,18 @@ class Came(Stepper[CameOptions]):
         bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
     ) -> abi.CameRow:
         """See `Stepper.make_row`."""
-        x, state = bucket.params[i], {name: tensors[i] for name, tensors in bucket.state.items()}
-        matrices, height, width = matrix_shape(x.shape, bucket.options.factor)
+        state, shape = bucket.state, bucket.params[i].shape
+        matrices, height, width = matrix_shape(shape, bucket.options.factor)
         return abi.CameRow(
             weights=weights(bucket, i, positions, memory),
-            **{name: state[name].data_ptr() for name in STATE if name in state},
+            **{name: state[name][i].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),
-            metrics=bucket.metrics[i].data_ptr(),
+            metrics=bucket.metrics_address(i),
             matrices=matrices,
             height=height,
             width=width,
-            inner=math.prod(x.shape[1:]),
-            state_type=STATE_TYPES[state["exp_avg"].dtype],
+            inner=math.prod(shape[1:]),
+            state_type=STATE_TYPES[state["exp_avg"][i].dtype],
             options=index,
             factored=bucket.options.factor is not None,
         )

@@ -48,15 +48,15 @@ class Lamb(Stepper[LambOptions]):
     ) -> abi.LambRow:
         """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
-        state = {name: tensors[i] for name, tensors in bucket.state.items() if name not in beside}
+        state = {name: tensors[i].data_ptr() for name, tensors in bucket.state.items() if name not in beside}
         return abi.LambRow(
             weights=weights(bucket, i, positions, memory),
-            **{name: tensor.data_ptr() for name, tensor in state.items()},
+            **state,
             step=bucket.steps[i].data_ptr(),
-            metrics=bucket.metrics[i].data_ptr(),
+            metrics=bucket.metrics_address(i),
             inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
             numel=bucket.shards[i].numel if bucket.shards else x.numel(),
-            state_type=STATE_TYPES[state["exp_avg"].dtype],
+            state_type=STATE_TYPES[bucket.state["exp_avg"][i].dtype],
             options=index,
         )
 

@@ -29,18 +29,19 @@ class RowMeans:
     """
 
     def __init__(self, buckets: Sequence[Bucket[Any]]) -> None:
-        rows = [
-            (bucket.options.centre, x, bucket.shards[i] if bucket.shards else Shard.whole(tuple(x.shape)))
-            for bucket in buckets
-            for i, x in enumerate(bucket.params)
-        ]
-        self.each = [_memory(x, shard) if centre else None for centre, x, shard in rows]
+        self.each: list[Tensor | None] = []
+        self.cut: list[tuple[Tensor, Shard]] = []
+        for bucket in buckets:
+            if not bucket.options.centre:
+                self.each += [None] * len(bucket.params)
+                continue
+            shards = bucket.shards or [Shard.whole(tuple(x.shape)) for x in bucket.params]
+            for x, shard in zip(bucket.params, shards, strict=True):
+                means = _memory(x, shard)
+                self.each.append(means)
+                if means is not None and _is_cut(shard):
+                    self.cut.append((means, shard))
         self.needed = any(means is not None for means in self.each)
-        self.cut = [
-            (means, shard)
-            for means, (_, _, shard) in zip(self.each, rows, strict=True)
-            if means is not None and _is_cut(shard)
-        ]
         self.partial = torch.empty(0, dtype=torch.float64, device="cpu")  # sums of parts of the rows
 
     def reserve(self, gradients: Tensor) -> None:

@@ -33,7 +33,7 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 
 def needs_rng_key(bucket: Bucket[Options]) -> bool:
     """Whether a bucket's step uses random bits, for weights, or dither, for a second moment in 8 bits."""
-    in_8_bits = any(tensor.dtype == torch.uint8 for tensors in bucket.state.values() for tensor in tensors[:1])
+    in_8_bits = any(tensor.dtype == torch.uint8 for tensor in bucket.state.get("exp_avg_sq", [])[:1])
     return bucket.options.weight_rounding == "stochastic" or in_8_bits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb
 from tests.support.cases import KINDS, Kind
-from tests.support.optimizer_runs import OWN, assert_bitwise, backward, figures, model
+from tests.support.optimizer_runs import OWN, assert_bitwise, assert_same_everything, backward, figures, model
 
 
 def test_it_is_a_torch_optimizer(kind: Kind) -> None:
@@ -77,6 +78,26 @@ def test_a_group_overrides_the_defaults(kind: Kind, backend: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_bitwise(list(together.parameters()), list(apart.parameters()))
+
+
+def test_parameters_of_one_shape_step_as_each_does_alone(kind: Kind, backend: str) -> None:
+    """A plan derives what follows from shape, dtype and group once, for all parameters that share them."""
+    torch.manual_seed(7)
+    drawn, gradient = torch.randn(12, 16), torch.randn(12, 16)
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32)
+    together = [Parameter(drawn.to(dtype, copy=True)) for dtype in dtypes]
+    together[1] = Parameter(drawn.t().contiguous().t())  # another memory order
+    apart = copy.deepcopy(together)
+    for param in (*together, *apart):
+        param.grad = torch.zeros_like(param).copy_(gradient)
+    own = {**OWN[kind], "state_dtype": torch.bfloat16}
+    groups = [{"params": together[:-1]}, {"params": together[-1:], **own}]
+    one = kind(groups, lr=0.1, weight_decay=0.1, backend=backend)
+    one.step()
+    for index, (mine, alone) in enumerate(zip(together, apart, strict=True)):
+        other = kind([alone], lr=0.1, weight_decay=0.1, backend=backend, **(own if index == 5 else {}))
+        other.step()
+        assert_same_everything([mine], one, [alone], other)
 
 
 def test_late_add_param_group(kind: Kind, backend: str) -> None:

@@ -17,6 +17,7 @@ from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
 from bighorn.kernels import Bucket
+from bighorn.kernels.bucket import Shard
 from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Variant
 from bighorn.optim.param_info import ParamInfo
@@ -26,6 +27,9 @@ from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepP
 State = dict[str, Any]
 Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]]
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
+
+Picked = dict[tuple[object, ...], str]
+"""The names of the backends that were picked, by what the choice depends on."""
 
 EXCHANGED = {
     f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
@@ -67,7 +71,7 @@ def build(
     states: dict[int, tuple[State, list[str]]] = {}
     bindings: list[tuple[ParamBinding, BucketPlan]] = []
     wrappers: list[tuple[BucketPlan, str]] = []
-    picked: dict[tuple[object, ...], str] = {}
+    picked: Picked = {}
     for info in infos:
         index = indices[id(info.param)]
         _check_grad(info, grads[index])
@@ -86,11 +90,7 @@ def build(
         if not solid:
             refuse_freed(view, info.label)
             refuse_freed(grad, f"the gradient of {info.label}")
-        served = info.variant, dense.dtype, dense.device, dense.shape, shard, solid
-        if served not in picked:
-            with about(info.label):
-                picked[served], _ = kernels.pick(backend, dense, options[info.variant], shard, solid)
-        name = picked[served]
+        name = _pick(picked, info, backend, dense, options[info.variant], shard, solid)
         wrapper = None if solid else index  # each such tensor has its own bucket
         kept_as = next(iter(mine.values())).dtype
         key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, turned, *mine)
@@ -126,6 +126,17 @@ def build(
         _try_on_copies(bucket_plan.bucket, label)
     _add_kernels(plan, backends)
     return plan, [states[index][0] if index in states else {} for index in range(len(params))]
+
+
+def _pick(
+    picked: Picked, info: ParamInfo, backend: str, dense: Tensor, options: Any, shard: Shard | None, solid: bool
+) -> str:
+    """Return the name of the backend that serves a parameter, as `kernels.pick`, and add it to `picked`."""
+    key = info.variant, dense.dtype, dense.device, dense.shape, shard, solid
+    if key not in picked:
+        with about(info.label):
+            picked[key], _ = kernels.pick(backend, dense, options, shard, solid)
+    return picked[key]
 
 
 def _report_rows(

@@ -373,3 +373,21 @@ def test_explain_says_what_makes_a_step_slower(kind: Kind, backend: str) -> None
     assert "slower: its gradient has other strides than the parameter" in third
     gaps.data, turned.grad = gaps.data.contiguous(), torch.empty_like(turned)
     assert "slower" not in optimizer.explain()
+
+
+def test_states_that_were_exchanged_are_used(kind: Kind, backend: str) -> None:
+    """A user who swaps two layers swaps their states too; the plan kept the old pairs."""
+    ours = [Parameter(torch.linspace(1, 2, 20).view(5, 4)), Parameter(torch.linspace(-2, 1, 20).view(5, 4))]
+    theirs = [Parameter(p.detach().clone()) for p in ours]
+    one, two = kind(ours, lr=0.1, backend=backend), kind(theirs, lr=0.1, backend=backend)
+    for params, optimizer in ((ours, one), (theirs, two)):
+        for p, scale in zip(params, (1.0, 100.0), strict=True):
+            p.grad = scale * torch.linspace(-1, 2, 20).view(5, 4)
+        optimizer.step()
+        first, second = params
+        of_first, of_second = optimizer.state.pop(first), optimizer.state.pop(second)
+        optimizer.state[second], optimizer.state[first] = of_first, of_second
+    two.load_state_dict(two.state_dict())  # without a plan
+    one.step()
+    two.step()
+    assert_same_everything(ours, one, theirs, two)

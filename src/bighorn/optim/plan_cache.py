@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,8 +137,9 @@ class GuardInputs(NamedTuple):
     def of(cls, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
         """Return the present values; of distributed tensors, the shards of this rank."""
         (params, grads), layouts = mine, None
-        # If each of these parameters has state, no state is looked up, which would take time.
-        states = list(state.values() if len(state) == len(params) else [state[p] for p in params if p in state])
+        # The state is in the order of the parameters unless a program has changed it; looking it up takes longer.
+        ordered = len(state) == len(params) and all(map(operator.is_, state, params))
+        states = list(state.values()) if ordered else [state[p] for p in params if p in state]
         if not set(map(type, params)) <= PLAIN:
             pairs = list(zip(params, grads, strict=True))
             layouts = [sharding.layout_of(param if grad is None else grad) for param, grad in pairs]

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bighorn.optim.agreement import described_option
 from tests.support.processes import assert_ended_well, outcomes
 
 SCRIPT = """
@@ -71,3 +77,18 @@ SCRIPT = """
 def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
     """Without the check, CAME's first tensor became 783.66 instead of 585.89, without a message."""
     assert_ended_well(outcomes(SCRIPT, [[rank, tmp_path / "store"] for rank in range(2)]))
+
+
+def on_gpu(index: int) -> Tensor:
+    with FakeTensorMode():
+        return torch.empty((), device=f"cuda:{index}")
+
+
+def test_a_learning_rate_on_each_ranks_own_gpu_is_the_same_option() -> None:
+    assert described_option(on_gpu(0)) == described_option(on_gpu(1)) == "a tensor on cuda"
+    assert described_option(torch.tensor(0.5)) == described_option(0.5) != described_option(torch.tensor(0.25))
+
+
+def test_no_value_on_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "item", lambda _: pytest.fail("the host would wait for the GPU"))
+    assert described_option(on_gpu(0))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from torch import Tensor
+
 from bighorn.distributed.sharding import RankSums, ReduceGroup
 from bighorn.optim.algorithm import Group
 from bighorn.optim.param_info import ParamInfo
@@ -54,7 +56,17 @@ def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) 
         index, what = info.variant.group, f"param_groups[{info.variant.group}]"
         if index not in seen:
             seen.add(index)
-            yield from (f"{what}: {name}={groups[index][name]!r}" for name in options)
+            yield from (f"{what}: {name}={described_option(groups[index][name])}" for name in options)
         flags = [name for name, value in info.variant._asdict().items() if value is True]
         layout = info.layout or "a part of a flat tensor"
         yield f"{what}: {info.label} of shape {info.shape} as {layout} ({', '.join(flags)})"
+
+
+def described_option(value: object) -> str:
+    """The repr of an option, of a tensor without its device, which is another one on each rank.
+
+    On other devices than the CPU, the value is left out as well: the host would wait for it.
+    """
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return repr(value.item()) if value.device.type == "cpu" else f"a tensor on {value.device.type}"

@@ -343,6 +343,21 @@ def test_an_optimizer_for_each_parameter_inside_backward(option: dict[str, Any],
         optimizer.step()
 
 
+@pytest.mark.parametrize("before", ["explain", "step", "load_state_dict"])
+def test_a_step_inside_backward_is_refused_after_any_use(before: str, kind: Kind) -> None:
+    net = network()
+    optimizer = make(kind, net, max_grad_norm=1.0)
+    if before == "load_state_dict":
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        getattr(optimizer, before)()
+    net.get_parameter(next(name for name, _ in net.named_parameters())).register_post_accumulate_grad_hook(
+        lambda _: optimizer.step()
+    )
+    with pytest.raises(RuntimeError, match="inside backward"):
+        loss_of(net, 0).backward()
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

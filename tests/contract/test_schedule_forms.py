@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb
-from bighorn.schedules import Cosine, Polynomial, RelativeStep, WarmUp
+from bighorn.schedules import Cosine, Polynomial, RelativeStep, Values, WarmUp
 from tests.support.error_checks import refused
 
 LRS = (0.1, 0.05, 0.2, 0.08)
@@ -384,3 +384,21 @@ def test_a_polynomial_is_what_mindspore_users_give() -> None:
     optimizer = Lamb(params, lr=Polynomial(lr=0.1, end_lr=0.01, decay_steps=4, power=0.5))
     step(params, optimizer, 0)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_several_values_written_beside_a_schedule_take_its_place(kind: type[Lamb] | type[Came]) -> None:
+    """The k-th step takes the k-th value, as if they had been given to the constructor."""
+
+    def written(params: list[Parameter]) -> torch.optim.Optimizer:
+        optimizer = kind(params, lr=falling)
+        step(params, optimizer, 0)
+        optimizer.param_groups[0]["lr"] = torch.tensor([1.0, 0.25, 0.125])
+        return optimizer
+
+    def numbers(params: list[Parameter]) -> torch.optim.Optimizer:
+        optimizer = kind(params, lr=0.1)
+        step(params, optimizer, 0)
+        optimizer.param_groups[0]["lr"] = Values.of([1.0, 0.25, 0.125])
+        return optimizer
+
+    assert all(map(torch.equal, trained(2, written), trained(2, numbers)))

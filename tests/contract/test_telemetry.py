@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import types
 from typing import Any
 
@@ -279,3 +281,19 @@ def test_a_watch_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tolist", "item", "__bool__", "__float__", "cpu"):
         monkeypatch.setattr(Tensor, name, wait)
     slow.watch(optimizer)
+
+
+def test_skipped_steps_are_counted_from_the_state_on_that_was_loaded(kind: Kind) -> None:
+    net = model()
+    optimizer = kind(net.named_parameters(), lr=0.1, skip_nonfinite=True)
+    for factor in (1.0, torch.inf, 1.0, torch.nan):
+        backward(net)
+        assert net.first.weight.grad is not None
+        net.first.weight.grad.mul_(factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.telemetry().skipped == 2
+    for fresh in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert fresh.telemetry().skipped == 0
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.telemetry().skipped == 0

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from bighorn import FixedScale, Lamb, LossScaler, WindowScale
+from bighorn.optim.step_plan import scale_and_mask
 from tests.support.loss_scaling import ROUGH, backward, optimizers, train_on
 
 
@@ -255,3 +257,15 @@ def test_not_enabled() -> None:
     assert scaler.state_dict() == {}
     scaler.load_state_dict({"anything": 1})
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
+
+
+def test_a_model_on_several_devices_clips_with_the_scaler_of_one() -> None:
+    """The sum of squares is on the device of the first gradients, and the scaler's tensors on that of the loss."""
+    settings = Lamb([Parameter(torch.ones(2))], max_grad_norm=1.0, skip_nonfinite=True)._settings
+    with FakeTensorMode():
+        there, here = torch.ones((), device="cuda:0"), torch.ones((), dtype=torch.float64, device="cuda:1")
+        for grad_scale, found_inf in ((there, there), (None, there), (there, None)):
+            scale, mask = scale_and_mask(settings, grad_scale, found_inf, lambda: here)
+            assert isinstance(scale, Tensor)
+            assert isinstance(mask, Tensor)
+            assert scale.device == mask.device == here.device

@@ -45,7 +45,8 @@ class CameTelemetry(Table):
         clip_factor: The factor by which clipping multiplied u, at most 1, likewise.
         confidence: The mean of the factors that multiplied the momentum, likewise; 1 for an unfactored parameter.
         lr: The learning rate of the step, likewise.
-        skipped: The number of steps that wrote nothing because gradients were not finite; 0-dim, int64.
+        skipped: The number of steps that wrote nothing because gradients were not finite, since the optimizer was made,
+            copied or loaded; 0-dim, int64.
     """
 
     names: tuple[str, ...]

@@ -32,7 +32,8 @@ class LambTelemetry(Table):
         update_norm: ||u||, likewise.
         trust_ratio: The ratio that multiplied the learning rate, likewise.
         lr: The learning rate of the step, likewise.
-        skipped: The number of steps that wrote nothing because gradients were not finite; 0-dim, int64.
+        skipped: The number of steps that wrote nothing because gradients were not finite, since the optimizer was made,
+            copied or loaded; 0-dim, int64.
     """
 
     names: tuple[str, ...]

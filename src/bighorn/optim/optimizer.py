@@ -20,7 +20,7 @@ from bighorn import arguments as checks
 from bighorn.distributed import sharding
 from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
-from bighorn.optim.algorithm import Algorithm, Variant
+from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.checkpointing import check_structure, converted, loaded_states, only_initialises, wrap
 from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
@@ -76,7 +76,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
     _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one per part."""
     _skipped: Tensor | None = None
-    """The number of steps that wrote nothing; None if no step could have been skipped."""
+    """The number of steps that wrote nothing since the state was loaded; None if no step could have been skipped."""
 
     # torch.compile would lose attributes that are set before torch's constructor (2.13). Unlike torch.compiler.disable,
     # this imports the compiler in the first call, as torch's own add_param_group does.
@@ -318,7 +318,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             schedule.finish()
         if mask is not None:
             skipped = (~mask).long()
-            self._skipped = skipped if self._skipped is None else self._skipped + skipped
+            self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
         earlier = list({id(plan): plan for plan in begun.plans.values()}.values()) if begun is not None else []
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
         self._begun = None
@@ -342,7 +342,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         try:
             if not self._agreed:
                 if any(self._flat) or sharding.any_distributed(self.in_order()):
-                    check_agreement(self._param_infos(), self.param_groups, self.algorithm.options, self._settings)
+                    infos = self._param_infos(self.param_groups)
+                    check_agreement(infos, self.param_groups, self.algorithm.options, self._settings)
                 self._agreed = True
         except BaseException:
             schedule.undo()
@@ -435,9 +436,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
     def _param_info(self, index: int, position: int, param: Tensor) -> ParamInfo:
         return info_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
 
-    def _param_infos(self) -> Iterator[ParamInfo]:
-        each = parameters(self.param_groups, self._order)
-        return infos_of(each, self.param_groups, self._flat, self.algorithm, self._settings)
+    def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
+        return infos_of(parameters(groups, self._order), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
         self._guard, self._begun, self._partial = OptionGuard(), None, {}
@@ -496,4 +496,5 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
             for name, option in scheduled.items():
                 option.written = option.left = group[name]
+        self._skipped = None
         self._forget()

@@ -121,6 +121,10 @@ class WithFlatTensors(Reports):
     def _forget(self) -> None:
         """Drop everything that belongs to the present state."""
 
+    @abstractmethod
+    def _forget_plans(self) -> None:
+        """Drop all plans."""
+
     def _add_flat(self, flat: FlatParams | None, group: Group) -> None:
         """Note the parameters of a group that was added."""
         self._flat.append(flat)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn.optim import describe, explain
-from bighorn.optim.algorithm import Algorithm
+from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.settings import Settings
 from bighorn.optim.step_options import OptionGuard, ScheduledOptions, attach_all
@@ -26,17 +26,12 @@ class Reports(Optimizer):
     algorithm: ClassVar[Algorithm[Any]]
     _settings: Settings
     _scheduled: list[ScheduledOptions]
-    _guard: OptionGuard
     _last: tuple[StepPlan, ...]
     _skipped: Tensor | None
 
     @abstractmethod
-    def _param_infos(self) -> Iterator[ParamInfo]:
-        """Return the ParamInfo of every parameter, in the order in which a step visits them."""
-
-    @abstractmethod
-    def _forget_plans(self) -> None:
-        """Drop all plans."""
+    def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
+        """Return the ParamInfo of every parameter in the groups, in the order in which a step visits them."""
 
     def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of telemetry: labels, three metrics of each, the learning rate, and a count of skipped steps."""
@@ -73,7 +68,7 @@ class Reports(Optimizer):
         for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
             options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
-        return explain.bytes_of_state(optimizer._param_infos())
+        return explain.bytes_of_state(optimizer._param_infos(optimizer.param_groups))
 
     def __repr__(self) -> str:
         """The options that are not the constructor's defaults."""
@@ -90,11 +85,15 @@ class Reports(Optimizer):
         Raises:
             ValueError: The requested backend does not serve a tensor, for which `step` raises too.
         """
-        attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
-        if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
-            self._forget_plans()
-        kernels = explain.explained(self._param_infos(), self.param_groups, self.algorithm, self._settings.backend)
-        more = describe.options_of_groups(self._param_infos(), self._scheduled, self.param_groups, self._settings)
+        groups, scheduled = (
+            list(map(dict, self.param_groups)),
+            list(map(dict, self._scheduled)),
+        )  # a report changes none
+        attach_all(groups, scheduled, self.defaults, self.algorithm)
+        OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
+        infos = list(self._param_infos(groups))
+        kernels = explain.explained(infos, groups, self.algorithm, self._settings.backend)
+        more = describe.options_of_groups(infos, scheduled, groups, self._settings)
         lines: list[str] = []
         for index, mine in sorted(kernels.items()):
             lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]

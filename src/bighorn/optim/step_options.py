@@ -177,8 +177,7 @@ def begin_step(
         TypeError: A value of a wrong type, or a misspelt key.
         ValueError: An option out of range, or a schedule has ended. The groups are unchanged.
     """
-    if not guard.version:  # the first step
-        settings.refuse_in_backward()
+    settings.refuse_in_backward()
     attach_all(groups, scheduled, defaults, algorithm)
     schedule = ScheduleStep(groups, scheduled)
     try:
@@ -199,7 +198,7 @@ def attach_all(
         )
     for index, (group, own) in enumerate(zip(groups, scheduled, strict=True)):
         values = [group.setdefault(name, defaults.get(name)) for name in SCHEDULED]
-        if not all(isinstance(value, (float, int, Tensor)) for value in values):
+        if not all(isinstance(v, (float, int)) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
             with about(f"param_groups[{index}]"):
                 group.update(checked(algorithm.options, {name: group[name] for name in SCHEDULED}))
                 attach_schedules(group, own)

@@ -269,7 +269,10 @@ def scale_and_mask(
     scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
     mask = None if found_inf is None else (found_inf == 0).reshape(())
     if settings.needs_all_grads:
-        norm = square_sum().sqrt() * scale
+        total = square_sum()
+        # A model may be spread over devices: the scaler's is not always that of the first gradient.
+        scale, mask = on_device(scale, total.device), on_device(mask, total.device)
+        norm = total.sqrt() * scale
         largest = LARGEST_NORM
         if settings.max_grad_norm is not None:
             clip = settings.max_grad_norm / norm

@@ -57,6 +57,9 @@ NOT_OURS = {
 }
 """Options of other optimizers: the package of each, and the remedy."""
 
+OF_SGD = frozenset(name for name, (package, _) in NOT_OURS.items() if package == "torch.optim.SGD")
+"""The options of torch.optim.SGD that are not ours."""
+
 
 def hint(name: object, known: Iterable[object]) -> str:
     """The known name that was probably meant, as a question; empty if no name is similar."""

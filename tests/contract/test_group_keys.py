@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from bighorn import Came, Lamb
+from bighorn.arguments import OF_SGD
 from tests.support.cases import KINDS, Kind
 from tests.support.optimizer_runs import assert_bitwise, backward, model
 
@@ -163,7 +164,7 @@ def test_misspelt_options_are_refused_wherever_they_are_written(name: str, kind:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_options_of_other_optimizers_are_refused(name: str, kind: Kind) -> None:
-    for late in (False, True):
+    for late in (False, True) if name not in OF_SGD else (False,):
         with pytest.raises(TypeError, match=rf"{name!r}, an option of torch.optim"):
             stepping(kind, {name: OTHERS[name]}, late)
     (other,) = set(KINDS) - {kind}
@@ -172,6 +173,18 @@ def test_options_of_other_optimizers_are_refused(name: str, kind: Kind) -> None:
         stepping(kind, {own: True}, late=True)
     with pytest.raises(TypeError, match=r"the key 3: a key of a group must be a string"):
         stepping(kind, {3: True}, late=True)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("name", sorted(OF_SGD & OTHERS.keys()))
+def test_tools_may_write_options_of_sgd_later(name: str, kind: Kind) -> None:
+    """Momentum schedulers write `momentum` into the groups of any optimizer."""
+    keys = {name: OTHERS[name]}
+    net, optimizer = stepping(kind, keys, late=True)
+    plain, other = stepping(kind, {}, late=True)
+    assert_bitwise(list(net.parameters()), list(plain.parameters()))
+    other.load_state_dict(optimizer.state_dict())
+    other.step()
+    assert other.param_groups[0][name] == OTHERS[name]
 
 
 def test_the_page_lists_the_frameworks() -> None:

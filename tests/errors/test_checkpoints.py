@@ -181,7 +181,7 @@ def test_damaged_codes(damage: str, at_hand: str | None, kind: Kind) -> None:
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("key", ["momentum", "nesterov", "weigth_decay"])
+@pytest.mark.parametrize("key", ["amsgrad", "fused", "weigth_decay"])
 def test_a_checkpoint_with_options_that_are_not_ours(key: str, kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
@@ -243,3 +243,19 @@ def test_a_state_of_no_parameter(kind: Kind) -> None:
     state = optimizer.state_dict()
     with refused(parameters, optimizer, ValueError, "damaged: it has a state of 99"):
         optimizer.load_state_dict({**state, "state": {**state["state"], 99: state["state"][0]}})
+
+
+def test_params_that_are_no_indices(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["params"] = [[0], *state["param_groups"][0]["params"][1:]]
+    with refused(parameters, optimizer, ValueError, r"its params hold \[0\], where an index or a name must be"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_checkpoint_of_a_newer_format_is_no_matter_of_options(kind: Kind) -> None:
+    parameters, optimizer = stepped(kind)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["format_version"] = 99
+    with refused(parameters, optimizer, ValueError, r"the loaded param_groups\[0\] cannot be used: format_version=99"):
+        optimizer.load_state_dict(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,11 @@ def check_structure(state_dict: object) -> None:
     for index, group in enumerate(groups):
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
             raise ValueError(f"param_groups[{index}] of state_dict must be a dict with a list of 'params'")
-    known = {param for group in groups for param in group["params"]}
+    params = [param for group in groups for param in group["params"]]
+    for param in params:
+        if not isinstance(param, Hashable):
+            raise ValueError(f"state_dict is damaged: its params hold {param!r}, where an index or a name must be")
+    known = set(params)
     for param, state in states.items():
         if param not in known:
             raise ValueError(

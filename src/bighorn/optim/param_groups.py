@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.arguments import ELSEWHERE, NOT_OURS, asked_for, brief, checked, integer, refuse_unknown
+from bighorn.arguments import ELSEWHERE, NOT_OURS, OF_SGD, asked_for, brief, checked, integer, refuse_unknown
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, listed, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
@@ -110,7 +110,7 @@ def joining(
         raise ValueError("a parameter group must have the key 'params'")
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
-    check_keys(group, algorithm, "a parameter group")
+    check_keys(group, algorithm, "a parameter group", given=True)
     group.update(checked(algorithm.options, group))
     group["params"] = named(group["params"], settings.names)
     pairs = [isinstance(param, tuple) for param in group["params"]]
@@ -149,13 +149,15 @@ def joining(
     return complete, tensors
 
 
-def check_keys(group: Group, algorithm: Algorithm[Any], where: str) -> None:
-    """Raise for a key that is a misspelt option, or an option of another optimizer that is not off.
+def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bool = False) -> None:
+    """Raise for a key that is a misspelt option, or an option of another optimizer of ours.
 
     Args:
         group: The group.
         algorithm: The algorithm, which declares the options.
         where: The group in words, for the message.
+        given: Whether the user has given the group: then options of torch.optim.SGD are refused as well. Into a group
+            that the optimizer has already, tools write them, as momentum schedulers do with `momentum`.
 
     Raises:
         TypeError: There is such a key, or one that is not a string.
@@ -172,7 +174,8 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str) -> None:
                 raise TypeError(
                     f"{where} got {key!r}, an option of {name} but not of this optimizer: remove it, or use {name}"
                 )
-        if key in NOT_OURS or _misspells(key, options):
+        written_by_tools = not given and key in OF_SGD
+        if (key in NOT_OURS and not written_by_tools) or _misspells(key, options):
             refuse_unknown([key], options, where)
 
 
@@ -246,7 +249,7 @@ def loaded(
     """Return a group of a checkpoint, checked; options that it does not have are those of `current`.
 
     Raises:
-        ValueError: It is of a newer format, or holds an option that cannot be used.
+        ValueError: It is of a newer format, or holds a key or an option that cannot be used.
     """
     try:
         if settings and not group.keys().isdisjoint(OF_THE_WHOLE):
@@ -264,7 +267,7 @@ def loaded(
             group[COUNT] = integer(COUNT, group[COUNT])
         return {**group, **checked(algorithm.options, group)}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the loaded param_groups[{index}] holds an option that cannot be used: {error}") from None
+        raise ValueError(f"the loaded param_groups[{index}] cannot be used: {error}") from None
 
 
 def check_version(value: object) -> int:

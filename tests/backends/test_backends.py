@@ -311,6 +311,31 @@ def test_trust_ratio_table() -> None:
         assert ratio.item() == pytest.approx(expected, rel=1e-6, nan_ok=True), edge
 
 
+@pytest.mark.parametrize("decay_mode", ["ratio", "decoupled", "l2"])
+def test_a_weight_that_is_not_finite_stays_out_of_the_moments(decay_mode: Any, backend: str) -> None:
+    """With decay in the gradient, only its own moments lose their values."""
+    x, g = torch.linspace(-1, 1, 64 * 24).view(64, 24), torch.linspace(2, 3, 64 * 24).view(64, 24)
+    x[3, 4], x[7, 5] = math.nan, math.inf
+    for weight_decay in (0.0, 0.1):
+        param = Parameter(x.clone())
+        set_gradients([param], [g])
+        optimizer = Lamb([param], lr=0.1, weight_decay=weight_decay, decay_mode=decay_mode, backend=backend)
+        optimizer.step()
+        bad = 2 if decay_mode == "l2" and weight_decay else 0
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert int((~optimizer.state[param][name].isfinite()).sum()) == bad, name
+
+
+def test_moments_at_the_end_of_their_range(backend: str) -> None:
+    """A second moment that has overflowed makes the update 0, as in torch's Adam, not NaN."""
+    param = Parameter(torch.ones(64, 24))
+    set_gradients([param], [torch.full((64, 24), 3.4e38)])
+    optimizer = Lamb([param], lr=0.1, weight_decay=0.0, state_dtype="bfloat16", backend=backend)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg_sq"].isinf().all()
+    assert param.equal(torch.ones(64, 24))
+
+
 @pytest.mark.parametrize("stacked", [False, True], ids=["whole", "stacked"])
 def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None:
     """The tensors have 16 equal elements, chosen so that their norms and those of their updates are the table's."""

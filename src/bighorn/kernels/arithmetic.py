@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,11 @@ def rsqrt_of_ratio(a: Tensor, b: Tensor) -> Tensor:
     """Return 1 / sqrt(a / b), also if the ratio underflows: for a row of zeros beside large ones it is 1e-42."""
     ratio = a / b
     return torch.where(ratio < torch.finfo(ratio.dtype).tiny, b.sqrt() * a.rsqrt(), ratio.rsqrt())
+
+
+def one_minus_power(beta: float, t: Tensor) -> Tensor:
+    """Return 1 - beta^t; in float32 the difference itself would be 0.1% off for beta 0.9999 at the first step."""
+    return 1 - beta**t if beta == 0 or t.dtype == torch.float64 else -torch.expm1(t * math.log(beta))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

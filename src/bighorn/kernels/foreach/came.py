@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import reference
-from bighorn.kernels.arithmetic import compute_dtype, count_step, rsqrt_of_ratio, square_sums, wide, write
+from bighorn.kernels.arithmetic import (
+    compute_dtype,
+    count_step,
+    one_minus_power,
+    rsqrt_of_ratio,
+    square_sums,
+    wide,
+    write,
+)
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import dequantize, quantize
 from bighorn.kernels.foreach import pieces
@@ -136,14 +144,16 @@ class Batch:
     def second_moment(self) -> Values:
         """Advance the second moment, and return a function that computes a piece of u."""
         o = self.options
-        b2 = torch.full_like(self.t, o.betas[1]) if o.decay_rate is None else 1 - self.t**-o.decay_rate
+        b2, gain = (
+            self.beta_pair(o.betas[1]) if o.decay_rate is None else (1 - self.t**-o.decay_rate, self.t**-o.decay_rate)
+        )
         if o.factor is None:
             v = self.arrays["exp_avg_sq"]
             for at in self.pieces:
                 q = self.square(self.gradient(at)).add_(o.eps[0])
-                write(v[at], q.mul_(each(1 - b2, q)).addcmul_(v[at], each(b2, q)), self.apply_mask)  # CAME-v
+                write(v[at], q.mul_(each(gain, q)).addcmul_(v[at], each(b2, q)), self.apply_mask)  # CAME-v
             return lambda at: torch.rsqrt(v[at], out=self.scratch.like("u", v[at])).mul_(self.gradient(at))  # CAME-u
-        r, c = self.factors("exp_avg_sq", self.gradient, b2, o.eps[0])  # CAME-row, CAME-col
+        r, c = self.factors("exp_avg_sq", self.gradient, (b2, gain), o.eps[0])  # CAME-row, CAME-col
         return lambda at: self.times(self.gradient(at), r, at).mul_(part(c, at))  # CAME-u
 
     def confidence(self, update: Values, excess: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,14 +170,19 @@ class Batch:
                 residual(at)
             one = self.g.new_ones([1] * self.g.dim(), dtype=self.dtype)
             return one, one
-        correction = 1 - o.betas[2] ** self.t if o.bias_correction else None
-        return self.factors("exp_avg_res", residual, torch.full_like(self.t, o.betas[2]), o.eps[1], correction)
+        correction = one_minus_power(o.betas[2], self.t) if o.bias_correction else None
+        return self.factors("exp_avg_res", residual, self.beta_pair(o.betas[2]), o.eps[1], correction)
+
+    def beta_pair(self, beta: float) -> tuple[Tensor, Tensor]:
+        """Return beta and 1 - beta for each tensor; in float32, the difference of tensors would be 6e-4 off."""
+        return torch.full_like(self.t, beta), torch.full_like(self.t, 1 - beta)
 
     def factors(
-        self, name: str, values: Values, beta: Tensor, eps: float, correction: Tensor | None = None
+        self, name: str, values: Values, betas: tuple[Tensor, Tensor], eps: float, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Advance the averages of rows and columns of squared values, and return r and c of `rsqrt_factors`."""
         axis, columns, shape = self.axis, tuple(range(self.axis + 1, 0)), self.g.shape
+        beta, gain = betas
         row = self.g.new_zeros([*shape[: axis + 1], *[1] * len(columns)], dtype=self.dtype)
         col = self.g.new_zeros([*shape[:axis], 1, *shape[axis + 1 :]], dtype=self.dtype)
         for at in self.pieces:
@@ -178,8 +193,8 @@ class Batch:
         old_row, old_col = self.arrays[f"{name}_row"], self.arrays[f"{name}_col"]
         row = (row / math.prod(shape[axis + 1 :]) + eps).view_as(old_row)
         col = (col / shape[axis] + eps).view_as(old_col)
-        row = each(beta, row) * old_row + each(1 - beta, row) * row  # CAME-row, CAME-res
-        col = each(beta, col) * old_col + each(1 - beta, col) * col  # CAME-col, CAME-res
+        row = each(beta, row) * old_row + each(gain, row) * row  # CAME-row, CAME-res
+        col = each(beta, col) * old_col + each(gain, col) * col  # CAME-col, CAME-res
         write(old_row, row, self.apply_mask)
         write(old_col, col, self.apply_mask)
         if correction is not None:

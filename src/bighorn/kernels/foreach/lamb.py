@@ -260,7 +260,7 @@ class Batch:
         fused = self.fused()
         offset = 0
         for piece, g in zip(self.pieces, self._gradients(-grad_scale if o.maximize else grad_scale), strict=True):
-            if o.decay_mode == "l2":
+            if o.decay_mode == "l2" and o.weight_decay != 0:
                 torch._foreach_add_(g, self._weights(piece), alpha=o.weight_decay)
             m, v, peak = self._moments(piece, discard or (apply_mask is not None and not fused))
             u = space.views(U, piece.x, self.dtype, offset)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import rsqrt_of_ratio, square_sum
+from bighorn.kernels.arithmetic import one_minus_power, rsqrt_of_ratio, square_sum
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
@@ -64,7 +64,7 @@ def came(
     confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
     if o.factor is not None:
         residual = Averages("exp_avg_res", u - m, eps2, beta3, state, o.factor, shard)  # CAME-res
-        correction = 1 - beta3**t if o.bias_correction else torch.ones_like(t)
+        correction = one_minus_power(beta3, t) if o.bias_correction else torch.ones_like(t)
         confidence_mean = (yield from residual.rsqrt_sum()) * correction.sqrt() / shard.numel
         new_state |= residual.state()
         confidence = residual.rsqrt() * correction.sqrt().to(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import square_sum
+from bighorn.kernels.arithmetic import one_minus_power, square_sum
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
@@ -34,7 +34,7 @@ def lamb(
         g = -g
     if o.centre:
         g = g - (yield from mean_of_rows(g, shard))
-    if o.decay_mode == "l2":
+    if o.decay_mode == "l2" and o.weight_decay != 0:
         g = g + o.weight_decay * x
 
     beta3 = 1 - beta1 if o.grad_averaging else 1.0
@@ -50,7 +50,7 @@ def lamb(
         new_state |= quantize("max_exp_avg_sq", v, state)
 
     correction1, correction2, lr_correction = bias_corrections(t, o)
-    r = (m / correction1) / ((v / correction2).sqrt() + o.eps)
+    r = m / (correction1 * ((v / correction2).sqrt() + o.eps))  # m / correction1 can overflow where v does
     if o.cautious:
         mask = (r * g > 0).to(dtype)
         (kept,) = yield [mask.sum()]
@@ -98,8 +98,8 @@ def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, T
     one = torch.ones_like(t)
     if not options.bias_correction:
         return one, one, one
-    correction1 = 1 - options.betas[0] ** t
-    correction2 = one if options.second_moment == "adagrad" else 1 - options.betas[1] ** t
+    correction1 = one_minus_power(options.betas[0], t)
+    correction2 = one if options.second_moment == "adagrad" else one_minus_power(options.betas[1], t)
     if options.bias_correction == "lr":
         return one, one, correction2.sqrt() / correction1
     return correction1, correction2, one

@@ -202,6 +202,7 @@ def test_runs_are_timed_before_they_begin() -> None:
     [
         (["--device", "cuda"], "--device cuda"),
         (["--optimizers", "lam"], "no 'lam' here; did you mean lamb?"),
+        (["--optimizers", ""], "--optimizers: no '' here; there are lamb"),
         (["--optimizers", "lamb,lamb"], "names something twice"),
         (["--lrs", "sgd=0.1"], "no 'sgd' here; there are lamb, adamw"),
         (["--lrs", "lamb:0.1"], "is not of the form OPTIMIZER=LR,LR"),

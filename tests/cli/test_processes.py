@@ -134,6 +134,20 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
     assert "ZeroDivisionError: the reason of it all" in done.stderr
 
 
+@pytest.mark.parametrize("parallel", [[], ["--tail-overlap"], ["--shard-update"]], ids=" ".join)
+@pytest.mark.parametrize("event", ["kill", "kill_saving"], ids=["in-a-step", "in-a-checkpoint"])
+def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_path: Path, invoke: Invoke) -> None:
+    """The other process ends at once, and the last complete checkpoint can be resumed."""
+    ended = in_processes(2, tmp_path, [job(*DIGITS, *parallel, "--save", "run.pt", **{event: 3})])
+    killed, other = (1, 0) if event == "kill" else (0, 1)
+    assert ended[killed].code == -signal.SIGKILL
+    assert ended[other].code == 0
+    if other == 0:  # the first process prints for all
+        assert "process 0 of 2 stops, since another one has stopped" in (tmp_path / "error-0-0").read_text()
+    assert "resumed after step 2" in invoke("train", "--resume", "run.pt").output
+    assert [path.name for path in tmp_path.glob("*run.pt*")] == ["run.pt"]
+
+
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     """As from a terminal, torchrun and all of its processes receive the signal; one process starts slowly."""
     command = [*TWO, str(WORKER), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]

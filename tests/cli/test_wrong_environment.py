@@ -68,3 +68,10 @@ def test_numbers_that_no_float32_holds(words: list[str], invoke: Invoke) -> None
     output = invoke(*words, code=1).output
     assert output.startswith(f"Error: {words[1]}")
     assert "at most 3.4e+38" in output
+
+
+@pytest.mark.parametrize("width", ["", "0", "00"])
+def test_a_terminal_of_unknown_width(width: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some shells without a terminal set COLUMNS to 0, at which rich printed nothing."""
+    monkeypatch.setenv("COLUMNS", width)
+    assert "foreach" in invoke("doctor").output

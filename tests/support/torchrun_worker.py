@@ -2,8 +2,9 @@
 
 Its argument is a JSON list of jobs. A job has a ``command``, in which ``{rank}`` is replaced by the rank, and may have:
 ``interrupt``, the step before which a Ctrl-C arrives; ``fail``, the step before which process 1 raises; ``kill``, the
-step in which process 1 is killed between backward and update; ``kill_saving``, the step in whose checkpoint it is
-killed; ``late``, the seconds by which process 1 begins training later. The error of a command is in ``error-JOB-RANK``.
+step in which process 1 is killed between backward and update; ``kill_saving``, the step in whose checkpoint process 0,
+which writes it, is killed; ``late``, the seconds by which process 1 begins training later. The error of a command is in
+``error-JOB-RANK``.
 """
 
 import json
@@ -17,7 +18,6 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bighorn.cli.commands import bighorn
 from bighorn.cli.ranks import Interrupt
@@ -27,7 +27,7 @@ from tests.support.command_line import without_dropout
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-train_step, update_step, write_data = Run.train_step, TrainStep.update, FileSystemWriter.write_data
+train_step, update_step, torch_save = Run.train_step, TrainStep.update, torch.save
 join, enter_interrupt = dist.init_process_group, Interrupt.__enter__
 
 
@@ -61,10 +61,12 @@ def run(
             os.kill(os.getpid(), signal.SIGKILL)
         return update_step(self)
 
-    def write(self: FileSystemWriter, *arguments: Any) -> Any:
-        if RANK == 1 and present == kill_saving:
+    def save(checkpoint: Any, file: Any, **options: Any) -> None:
+        if present == kill_saving and RANK == 0 and "format" in checkpoint:  # torch's object collectives save, too
+            file.write(b"the beginning")
+            file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_data(self, *arguments)
+        torch_save(checkpoint, file, **options)
 
     def meet(backend: str) -> None:
         # torchrun's own store keeps the addresses of one process group forever.
@@ -73,7 +75,7 @@ def run(
     Interrupt.__enter__ = enter  # type: ignore[method-assign]
     Run.train_step = step  # type: ignore[method-assign]
     TrainStep.update = update  # type: ignore[method-assign]
-    FileSystemWriter.write_data = write  # type: ignore[assignment, method-assign]
+    torch.save = save  # type: ignore[assignment]
     dist.init_process_group = meet  # type: ignore[assignment]
     try:
         bighorn([word.format(rank=RANK) for word in command], prog_name="bighorn", standalone_mode=False)

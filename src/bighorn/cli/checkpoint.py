@@ -1,7 +1,4 @@
-"""Checkpoints, from which a resumed run is bitwise equal to the run that was never interrupted.
-
-A checkpoint is a file that the first process writes or, for sharded models, a folder to which all processes write.
-"""
+"""Checkpoints: files from which a resumed run is bitwise equal to the run that was never interrupted."""
 
 import reprlib
 import typing
@@ -12,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bighorn.cli import files, sharded_checkpoint
+from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
@@ -35,9 +32,6 @@ def save(run: Run, path: Path) -> None:
         "data": run.dataset.fingerprint(),
         "processes": run.ranks.size,
     }
-    if run.is_sharded or run.ranks.from_first(path.is_dir):
-        sharded_checkpoint.save(run, path, about)
-        return
     checkpoint = {**about, "run": run.state_dict()}
     run.ranks.from_first(lambda: _write(checkpoint, path))
 
@@ -51,35 +45,28 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without running code from the file. The tensors of a folder are not read yet.
+    """Read a checkpoint without running code from the file.
 
     Raises:
         InputError: The file is missing, damaged or of another kind.
     """
-    place = sharded_checkpoint.find(path) if path.is_dir() else None
-    file = path if place is None else place / sharded_checkpoint.COMPLETE
-    if not file.is_file():
+    files.check_regular(path, "--resume")
+    if not path.is_file():
         raise InputError(f"--resume {path}: there is no such file.")
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch.load does not verify checksums
         if broken is not None:
             raise zipfile.BadZipFile(broken)
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load can raise any error of its zip, pickle and storage readers
-        raise InputError(f"--resume {file} is damaged or not a checkpoint of bighorn train. {REMEDY}") from error
+        raise InputError(f"--resume {path} is damaged or not a checkpoint of bighorn train. {REMEDY}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise InputError(f"--resume {file} was not written by this version of `bighorn train --save`. {REMEDY}")
+        raise InputError(f"--resume {path} was not written by this version of `bighorn train --save`. {REMEDY}")
     for name, kind in FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
-            raise InputError(f"--resume {file} is damaged: its {name} is missing or no {kind.__name__}. {REMEDY}")
-    checksums = checkpoint.get("files", {})  # the first version had no checksums
-    if not matches(checksums, dict[str, int]):
-        raise InputError(f"--resume {file} is damaged: its files are {_short(checksums)}. {REMEDY}")
-    damage = None if place is None else sharded_checkpoint.damage(place, checksums)
-    if damage is not None:
-        raise InputError(f"--resume {damage}. {REMEDY}")
-    return checkpoint | {"folder": None if place is None else str(place)}
+            raise InputError(f"--resume {path} is damaged: its {name} is missing or no {kind.__name__}. {REMEDY}")
+    return checkpoint
 
 
 def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
@@ -91,14 +78,7 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     if checkpoint["data"] != run.dataset.fingerprint():
         raise InputError(f"the training data ({run.dataset.description}) are not those of the checkpoint: see --data.")
     try:
-        if checkpoint["folder"] is not None:
-            sharded_checkpoint.restore(run, Path(checkpoint["folder"]), checkpoint["run"])
-        elif run.is_sharded:
-            sharded_checkpoint.restore_from_whole(run, checkpoint["run"])
-        else:
-            run.load_state_dict(checkpoint["run"])
-    except InputError:
-        raise
+        run.load_state_dict(checkpoint["run"])
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         text = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise InputError(f"the checkpoint does not fit the model: {text}. {REMEDY}") from error

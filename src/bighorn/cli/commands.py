@@ -1,6 +1,7 @@
 """The command group: one line per command, whose module is imported when the command is called."""
 
 import io
+import os
 import signal
 import sys
 from importlib import import_module
@@ -65,4 +66,6 @@ def bighorn() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names can be invalid in the terminal's encoding
+    if not os.environ.get("COLUMNS", "80").strip("0"):
+        del os.environ["COLUMNS"]  # rich prints nothing at a width of 0, which stands for an unknown one
     check_variables()

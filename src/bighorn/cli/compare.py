@@ -69,7 +69,8 @@ class CompareConfig:
         """The batch sizes of each optimizer."""
         task = TASKS[self.task]
         sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
-        return dict.fromkeys(names("--optimizers", self.optimizers or "lamb,adamw", CONTESTANTS), sizes)
+        optimizers = "lamb,adamw" if self.optimizers is None else self.optimizers
+        return dict.fromkeys(names("--optimizers", optimizers, CONTESTANTS), sizes)
 
 
 @click.command(

@@ -200,13 +200,6 @@ class RunConfig:
 class ParallelConfig:
     """How processes divide the work of a step. It changes results only by rounding, and checkpoints do not store it."""
 
-    parallel: str = option(
-        "ddp",
-        "With several processes: all of them have the whole model (ddp), or a shard of every tensor (fsdp), among half "
-        "of them or those of one machine (hsdp), or parts of every layer, for the same samples (tp). The last three "
-        "are for --task text, and save folders.",
-        choices=("ddp", "fsdp", "hsdp", "tp"),
-    )
     accumulate: int = option(1, "Parts in which each process computes its share of a batch, one after the other.")
     tail_overlap: bool = option(
         False, "Step parameters while the last gradients are still in flight; with several processes.", shown="off"
@@ -220,25 +213,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         at_least("--accumulate", self.accumulate, 1)
-        for flag, given in (("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update)):
-            if given and self.parallel != "ddp":
-                raise InputError(
-                    f"{flag} is for --parallel ddp, where every process has all gradients; {self.parallel} shards the "
-                    f"model itself: leave {flag} out."
-                )
         if self.tail_overlap and self.shard_update:
             raise InputError(
                 "--tail-overlap and --shard-update exclude each other: with shards, a step ends with an exchange of "
                 "parameters, not of gradients. Leave one of them out."
             )
-
-    def shards(self, processes: int) -> bool:
-        """Whether each of this number of processes holds a part of every tensor of the model."""
-        return self.parallel != "ddp" and processes > 1
-
-    def dp_size(self, processes: int) -> int:
-        """The data-parallel size: the number of groups of processes that process different parts of a batch."""
-        return 1 if self.parallel == "tp" else processes
 
     def check(self, config: RunConfig, processes: int) -> None:
         """Raise an error for a resolved run that this number of processes cannot divide in this way."""
@@ -248,23 +227,15 @@ class ParallelConfig:
                 "--offload takes the optimizer of a GPU's model to the host's memory, where --device cpu has it "
                 "already: give --device cuda, or leave --offload out."
             )
-        dp_size = self.dp_size(processes)
-        if config.batch_size % (dp_size * self.accumulate):
-            into = [f"{dp_size} processes"] * (dp_size > 1) + [f"--accumulate {self.accumulate}"] * (
+        if config.batch_size % (processes * self.accumulate):
+            into = [f"{processes} processes"] * (processes > 1) + [f"--accumulate {self.accumulate}"] * (
                 self.accumulate > 1
             )
             raise InputError(
                 f"--batch-size {config.batch_size} cannot be split evenly over {' x '.join(into)}: take a multiple."
             )
-        own_clip = bool(OPTIMIZERS[config.optimizer].state_dtypes)
-        if config.max_grad_norm is not None and not own_clip and self.parallel == "tp" and processes > 1:
-            raise InputError(
-                f"--max-grad-norm with --optimizer {config.optimizer} and --parallel tp: torch does not add up the "
-                "norms of whole and of sharded tensors. Leave one of them out, or take lamb or came."
-            )
 
     def without_effect(self, processes: int) -> list[str]:
         """Return the options that have no effect with this number of processes."""
-        sharding = f"--parallel {self.parallel}", self.parallel != "ddp"
-        flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update), sharding]
+        flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update)]
         return [flag for flag, given in flags if given and processes == 1]

@@ -81,13 +81,6 @@ def check_regular(path: Path, option: str) -> None:
         raise InputError(f"{option} {path} is a {kind}. Give the name of a file.")
 
 
-def check_folder(path: Path, option: str) -> None:
-    """Create the folder ``path``, and raise an error if it cannot be written to."""
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{option} {path} is a file, and sharded runs are saved in folders. Give another name.")
-    check_writable(path / "checkpoint", option)
-
-
 def unused(path: Path) -> Path:
     """Return ``path``, or if it exists, ``path`` with a number added to its name.
 

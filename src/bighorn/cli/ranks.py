@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions keep the group that there is when they are defined (torch 2.13)
 from torch import Tensor
 
 from bighorn.cli.errors import InputError
@@ -213,11 +214,14 @@ def _world_size() -> int:
 
 @contextmanager
 def _without_frames() -> Iterator[None]:
-    """Clear the frames of an error, whose variables refer to the model."""
+    """Clear the frames of an error and of its causes, whose variables refer to the model."""
     try:
         yield
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         raise
 
 

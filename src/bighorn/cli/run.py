@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bighorn.cli.config import PRECISIONS, ParallelConfig, RunConfig
 from bighorn.cli.history import History, check_progress
 from bighorn.cli.optimizers import OPTIMIZERS
-from bighorn.cli.parallelize import parallelize
 from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.tasks.dataset import batch_indices
@@ -64,22 +64,16 @@ class Run:
         self.parallel, self.batch_size, self.device = parallel, config.batch_size, torch.device(config.device)
         self.total = config.total_steps(len(dataset))
         parallel.check(config, ranks.size)
-        self.is_sharded = parallel.shards(ranks.size)
-        """Whether each process holds a part of every tensor of the model, so that no checkpoint is one file."""
-        self._dp_size = parallel.dp_size(ranks.size)
-        self._dp_rank = ranks.rank % self._dp_size
-        self._own = slice(self._dp_rank, None, self._dp_size)
+        self._own = slice(ranks.rank, None, ranks.size)
         self.peak_lr = config.peak_lr()
         self.schedule = config.lr_schedule(self.total)
         self.warmup = warmup_steps(config.warmup, self.total)
         options, loss_scale = read_options(config.optimizer_option), scale_policy(config.loss_scale)
         self.model = TASKS[config.task].model(dataset).to(self.device, PRECISIONS.get(config.precision, torch.float32))
-        forward = parallelize(self.model, parallel.parallel, ranks) if ranks.size > 1 else self.model
+        forward = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if ranks.size > 1 else self.model
         self._train_step = TrainStep(self.model, forward, config, parallel, ranks, self.peak_lr, options, loss_scale)
         self.optimizer = self._train_step.optimizer
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
-        self.whole_optimizer: torch.optim.Optimizer = self._train_step.whole
-        """The optimizer of all parameters, which is sharded as they are."""
         self.metrics = OPTIMIZERS[config.optimizer].metrics
         self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
         self.step = 0
@@ -194,62 +188,48 @@ class Run:
         self.model.eval()
         inputs, targets = self.dataset.test_inputs[self._own], self.dataset.test_targets[self._own]
         totals, count = torch.zeros(2, dtype=torch.float64, device=self.device), len(self.dataset.test_inputs)
-        # Every process has the same number of batches, since the forward pass of a sharded model is a collective.
-        for start in range(0, math.ceil(count / self._dp_size), TEST_BATCH):
-            batch = slice(start, start + TEST_BATCH)
-            count_here = len(inputs[batch])
-            some, wanted = (
-                (inputs[batch], targets[batch])
-                if count_here
-                else (self.dataset.test_inputs[:1], self.dataset.test_targets[:1])
-            )
-            totals += count_here * torch.stack(self._train_step.score(self.model, some, wanted)).double()
-        loss, accuracy = (self.ranks.sum(totals) * self._dp_size / self.ranks.size / count).tolist()
+        for start in range(0, len(inputs), TEST_BATCH):
+            some, wanted = inputs[start : start + TEST_BATCH], targets[start : start + TEST_BATCH]
+            totals += len(some) * torch.stack(self._train_step.score(self.model, some, wanted)).double()
+        loss, accuracy = (self.ranks.sum(totals) / count).tolist()
         self.history.tests.append((self.step, loss, accuracy))
         return loss, accuracy
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the rest of the run depends on beyond its configuration; call it in all processes."""
-        return {**self.progress(), "model": self.model.state_dict(), "optimizer": self._train_step.state_dict()}
-
-    def progress(self) -> dict[str, Any]:
-        """Return the part of :meth:`state_dict` without the model and the optimizer; call it in all processes."""
         return {
+            "model": self.model.state_dict(),
+            "optimizer": self._train_step.state_dict(),
             "step": self.step,
             "scaler": self._train_step.scaler.state_dict(),
             "history": vars(self.history),
-            "generators": self.ranks.gather(generator_state(self.device))[: self._dp_size],
+            "generators": self.ranks.gather(generator_state(self.device)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the value of :meth:`state_dict`.
 
-        With another data-parallel size, or on another type of device, dropout draws other random numbers.
-        """
-        self.model.load_state_dict(state["model"])
-        self._train_step.load_state_dict(state["optimizer"])
-        self.load_progress(state)
-
-    def load_progress(self, state: dict[str, Any]) -> None:
-        """Continue from the value of :meth:`progress`, with the model and the optimizer of the same step.
+        With another number of processes, or on another type of device, dropout draws other random numbers.
 
         Raises:
             ValueError: The history is not that of this number of steps of this run.
         """
+        self.model.load_state_dict(state["model"])
+        self._train_step.load_state_dict(state["optimizer"])
         check_progress(state, self.total)
         self._train_step.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self._history = History(**state["history"])
         generators = state["generators"]
-        same_device = len(generators) == self._dp_size and ("cuda" in generators[0]) == (self.device.type == "cuda")
+        same_device = len(generators) == self.ranks.size and ("cuda" in generators[0]) == (self.device.type == "cuda")
         if same_device:
-            restore_generators(generators[self._dp_rank], self.device)
+            restore_generators(generators[self.ranks.rank], self.device)
         else:
             self._seed_from_step()
 
     def _seed_from_step(self) -> None:
         """Seed the generators by step and part of the batch, so that no two samples have the same dropout."""
-        seed_generators(self.config.seed + 1_000_003 * (self._dp_rank + self._dp_size * self.step))
+        seed_generators(self.config.seed + 1_000_003 * (self.ranks.rank + self.ranks.size * self.step))
 
 
 def seed_generators(seed: int) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bighorn.cli import checkpoint, files, sharded_checkpoint
+from bighorn.cli import checkpoint, files
 from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.display import Display, introduce
 from bighorn.cli.environment import device_name, environment
@@ -54,7 +54,7 @@ def train(
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
     if plot_schedule is None and save is None and resume is not None:
-        save = sharded_checkpoint.root(resume)
+        save = resume
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
     options, parallel, command = given(ctx, RunConfig), given(ctx, ParallelConfig), command_line(ctx)
     with Ranks.join() as ranks:
@@ -137,7 +137,6 @@ def _prepare(
 ) -> tuple[RunConfig, ParallelConfig, Dataset, list[str]]:
     """Check the options and read the data: the work that can fail in a single process."""
     parallel = ParallelConfig(**request.parallel)
-    is_sharded = parallel.shards(processes)
     idle = parallel.without_effect(processes)
     options = request.options
     config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
@@ -151,27 +150,19 @@ def _prepare(
     if writes_files:
         save = request.outputs["--save"]
         if save is not None:
-            _check_save(save, config.data, None if saved is None else saved["folder"], is_sharded)
+            files.check_regular(save, "--save")
+            files.check_outputs({"--save": save}, {"--data": config.data})
         others = {option: path for option, path in request.outputs.items() if option != "--save"}
         files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": request.resume})
     warnings = [f"{flag} has no effect in one process; see torchrun in --help." for flag in idle]
     return config, parallel, TASKS[config.task].load(config.data), warnings
 
 
-def _check_save(save: Path, data: str | None, resumed: str | None, is_sharded: bool) -> None:
-    """Raise an error for a checkpoint that cannot be written, or would destroy anything but this run's checkpoints."""
-    if is_sharded or save.is_dir():
-        sharded_checkpoint.check(save, resumed)
-    else:
-        files.check_regular(save, "--save")
-        files.check_outputs({"--save": save}, {"--data": data})
-
-
 def _finish(run: Run, outputs: dict[str, Path | None], ctx: click.Context, console: Console) -> None:
     """Write the results, and print how to continue a run that Ctrl-C has ended early."""
     ranks, save = run.ranks, outputs["--save"]
     if not run.done and save is None:
-        fresh = f"bighorn-{run.config.task}-{run.config.optimizer}-step{run.step}" + ".pt" * (not run.is_sharded)
+        fresh = f"bighorn-{run.config.task}-{run.config.optimizer}-step{run.step}.pt"
         save = ranks.from_first(lambda: files.unused(Path(fresh)))
         checkpoint.save(run, save)
     console.print(_summary(run))

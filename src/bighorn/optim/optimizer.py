@@ -284,6 +284,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
         settings, params, fresh = self._settings, self.in_order(), not self.state
+        if torch._C._current_graph_task_id() != -1:
+            settings.refuse_in_backward()
         schedule, plans = self._prepare(params, parts, None if begun is None else begun.schedule)
         try:
             scale: Tensor | float = 1.0

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,7 +80,7 @@ class Settings:
 
     def refuse_in_backward(self) -> None:
         """Raise for a step inside backward, as of torchtune's optimizer_in_bwd, that needs all gradients."""
-        if self.needs_all_grads and torch._C._current_graph_task_id() != -1:
+        if self.needs_all_grads:
             name = "skip_nonfinite" if self.max_grad_norm is None else "max_grad_norm"
             raise RuntimeError(
                 f"{name}={getattr(self, name)!r} looks at all gradients, but this step is inside backward, which has "

@@ -172,12 +172,10 @@ def begin_step(
     """Resolve the options of a step, including values written into groups. Return whether plans still hold.
 
     Raises:
-        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr, or an option needs every gradient and
-            backward has not computed all of them yet.
+        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr.
         TypeError: A value of a wrong type, or a misspelt key.
         ValueError: An option out of range, or a schedule has ended. The groups are unchanged.
     """
-    settings.refuse_in_backward()
     attach_all(groups, scheduled, defaults, algorithm)
     schedule = ScheduleStep(groups, scheduled)
     try:

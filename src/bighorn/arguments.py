@@ -122,11 +122,24 @@ def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
     def checked(self: Kind, *args: object, **kwargs: object) -> None:
         for name in kwargs:
             if name not in known:
-                raise unknown_name(type(self).__name__, name, known, "argument")
+                raise TypeError(f"{unknown_name(type(self).__name__, name, known, 'argument')}{_of_a_base(kind, name)}")
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]
     return kind
+
+
+def _of_a_base(kind: type[Any], name: str) -> str:
+    """The base class that has an argument that a class lacks, or torch's option and what that base has instead."""
+    for base in kind.__mro__[1:]:
+        known = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+        path = base.__name__ if base.__module__.startswith("bighorn.compat.") else f"bighorn.{base.__name__}"
+        if name in known:
+            return f"; {path} has it"
+        if "backend" in known and name in NOT_OURS:
+            whose, remedy = NOT_OURS[name]
+            return f"; it is an option of {whose}: with {path}, {remedy}"
+    return ""
 
 
 @contextmanager

@@ -135,6 +135,27 @@ def test_a_misspelt_keyword_suggests_the_nearest(face: str) -> None:
         kind(**{name: 1})
 
 
+ABSENT: dict[str, tuple[type, str, str]] = {
+    "ours": (pytorch_fused_lamb.Lamb, "max_grad_norm", r"; bighorn\.Lamb has it$"),
+    "ours in torch_npu's": (torch_npu.NpuFusedLamb, "bias_correction", r"; bighorn\.Lamb has it$"),
+    "ours in MindFormers'": (mindformers.Came, "max_grad_norm", r"; bighorn\.Came has it$"),
+    "torch's foreach": (
+        pytorch_fused_lamb.Lamb,
+        "foreach",
+        r'torch\.optim: with bighorn\.Lamb, use backend="foreach"$',
+    ),
+    "torch's fused": (pytorch_fused_lamb.Lamb, "fused", r"torch\.optim: with bighorn\.Lamb, every backend is fused; "),
+    "the wider wrapper's": (npu_bridge.NPULossScaleOptimizer, "is_tailing_optimization", "; NPUOptimizer has it$"),
+}
+
+
+@pytest.mark.parametrize("case", ABSENT)
+def test_a_keyword_that_another_class_has_names_that_class(case: str) -> None:
+    kind, name, words = ABSENT[case]
+    with pytest.raises(TypeError, match=rf"{kind.__name__} got an unknown argument {name!r}.*{words}"):
+        kind(**{name: True})
+
+
 def test_state_bytes_in_the_words_of_a_face() -> None:
     params = weights(torch.float32)
     expected = bighorn.Lamb.state_bytes(params.items())

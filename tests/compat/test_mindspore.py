@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import bighorn
-from bighorn.compat import mindspore
+from bighorn.compat import mindformers, mindspore
 from bighorn.compat.mindspore import Lamb, PolynomialDecayLR
 from tests.support.cases import allow_gradients_of
 from tests.support.compat_training import LRS, STEPS, assert_close, by_scalar, gradient, trained, weights
@@ -78,6 +78,20 @@ def test_the_documents_example() -> None:
         lrs.append([group["lr"] for group in optim.param_groups])
     assert losses[-1] < losses[0]
     assert lrs == [[0.1, poly_decay_lr(step)] for step in range(6)]
+
+
+@pytest.mark.parametrize("kind", [Lamb, mindformers.Came])
+def test_get_lr_is_that_of_the_next_step(kind: Any) -> None:
+    net = Net()
+    assert kind(net.parameters(), 0.1).get_lr() == 0.1
+    schedule = PolynomialDecayLR(0.1, 0.01, 4, 0.5)
+    groups = [{"params": [net.fc.weight], "lr": schedule}, {"params": [net.fc.bias]}]
+    optim = kind([*groups, {"order_params": [net.fc.bias, net.fc.weight]}], 0.2)
+    for step in range(3):
+        assert optim.get_lr() == optim.get_lr() == (0.2, schedule(step))
+        optim(tuple(torch.ones_like(param) for param in optim.parameters))
+    optim.param_groups[1]["lr"] = optim.param_groups[0]["lr"] = 0.5
+    assert optim.get_lr() == 0.5
 
 
 # ---- parity -------------------------------------------------------------------------------------------------------

@@ -53,6 +53,37 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on() -> None:
     assert optimizer.opt.param_groups[0]["lr"] == 0.05
 
 
+def test_it_counts_the_steps_that_were_taken() -> None:
+    model = overlap_worker.network()
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlap_worker.branches()[0], is_loss_scale=True)
+    plain = NPUOptimizer(Lamb(model.parameters(), **LAMB))
+    steps = torch.tensor(0)
+    optimizer.minimize(overlap_worker.loss(model, sample(0)) * torch.inf, steps)
+    assert steps == 0
+    optimizer.minimize(overlap_worker.loss(model, sample(0)), global_step=steps)
+    plain.minimize(overlap_worker.loss(model, sample(1)), steps)
+    assert steps == 2
+    before = [param.detach().clone() for param in model.parameters()]
+    for wrong in (0, torch.tensor(0.0), "tf.Variable"):
+        with pytest.raises(TypeError, match=r"global_step must be a tensor of integers, as torch\.tensor\(0\), not"):
+            plain.minimize(overlap_worker.loss(model, sample(2)), wrong)  # type: ignore[arg-type]
+    assert all(
+        param.equal(start) and param.grad is None for param, start in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_groups_and_gradients_are_the_optimizers() -> None:
+    model = overlap_worker.network()
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB))
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.opt.param_groups[0]["lr"] == 0.5
+    overlap_worker.backward(overlap_worker.loss(model, sample(0)))
+    optimizer.zero_grad(set_to_none=False)
+    assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -100,7 +131,7 @@ def test_a_state_that_does_not_fit_leaves_both_as_they_were() -> None:
 
 def test_tailing_without_distributed_warns_and_does_nothing() -> None:
     model = overlap_worker.network()
-    with pytest.warns(UserWarning, match="no effect without is_distributed"):
+    with pytest.warns(UserWarning, match=r"no effect without is_distributed.*pass is_distributed=True and"):
         optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), is_tailing_optimization=True, name="alone")
     assert optimizer.name == "alone"
     optimizer.minimize(overlap_worker.loss(model, sample(0)))

@@ -52,6 +52,25 @@ def test_the_documents_example() -> None:
     assert params[-1].equal(torch.arange(6).reshape(2, 3).float())
 
 
+@pytest.mark.parametrize("order", [2, 1.0, torch.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 100])
+def test_the_fused_clip_is_torchs_over_all_groups(max_norm: float, order: float) -> None:
+    ours, theirs = weights(), weights()
+    optimizer = NpuFusedLamb([{"params": ours[:1]}, {"params": ours[1:]}])
+    for params in (ours, theirs):
+        for param in params[:-1]:
+            param.grad = param.detach() + 1
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, order)
+    assert optimizer.clip_grad_norm_fused_(max_norm, norm_type=order).equal(expected)
+    assert ours[-1].grad is None
+    for a, b in zip(ours[:-1], theirs, strict=False):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert a.grad.equal(b.grad)
+    with pytest.raises(ValueError, match=r"max_norm=-1 is out of range"):
+        optimizer.clip_grad_norm_fused_(-1)
+
+
 WITNESS = {"weight_decay": 0.1, "bias_correction": False, "weight_norm_bounds": (0.0, 10.0)}
 
 

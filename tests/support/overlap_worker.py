@@ -413,11 +413,13 @@ def npu_optimizer() -> None:
         else:
             without = NPULossScaleOptimizer(optimizers[1], second, is_distributed=True, model=plain)
         alone = NPUOptimizer(optimizers[2], third, is_loss_scale=scales)
+        steps = [torch.tensor(0) for _ in models]
         for step in range(STEPS):
             bad = torch.inf if scales and step in (5, 9) else 1.0
-            tailing.minimize(loss(ddp, mine(batch(step))) * (bad if dist.get_rank() == 0 else 1.0))
-            without.minimize(loss(plain, mine(batch(step))) * (bad if dist.get_rank() == 0 else 1.0))
-            alone.minimize(loss(models[2], batch(step)) * bad)
+            tailing.minimize(loss(ddp, mine(batch(step))) * (bad if dist.get_rank() == 0 else 1.0), steps[0])
+            without.minimize(loss(plain, mine(batch(step))) * (bad if dist.get_rank() == 0 else 1.0), steps[1])
+            alone.minimize(loss(models[2], batch(step)) * bad, steps[2])
+        assert steps == [STEPS - 2 * scales] * 3
         assert_same(models[0], models[2])
         assert_same(models[1], models[2])
         if first is not None and second is not None and third is not None:

@@ -20,7 +20,8 @@ class MindSporeOptimizer(Optimizer):
     MOST_DECAY: ClassVar[float] = math.inf
     """The largest weight decay of a group."""
 
-    if TYPE_CHECKING:  # our optimizer has it
+    if TYPE_CHECKING:  # our optimizer has them
+        _scheduled: list[dict[str, Any]]
 
         def in_order(self) -> list[Tensor]: ...
 
@@ -28,6 +29,17 @@ class MindSporeOptimizer(Optimizer):
     def parameters(self) -> tuple[Tensor, ...]:
         """All parameters, in the order of the gradients of a call: that of `order_params`, if given."""
         return tuple(self.in_order())
+
+    def get_lr(self) -> float | tuple[float, ...]:
+        """Return the learning rate of the next step: one number, or one for each of `parameters` if groups differ."""
+        rates = {}
+        for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
+            rate = group["lr"]
+            if "lr" in scheduled and not scheduled["lr"].overwritten(rate):
+                rate = scheduled["lr"].schedule(group["schedule_step"])
+            rates.update({id(param): float(rate) for param in group["params"]})
+        each = tuple(rates[id(param)] for param in self.parameters)
+        return each if len(set(each)) > 1 else each[0]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.

@@ -1,4 +1,4 @@
-"""npu_bridge's NPUDistributedOptimizer."""
+"""npu_bridge's NPUDistributedOptimizer and NPULossScaleOptimizer, which are NPUOptimizers with fewer arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from bighorn import shard_update
 from bighorn.arguments import knows_its_keywords
 from bighorn.compat import _checks
+from bighorn.compat._loss_scale import LossScaleManager
 from bighorn.compat._npu_optimizer import NPUOptimizer
 
 
@@ -39,3 +40,25 @@ class NPUDistributedOptimizer(NPUOptimizer):
         super().__init__(optimizer, is_distributed=True, name=name, model=model)
         if sharding:
             self.opt = shard_update(optimizer, model.process_group if model is not None else None)
+
+
+@knows_its_keywords
+class NPULossScaleOptimizer(NPUOptimizer):
+    """npu_bridge's NPULossScaleOptimizer: an NPUOptimizer that scales the loss, and overlaps nothing.
+
+    Args:
+        opt: As for NPUOptimizer.
+        loss_scale_manager: As for NPUOptimizer.
+        is_distributed: As for NPUOptimizer. Default: False.
+        model: As for NPUOptimizer. Default: None.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        loss_scale_manager: LossScaleManager,
+        is_distributed: bool = False,
+        *,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        super().__init__(opt, loss_scale_manager, is_distributed, is_loss_scale=True, model=model)

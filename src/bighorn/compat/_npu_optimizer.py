@@ -1,4 +1,4 @@
-"""npu_bridge's NPUOptimizer and NPULossScaleOptimizer."""
+"""npu_bridge's NPUOptimizer."""
 
 from __future__ import annotations
 
@@ -81,19 +81,43 @@ class NPUOptimizer:
                 "a DistributedDataParallel; pass it as model, together with is_distributed=True"
             )
         if is_tailing_optimization and not is_distributed:
-            warnings.warn("is_tailing_optimization has no effect without is_distributed=True", stacklevel=3)
+            warnings.warn(
+                "is_tailing_optimization has no effect without is_distributed=True, here as in npu_bridge: pass "
+                "is_distributed=True and the DistributedDataParallel as model, or leave it out",
+                stacklevel=3,
+            )
         self.opt, self.name = opt, name
         self.scaler = None if loss_scale_manager is None else loss_scale_manager.loss_scaler()
         self.overlap = (
             TailOverlap(model, opt, scaler=self.scaler) if is_tailing_optimization and model is not None else None
         )
 
-    def minimize(self, loss: Tensor) -> None:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer."""
+        return self.opt.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, which `minimize` does after each step.
+
+        Args:
+            set_to_none: As for torch's optimizers. Default: True.
+        """
+        self.opt.zero_grad(set_to_none)
+
+    def minimize(self, loss: Tensor, global_step: Tensor | None = None) -> None:
         """Take one step: compute the gradients of the scaled loss, and apply them.
 
         Args:
             loss: A scalar.
+            global_step: A tensor of int32 or int64 that counts the steps; one with an overflow does not count. Default:
+                None.
+
+        Raises:
+            TypeError: `global_step` is something else.
         """
+        if global_step is not None and str(getattr(global_step, "dtype", "")) not in ("torch.int32", "torch.int64"):
+            raise TypeError(f"global_step must be a tensor of integers, as torch.tensor(0), not {global_step!r}")
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         if self.overlap is not None:
             self.overlap.step()
@@ -101,6 +125,9 @@ class NPUOptimizer:
             self.scaler.step(self.opt)
         else:
             self.opt.step()
+        if global_step is not None:
+            states = () if self.scaler is None else self.scaler._per_optimizer_states.values()
+            global_step += not any(found for state in states for found in state["found_inf_per_device"].values())
         if self.scaler is not None:
             self.scaler.update()
         self.opt.zero_grad()
@@ -136,25 +163,3 @@ class NPUOptimizer:
             if self.scaler is not None:
                 self.scaler.load_state_dict(before)
             raise
-
-
-@knows_its_keywords
-class NPULossScaleOptimizer(NPUOptimizer):
-    """npu_bridge's NPULossScaleOptimizer: an NPUOptimizer that scales the loss, and overlaps nothing.
-
-    Args:
-        opt: As for NPUOptimizer.
-        loss_scale_manager: As for NPUOptimizer.
-        is_distributed: As for NPUOptimizer. Default: False.
-        model: As for NPUOptimizer. Default: None.
-    """
-
-    def __init__(
-        self,
-        opt: Optimizer,
-        loss_scale_manager: LossScaleManager,
-        is_distributed: bool = False,
-        *,
-        model: DistributedDataParallel | None = None,
-    ) -> None:
-        super().__init__(opt, loss_scale_manager, is_distributed, is_loss_scale=True, model=model)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
-from bighorn.arguments import knows_its_keywords
+from bighorn.arguments import knows_its_keywords, number
 from bighorn.compat import _checks
 
 __all__ = ["NpuFusedLamb"]
@@ -66,3 +67,20 @@ class NpuFusedLamb(Lamb):
             weight_norm_bounds=(0, 10),
             max_grad_norm=1.0 if clips else None,
         )
+
+    def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale the gradients of all groups down to a norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            max_norm: The largest norm, at least 0.
+            norm_type: The order of the norm, which may be infinite. Default: 2.
+
+        Returns:
+            The norm before, of shape [].
+
+        Raises:
+            TypeError: `max_norm` is not a number.
+            ValueError: `max_norm` is negative, or not finite.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        return clip_grad_norm_(params, number("max_norm", max_norm), norm_type)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
-
-from timm.optim import OptimInfo
-from timm.optim._optim_factory import default_registry
 
 from bighorn import Came, Lamb
 
@@ -42,6 +40,9 @@ def timm_lamb(params: Any, **options: Any) -> Lamb:
 
 def register() -> None:
     """Register the values of `--opt`. They have no underscore, since timm looks up the part after the last one."""
+    from timm.optim import OptimInfo
+    from timm.optim._optim_factory import default_registry
+
     infos = (
         OptimInfo("bighornlamb", Lamb, "LAMB of Bighorn", has_betas=True),
         OptimInfo("bighorncame", came, "CAME of Bighorn", has_betas=True, num_betas=3),
@@ -51,10 +52,29 @@ def register() -> None:
         default_registry.register(info)
 
 
-register()
+USAGE = """\
+usage: python -m bighorn.integrations.timm SCRIPT [arguments of the script]
+
+Run a training script of timm, such as its train.py, with three more values of --opt: bighornlamb, bighorncame and
+bighorntimm, which computes what timm's own lamb does."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script that the arguments begin with, with those that follow."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
+    if not arguments or not Path(arguments[0]).is_file():
+        sys.exit(f"{USAGE}\n\nerror: {arguments[0] + ' is no file' if arguments else 'SCRIPT is missing'}")
+    try:
+        register()
+    except ImportError as error:
+        sys.exit(f"error: timm cannot be imported: {error}")
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m bighorn.integrations.timm train.py [arguments of train.py]")
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    main(sys.argv[1:])
+else:
+    register()

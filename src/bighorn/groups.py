@@ -5,6 +5,7 @@ The groups are for `bighorn.Lamb` and any other `torch.optim.Optimizer`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from bighorn.names import Exclusion, check_exclusion, common_prefix, excludes, nearest, unwrapped
 
-__all__ = ["Rule", "by_rules", "report"]
+__all__ = ["Rule", "by_rules", "report", "zero_initialized"]
 
 REST = "everything else"
 """The name of the group of parameters that no rule matches."""
@@ -112,6 +113,38 @@ def by_rules(
         for header, mine in zip(headers, taken, strict=True)
         if mine
     ]
+
+
+def zero_initialized(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of trained parameters that are zero, for `exclude_from_layer_adaptation`.
+
+    LAMB multiplies the learning rate by the norm of a layer, so one that starts at zero, as adapters do, would grow by
+    a factor of at most 1 + lr per step. Call this before the model is trained or a checkpoint is loaded into it.
+
+    Args:
+        named_parameters: The pairs of `model.named_parameters()`.
+
+    Returns:
+        A regular expression for each such parameter, which matches its name without wrappers and no other.
+
+    Raises:
+        TypeError: Parameters have no names.
+        ValueError: There are no parameters, two have the same name, one has two names, or one is on the meta device.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lamb
+        >>> model = torch.nn.LayerNorm(3)
+        >>> exclude = zero_initialized(model.named_parameters())
+        >>> exclude
+        ['^bias$']
+        >>> optimizer = Lamb(model.named_parameters(), lr=0.01, exclude_from_layer_adaptation=exclude)
+    """
+    params = _checked(named_parameters)
+    for name, param in params:
+        if param.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values yet: initialize the model first")
+    return [f"^{re.escape(name)}$" for name, param in params if param.requires_grad and not param.any()]
 
 
 def report(groups: Iterable[Mapping[str, Any]]) -> str:

@@ -127,8 +127,8 @@ class SlowLayers:
             shown = ", ".join(slow[:3]) + (f" and {len(slow) - 3} others" if len(slow) > 3 else "")
             warnings.warn(
                 f"{shown} started at zero, and LAMB's trust ratio of each stays below {self.below:g}: it moves by lr "
-                "times its own small norm. Exclude such layers, as LoRA's with "
-                'exclude_from_layer_adaptation=["lora_B"]',
+                'times its own small norm. Exclude such layers, as exclude_from_layer_adaptation=["lora_B"] does '
+                "LoRA's, or by bighorn.groups.zero_initialized before training",
                 stacklevel=2,
             )
         return slow

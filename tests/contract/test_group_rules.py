@@ -167,3 +167,42 @@ def test_the_report_wants_groups() -> None:
         groups.report(Lamb(model().parameters()))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"as optimizer.param_groups, not of a Parameter"):
         groups.report(model().parameters())  # type: ignore[arg-type]
+
+
+def test_what_starts_at_zero_is_excluded_and_nothing_else() -> None:
+    """LAMB moves such a tensor by lr times its norm from the second step on, and the excluded one by about lr."""
+
+    def adapter() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("lora_A", "lora_B", "lora_B_x", "base")})
+        for name, param in made.named_parameters():
+            if name in ("lora_B.weight", "base.weight"):
+                nn.init.zeros_(param)
+        made["base"].requires_grad_(False)
+        return made
+
+    made = adapter()
+    wrapped = nn.Module()
+    wrapped.module = made
+    found = groups.zero_initialized(made.named_parameters())
+    assert found == groups.zero_initialized(wrapped.named_parameters()) == [r"^lora_B\.weight$"]
+    moved = []
+    for model, excluded in ((made, found), (adapter(), None)):
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        optimizer = Lamb(named, lr=0.01, exclude_from_layer_adaptation=excluded)
+        for _ in range(10):
+            for _, param in named:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        moved.append({name: float(param.detach().norm()) for name, param in named})
+    assert moved[0]["lora_B.weight"] == pytest.approx(0.4, rel=1e-3)  # 10 steps of 0.01 in 16 elements
+    assert moved[1]["lora_B.weight"] == pytest.approx(0.04 * 1.01**9, rel=1e-3)
+    assert moved[0]["lora_B_x.weight"] == moved[1]["lora_B_x.weight"]
+    assert groups.zero_initialized(nn.Linear(2, 2).named_parameters()) == []
+
+
+def test_what_has_no_values_cannot_be_zero() -> None:
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device and has no values yet: initialize"):
+        groups.zero_initialized(nn.Linear(2, 2, device="meta").named_parameters())
+    with pytest.raises(TypeError, match=r"pass model.named_parameters\(\), not Linear"):
+        groups.zero_initialized(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -43,3 +44,21 @@ def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
     saved = STUDIES[name]["config"]
     assert ", ".join(config.cells()) == saved["optimizers"]
     assert {", ".join(map(str, sizes)) for sizes in config.cells().values()} == {saved["batch_sizes"]}
+
+
+def test_the_evidence_for_lamb_is_that_of_the_files() -> None:
+    page = (DOCS / "lamb.md").read_text()
+    columns = ("adam", "adamw", "lamb", "adafactor")
+    for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
+        medians = {(cell.optimizer, cell.batch_size): cell.accuracy[1] for cell in cells_of(STUDIES[name])}
+        for batch in batches:
+            found = [f"{medians[each, batch]:.1%}" if (each, batch) in medians else "" for each in columns]
+            assert f"| {batch:,} | {' | '.join(found)} |".replace("|  |", "| |") in page
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/which-optimizer.md", "docs/grow-the-batch.md"])
+def test_a_claim_for_lamb_is_beside_what_was_found_against_it(page: str) -> None:
+    """A tuned Adam matches LAMB at large batches (arXiv:2102.06356), which a page once cited for small ones."""
+    text = (DOCS.parent / page).read_text()
+    assert "lamb.md#claims-and-evidence" in text
+    assert not re.search(r"small batches[^.]*2102\.06356", text)

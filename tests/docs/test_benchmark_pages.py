@@ -27,12 +27,14 @@ def script(name: str) -> ModuleType:
     return module
 
 
-NAMES = ("scale", "eight_bit", "precision_table", "lora", "offload", "offload_peers")
-scale, eight_bit, precision_table, lora, offload, offload_peers = map(script, NAMES)
+NAMES = ("scale", "eight_bit", "precision_table", "lora", "adapters", "offload", "offload_peers")
+scale, eight_bit, precision_table, lora, adapters, offload, offload_peers = map(script, NAMES)
 front = script("front")
 
 
-@pytest.mark.parametrize("source", [scale, eight_bit, precision_table, lora, offload, offload_peers], ids=NAMES)
+@pytest.mark.parametrize(
+    "source", [scale, eight_bit, precision_table, lora, adapters, offload, offload_peers], ids=NAMES
+)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()
@@ -55,6 +57,26 @@ def test_the_study_of_lora_shows_what_its_page_says() -> None:
     assert all(run["losses"]["40"] > 3 and run["lora_B_trust_ratio"]["40"] < 0.002 for run in slow)
     assert {f"{run['losses']['40']:.2f}" for run in fast} == {"2.61", "2.64", "2.65"}
     assert all(run["losses"]["100"] > run["losses"]["0"] for run in fast)
+
+
+def test_the_study_of_adapters_shows_what_its_page_says() -> None:
+    saved = json.loads(adapters.RESULT.read_text())
+    assert saved["clean"] is True
+    assert {run["seed"] for run in saved["runs"]} == {0, 1, 2}
+
+    def loss(adapter: str, warm_up: int, optimizer: str) -> float:
+        return float(adapters.cell(saved["runs"], adapter=adapter, warm_up=warm_up, optimizer=optimizer).split()[0])
+
+    for warm_up in (0, 20):
+        behind = {
+            name: {each: loss(each, warm_up, name) - loss(each, warm_up, "AdamW") for each in adapters.ADAPTERS}
+            for name in ("`Lamb`", "`Lamb` with the rule", "`Came`")
+        }
+        plain, rule, came = behind.values()
+        assert min(plain.values()) > (0.04 if warm_up else 0.005)
+        assert max(came.values()) < 0.025
+        assert 0.065 < rule.pop("AdaLoRA") < 0.075
+        assert max(rule.values()) < 0.045
 
 
 @pytest.mark.parametrize("name", front.TABLES)

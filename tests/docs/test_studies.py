@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
+from bighorn import Came
 from bighorn.cli.compare import CompareConfig, compare
 from studies import DOCS, FIGURES, PAGES, STUDIES, cells_of, command, written
 
@@ -62,3 +64,22 @@ def test_a_claim_for_lamb_is_beside_what_was_found_against_it(page: str) -> None
     text = (DOCS.parent / page).read_text()
     assert "lamb.md#claims-and-evidence" in text
     assert not re.search(r"small batches[^.]*2102\.06356", text)
+
+
+def test_few_steps_need_the_bias_correction_of_came() -> None:
+    """docs/came.md, docs/came-rates.md and docs/which-optimizer.md say so."""
+    losses: dict[bool, list[float]] = {}
+    for corrected in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(16, 16, bias=False)
+        inputs, targets = torch.randn(64, 16), torch.randn(64, 16)
+        optimizer = Came(layer.parameters(), lr=0.1, bias_correction=corrected)
+        losses[corrected] = []
+        for _ in range(6):
+            loss = (layer(inputs) - targets).square().mean()
+            losses[corrected].append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[True] == sorted(losses[True], reverse=True)
+    assert min(losses[False][1:]) > 3 * losses[False][0]

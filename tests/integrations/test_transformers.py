@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bighorn import Came, Lamb, schedules, telemetry
+from bighorn.groups import zero_initialized
 from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
 
 transformers = pytest.importorskip("transformers", reason=INSTALL)
@@ -195,6 +196,37 @@ def test_lora_makes_an_empty_group(tmp_path: Path) -> None:
     ratios = dict(zip(*[list(each) for each in _ratios(run)], strict=True))
     assert [name for name, ratio in ratios.items() if ratio == 1.0] == [name for name in ratios if "lora_B" in name]
     assert len(ratios) == 2
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora_B": ("LoraConfig", {"r": 2}),
+    "hada_w2_b": ("LoHaConfig", {"r": 2}),
+    "lokr_w1": ("LoKrConfig", {"r": 2}),
+    "oft_R": ("OFTConfig", {"r": 0, "oft_block_size": 4}),
+    "lora_E": ("AdaLoraConfig", {"total_step": 100}),
+}
+
+
+@pytest.mark.parametrize("zero", ADAPTERS)
+def test_the_factor_of_an_adapter_that_starts_at_zero_is_found(zero: str) -> None:
+    """docs/with-peft.md has these names."""
+    peft = pytest.importorskip("peft", reason=INSTALL)
+    kind, options = ADAPTERS[zero]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    adapted = peft.get_peft_model(model, getattr(peft, kind)(target_modules=["0", "2"], **options))
+    found = zero_initialized(adapted.named_parameters())
+    assert len(found) == 2
+    assert all(zero in name for name in found)
+    page = (Path(__file__).parents[2] / "docs" / "with-peft.md").read_text()
+    assert f"| `{zero}` |" in page
+    named = [(name, param) for name, param in adapted.named_parameters() if param.requires_grad]
+    optimizer = Lamb(named, lr=0.01, exclude_from_layer_adaptation=found)
+    for _ in range(3):
+        adapted(torch.ones(3, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ratios = dict(zip(optimizer.telemetry().names, optimizer.telemetry().trust_ratio.tolist(), strict=True))
+    assert {name for name in ratios if zero in name} <= {name for name, ratio in ratios.items() if ratio == 1}
 
 
 def _ratios(run: Any) -> tuple[Any, Any]:

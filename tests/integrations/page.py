@@ -36,7 +36,7 @@ TRAINERS = (
     Trainer(
         "[Hugging Face Trainer, TRL](with-transformers.md), [peft](with-peft.md)",
         ("transformers", "peft", "accelerate"),
-        "`Trainer.train()`, resumed; under LoRA",
+        "`Trainer.train()`, resumed; under LoRA; with DeepSpeed's ZeRO 1",
         "`optimizers=(Lamb(...), None)`",
     ),
     Trainer(
@@ -68,6 +68,36 @@ TRAINERS = (
         ("timm",),
         "`optimizer_kwargs`, the registry and `create_optimizer_v2`; not `train.py`, which needs torchvision",
         "`python -m bighorn.integrations.timm train.py --opt bighornlamb`",
+    ),
+    Trainer(
+        "[open_clip](with-timm.md)",
+        (),
+        "not installed: it needs torchvision; `open_clip_train/main.py` was read, and its call of timm's factory runs",
+        "`--opt timm/bighornlamb`",
+    ),
+    Trainer(
+        "[MMEngine](with-others.md)",
+        ("mmengine",),
+        "`Runner.train`, resumed; `paramwise_cfg`; schedulers of the learning rate",
+        "`optimizer=dict(type='bighorn.Lamb', lr=0.01)`",
+    ),
+    Trainer(
+        "[Stable-Baselines3](with-others.md)",
+        ("stable-baselines3",),
+        "`PPO.learn`, saved and loaded",
+        "`policy_kwargs=dict(optimizer_class=Lamb)`",
+    ),
+    Trainer(
+        "[Composer](with-others.md)",
+        (),
+        "not in the tests: it needs torchvision; `Trainer.fit` of 0.32.1, resumed, ran once with empty modules for it",
+        "`Trainer(optimizers=Lamb(...), ...)`",
+    ),
+    Trainer(
+        "[Ultralytics](with-others.md)",
+        (),
+        "not installed: it needs torchvision; `engine/trainer.py` `build_optimizer` was read",
+        "`build_optimizer` of a trainer",
     ),
     Trainer(
         "[torchtitan](with-torchtitan.md)",

@@ -193,6 +193,90 @@ def test_verl_builds_by_module_and_name(kind: Any) -> None:
     assert losses(net, optimizer) == reference(kind, lr=0.01, weight_decay=0.1, state_dtype="bfloat16")
 
 
+# ---- MMEngine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_mmengine_builds_groups_and_schedules_the_rate_alone(kind: Any) -> None:
+    """Its momentum schedulers write a key that is SGD's, and unpack two betas."""
+    optim = pytest.importorskip("mmengine.optim", reason=INSTALL)
+    net = Net()
+    config = {"type": f"bighorn.{kind.__name__}", "lr": 0.01, "weight_decay": 0.1}
+    options = {"norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
+    wrapper = optim.build_optim_wrapper(
+        net, {"type": "OptimWrapper", "optimizer": config, "paramwise_cfg": options, "clip_grad": {"max_norm": 1.0}}
+    )
+    decays = {id(param): group["weight_decay"] for group in wrapper.optimizer.param_groups for param in group["params"]}
+    assert [decays[id(param)] for param in net.parameters()] == [0.1, 0, 0, 0, 0.1, 0]
+    scheduler = optim.CosineAnnealingLR(wrapper, T_max=12, by_epoch=False)
+    seen = []
+    for inputs, labels in batches():
+        loss = net(inputs, labels)["loss"]
+        wrapper.update_params(loss)
+        scheduler.step()
+        seen.append(float(loss.detach()))
+    assert seen[-1] < seen[0]
+    assert wrapper.get_lr()["lr"][0] == pytest.approx(0.0)
+
+    def step_with_a_scheduled_momentum() -> None:
+        optim.CosineAnnealingMomentum(wrapper, T_max=12, by_epoch=False)
+        wrapper.update_params(net(*batches()[0])["loss"])
+
+    with pytest.raises((TypeError, ValueError), match=r"'momentum', an option of|too many values to unpack"):
+        step_with_a_scheduled_momentum()
+
+
+# ---- Stable-Baselines3 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_stable_baselines_learns_and_resumes(kind: Any, tmp_path: Path) -> None:
+    sb3 = pytest.importorskip("stable_baselines3", reason=INSTALL)
+    gymnasium = pytest.importorskip("gymnasium", reason=INSTALL)
+
+    class Sign(gymnasium.Env):  # type: ignore[misc, name-defined]
+        """The right action is the sign of the first number."""
+
+        observation_space = gymnasium.spaces.Box(-1, 1, (3,))
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed, options=options)
+            self.left = 16
+            return self.seen(), {}
+
+        def seen(self) -> Any:
+            self.numbers = self.np_random.uniform(-1, 1, 3).astype("float32")
+            return self.numbers
+
+        def step(self, action: Any) -> Any:
+            right = float(action == (self.numbers[0] > 0))
+            self.left -= 1
+            return self.seen(), right, self.left == 0, False, {}
+
+    options: dict[str, Any] = {"weight_decay": 0.01, "exclude_from_weight_decay": "ndim<2"}
+    made = sb3.PPO(
+        "MlpPolicy",
+        Sign(),
+        learning_rate=lambda left: 0.01 * left,
+        n_steps=64,
+        batch_size=32,
+        n_epochs=2,
+        seed=0,
+        device="cpu",
+        policy_kwargs={"optimizer_class": kind, "optimizer_kwargs": options},
+    )
+    made.learn(256)
+    assert type(made.policy.optimizer) is kind
+    assert made.policy.optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+    made.save(tmp_path / "made.zip")
+    again = sb3.PPO.load(tmp_path / "made.zip", env=Sign(), device="cpu")
+    assert made.policy.optimizer.param_groups[0]["schedule_step"] == 16
+    for a, b in zip(made.policy.optimizer.state.values(), again.policy.optimizer.state.values(), strict=True):
+        assert all(value.equal(b[name]) for name, value in a.items())
+    again.learn(64)
+
+
 # ---- axolotl --------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.trainer_model import INSTALL
+
 if find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed: pip install deepspeed", allow_module_level=True)
 
@@ -62,10 +64,57 @@ print("trained")
 """
 
 
-def test_a_client_optimizer_trains_and_resumes(tmp_path: Path) -> None:
+TRAINER = """
+import sys, torch, deepspeed, transformers
+import deepspeed.ops
+from bighorn import Came, Lamb
+from tests.support.trainer_model import EXCLUDED, INPUTS, LABELS, Net, assert_same, by_hand
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as above
+store = f"file://{sys.argv[1]}/store"
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=store, rank=0, world_size=1)
+DATA = [{"inputs": inputs, "labels": label} for inputs, label in zip(INPUTS, LABELS, strict=True)]
+
+class InOrder(transformers.Trainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(DATA)
+
+def trained(net, **optimizer):
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    arguments = transformers.TrainingArguments(
+        sys.argv[1], use_cpu=True, deepspeed=config, per_device_train_batch_size=2, num_train_epochs=1,
+        lr_scheduler_type="constant", max_grad_norm=0.5, weight_decay=0.1, save_strategy="no", report_to=[],
+    )
+    trainer = InOrder(model=net, args=arguments, train_dataset=DATA, **optimizer)
+    trainer.train()
+    return trainer
+
+for kind, own in ((Lamb, {"exclude_from_layer_adaptation": EXCLUDED}), (Came, {})):
+    net = Net()
+    made = trained(net, optimizer_cls_and_kwargs=(kind, {"lr": 0.05, "names": net, **own}))
+    assert type(made.optimizer.optimizer.optimizer) is kind
+    options = {"lr": 0.05, "weight_decay": 0.1, "exclude_from_weight_decay": EXCLUDED, **own}
+    assert_same(made.model, by_hand(lambda net: kind(net.named_parameters(), **options), clip=0.5))
+net = Net()
+dropped = trained(net, optimizers=(Lamb(net.named_parameters(), lr=0.05), None))
+assert type(dropped.optimizer.optimizer.optimizer) is torch.optim.AdamW  # docs/with-transformers.md says so
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("program", ["engine", "transformers"])
+def test_a_client_optimizer_trains_and_resumes(program: str, tmp_path: Path) -> None:
     """The process is separate, since DeepSpeed sets up torch.distributed, environment variables and a logger."""
+    if program == "transformers":
+        pytest.importorskip("transformers", reason=INSTALL)
     run = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(tmp_path)],
+        [sys.executable, "-c", ENGINE if program == "engine" else TRAINER, str(tmp_path)],
         cwd=Path(__file__).parents[2],
         env={"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,

@@ -230,7 +230,39 @@ def without_validation() -> Any:
     return WithoutValidation()
 
 
-LOOPS = (transformers, accelerate, lightning, fastai)
+def mmengine(kind: Any, folder: Path, epochs: int = EPOCHS, resume: Path | None = None) -> list[float]:
+    runner = pytest.importorskip("mmengine.runner", reason=INSTALL)
+    model = pytest.importorskip("mmengine.model", reason=INSTALL)
+    losses: list[float] = []
+
+    class Model(model.BaseModel):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, inputs: Any, labels: Any, mode: str) -> Any:
+            assert mode == "loss"
+            loss = self.net(inputs, labels)["loss"]
+            losses.append(float(loss.detach()))
+            return {"loss": loss}
+
+    data = torch.utils.data.TensorDataset(INPUTS, LABELS)
+    made = runner.Runner(
+        Model(),
+        str(folder),
+        train_dataloader=torch.utils.data.DataLoader(data, batch_size=2),
+        train_cfg={"by_epoch": True, "max_epochs": epochs},
+        optim_wrapper={"type": "OptimWrapper", "optimizer": {"type": ".".join(path_of(kind)), **OPTIONS}},
+        load_from=None if resume is None else str(resume),
+        resume=resume is not None,
+        experiment_name=f"{folder.name}-{kind.__name__}-{epochs}-{resume is None}",
+        log_level="ERROR",
+    )
+    made.train()
+    return losses
+
+
+LOOPS = (transformers, accelerate, lightning, fastai, mmengine)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,6 +283,14 @@ def test_fastai_resumes_bitwise(kind: Any, tmp_path: Path) -> None:
         if epochs == 1:
             made.save("first", with_opt=True)
     assert seen[0][12:] == seen[1]
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came])
+def test_mmengine_resumes_bitwise(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MMEngine 0.10 does not load its own checkpoints with the default of torch 2.6."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    whole = mmengine(kind, tmp_path / "whole")
+    assert mmengine(kind, tmp_path / "more", resume=tmp_path / "whole" / "epoch_1.pth") == whole[12:]
 
 
 def last_epochs() -> dict[str, list[float]]:

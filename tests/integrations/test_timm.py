@@ -92,6 +92,16 @@ def test_what_its_command_line_gives(timm: Any, opt: str, line: Any, kind: Any, 
     assert all(a.equal(b) for a, b in zip(net.parameters(), hand.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("betas", [{}, {"betas": (0.9, 0.98)}])
+def test_open_clips_call_of_the_factory(timm: Any, betas: Any) -> None:
+    """open_clip_train/main.py makes it so from `--opt timm/bighornlamb --lr --wd --eps --beta1 --beta2`."""
+    for name, kind in (("bighornlamb", Lamb), ("bighorncame", Came)):
+        optimizer = timm.create_optimizer_v2(Net(), name, lr=0.01, weight_decay=0.2, eps=1e-6, **betas)
+        assert type(optimizer) is kind
+        assert optimizer.param_groups[0]["betas"][:2] == betas.get("betas", (0.9, 0.999))
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+
+
 def test_the_command_runs_a_script_with_the_names_registered(tmp_path: Path) -> None:
     """In a process of its own, where a folder stands for torchvision, which timm's other modules need."""
     script = tmp_path / "train.py"

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from tests.attack.test_random_cases import ROUNDINGS
 from tests.backends.test_backends import check_step, twins_of
+from tests.contract.test_reports import REPORTS
 from tests.support.attack_settings import tries
 from tests.support.case_options import CAME_OPTIONS, LAMB_OPTIONS
 from tests.support.case_tensors import Leaf
@@ -24,7 +25,12 @@ from tests.support.cases import KINDS, Case, Optimizer, set_gradients
 from tests.support.error_checks import same, snapshot
 from tests.support.optimizer_runs import OWN, saved_and_loaded
 
-LEAVES = (Leaf("conv1.bias", (5,)), Leaf("big.weight", (4, 3)), Leaf("plain.weight", (3, 2, 2), layout="transposed"))
+LEAVES = (
+    Leaf("conv1.bias", (5,)),
+    Leaf("plain.weight", (3, 2, 2), layout="transposed"),
+    Leaf("big.weight", (4, 3)),
+    Leaf("like.weight", (4, 3)),
+)
 LATER = Leaf("later.weight", (2, 3))
 PRECISIONS: tuple[tuple[torch.dtype, dict[str, Any]], ...] = (
     (torch.float32, {}),
@@ -100,7 +106,7 @@ class OptimizerUse(RuleBasedStateMachine):
             self.twin.step()  # creates state, as the step of the other optimizer does
             assert all(a.equal(b) for a, b in zip(self.parameters, before, strict=True)), "a bad step has written"
 
-    @rule(which=st.integers(0, 3))
+    @rule(which=st.integers(0, 4))
     def freeze_or_thaw(self, which: int) -> None:
         which %= len(self.parameters)
         self.frozen ^= {which}
@@ -108,26 +114,47 @@ class OptimizerUse(RuleBasedStateMachine):
             p.grad = None
             p.requires_grad_(which not in self.frozen)
 
-    @rule(which=st.integers(0, 3))
+    @rule(which=st.integers(0, 4))
     def move(self, which: int) -> None:
         """Move a parameter to new memory in another layout."""
         p = self.parameters[which % len(self.parameters)]
         p.grad = None
         p.data = p.data.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
 
-    @rule(which=st.integers(0, 3), factor=st.sampled_from([0.0, 0.5, 2.0]))
+    @rule(which=st.integers(0, 4), factor=st.sampled_from([0.0, 0.5, 2.0]))
     def write(self, which: int, factor: float) -> None:
         """Write into a parameter, as a program does that reinitialises a layer."""
         with torch.no_grad():
             self.parameters[which % len(self.parameters)].mul_(factor)
 
-    @rule(lr=st.sampled_from([0.0, 0.02, 0.1]), weight_decay=st.sampled_from([0.05, 0.3]))
-    def set_numbers(self, lr: float, weight_decay: float) -> None:
+    @rule(lr=st.sampled_from([0.0, 0.02, 0.1]), weight_decay=st.sampled_from([0.05, 0.3]), as_tensor=st.booleans())
+    def set_numbers(self, lr: float, weight_decay: float, as_tensor: bool) -> None:
         for optimizer in (self.optimizer, self.twin):
             for group in optimizer.param_groups:
-                group["weight_decay"] = weight_decay
+                group["weight_decay"] = torch.tensor(weight_decay, dtype=torch.float64) if as_tensor else weight_decay
                 if "lr" not in self.case.options:
-                    group["lr"] = lr
+                    group["lr"] = torch.tensor(lr, dtype=torch.float64) if as_tensor else lr
+
+    @rule(report=st.sampled_from(sorted(REPORTS)))
+    def report(self, report: str) -> None:
+        before = self.everything()
+        REPORTS[report](self.optimizer)
+        assert same(self.everything(), before), "a report has changed something"
+
+    @rule(key=st.sampled_from(["momentum", "nesterov", "initial_momentum", "tags"]))
+    def write_a_key(self, key: str) -> None:
+        """Write what tools do, into the groups of one of the two."""
+        for group in self.optimizer.param_groups:
+            group[key] = 0.9
+
+    @rule()
+    def exchange_states(self) -> None:
+        """Exchange the states of two parameters, as a program does that exchanges two layers."""
+        for optimizer, parameters in ((self.optimizer, self.parameters), (self.twin, self.twins)):
+            first, second = parameters[2:4]
+            if first in optimizer.state and second in optimizer.state:
+                states = optimizer.state.pop(first), optimizer.state.pop(second)
+                optimizer.state[second], optimizer.state[first] = states
 
     @precondition(lambda self: len(self.parameters) == len(LEAVES))
     @rule(own=st.booleans())

@@ -26,7 +26,7 @@ from bighorn import Came, Lamb, offload
 from bighorn.cli import files
 from bighorn.cli.environment import provenance
 from bighorn.cli.measure import spread
-from bighorn.offloading import OffloadedOptimizer, transfers
+from bighorn.offloading import OffloadedOptimizer, step
 from bighorn.offloading.copies import Pairs
 
 HERE = Path(__file__).parent
@@ -174,14 +174,11 @@ def least(overlap: str, passes: tuple[float, float], copy_s: float, step_s: floa
     forward, backward = passes
     if overlap == "copies":
         return forward + max(backward, copy_s) + max(step_s, copy_s)
-    if overlap == "backward":
-        return forward + max(backward, copy_s, step_s)
     return max(backward, copy_s) + max(forward, step_s, copy_s)
 
 
 def measure(name: str, rate: float, passes: tuple[float, float], rounds: int) -> dict[str, Any]:
-    clips = "max_grad_norm" in name
-    ways = [None, "copies", *([] if clips else ["backward"]), "forward"]
+    ways = [None, "copies", "forward"]
     trainings = {way: Training(name, rate * 1e9, passes, way) for way in ways}
     times: dict[Any, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
@@ -251,7 +248,7 @@ def main() -> None:
     arguments = parser.parse_args()
     forward, backward = (float(part) / 1e3 for part in arguments.passes.split(","))
     # A GPU computes the norms of gradients in passing; on the CPU this takes longer than the step.
-    transfers.norms = lambda grads: [torch.ones((), dtype=torch.float64) for _ in grads]
+    step.norms = lambda grads: [torch.ones((), dtype=torch.float64) for _ in grads]
     rows = []
     for name in arguments.optimizers.split(";"):
         for rate in map(float, arguments.rates.split(",")):

@@ -33,8 +33,6 @@ def loss_of(net: Any, step: int) -> Any:
 @pytest.mark.parametrize("kind", [Lamb, Came])
 def test_steps_are_those_of_the_cpu(kind: Any, overlap: Overlap, options: dict[str, Any], dtype: torch.dtype) -> None:
     """A twin on the CPU is stepped with the device's gradients."""
-    if options and overlap == "backward":
-        pytest.skip("refused")
     rounding = {} if dtype is torch.float32 else {"weight_rounding": "master"}
     net = network().to(dtype)
     twin = network().to("cpu", dtype)

@@ -33,7 +33,6 @@ def rows() -> list[Any]:
         pytest.param(overlap, case, id=f"{overlap}-{case.id}", marks=[] if case.id in quick else [pytest.mark.slow])
         for overlap in OVERLAPS
         for case in CASES
-        if not (overlap == "backward" and needs_all(case))
     ]
 
 
@@ -108,8 +107,6 @@ def test_arrival_in_any_order(options: dict[str, Any]) -> None:
     """The results do not depend on the sizes of buckets, nor on when they arrive, also in float64."""
     found = []
     for bucket_mb, overlap in itertools.product((1e-4, 0.003, 0.02, 25), OVERLAPS):
-        if options and overlap == "backward":
-            continue
         net = network().double()
         optimizer = offloaded(
             net, Lamb(net.named_parameters(), lr=0.1, **options), overlap=overlap, bucket_mb=bucket_mb

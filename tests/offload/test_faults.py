@@ -1,13 +1,10 @@
-"""Errors, Ctrl-C and deletion at any point: what has been stepped is known, and nothing is stepped twice."""
+"""Errors and deletion at any point: what has been stepped is known, and nothing is stepped twice."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import signal
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 
 from bighorn import Lamb
 from bighorn.offloading import OffloadedOptimizer
-from bighorn.offloading.transfers import Bucket
+from bighorn.offloading.step import TransferBucket
 from tests.support.offloading import OVERLAPS, Make, Overlap, loss_of, network, offloaded
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 from tests.support.slow_copies import SlowCopies
@@ -80,9 +77,9 @@ def broken_loss(net: Any) -> Any:
 @contextlib.contextmanager
 def landing_fails(at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the stepping thread fail before it steps one of the buckets."""
-    land, count = Bucket.land, [0]
+    land, count = TransferBucket.land, [0]
 
-    def fail(bucket: Bucket) -> None:
+    def fail(bucket: TransferBucket) -> None:
         if sys._getframe(1).f_code.co_name == "wait":  # of the step
             count[0] += 1
             if count[0] == at:
@@ -90,7 +87,7 @@ def landing_fails(at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         land(bucket)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Bucket, "land", fail)
+        patched.setattr(TransferBucket, "land", fail)
         yield
 
 
@@ -117,24 +114,6 @@ def test_an_option_out_of_range_changes_nothing(overlap: Overlap) -> None:
     assert_equal(net, trained(lamb, range(5)))
 
 
-def test_an_option_out_of_range_in_backward() -> None:
-    net = network()
-    optimizer = offloaded(net, lamb(net), overlap="backward")
-    train(net, optimizer, range(2))
-    before = [param.clone() for param in net.parameters()]
-    optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(RuntimeError, match=r"no parameter has taken the step: optimizer.zero_grad") as error:
-        backward_and_step(net, optimizer)
-    cause = error.value.__cause__
-    assert isinstance(cause, ValueError)
-    assert "lr=-1.0" in str(cause)
-    assert_bitwise(list(net.parameters()), before)
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.zero_grad()
-    train(net, optimizer, range(2, 5))
-    assert_equal(net, trained(lamb, range(5)))
-
-
 @pytest.mark.parametrize("make", [lamb, adamw])
 @pytest.mark.parametrize("overlap", ["copies", "forward"])
 def test_a_backward_pass_that_fails(overlap: Overlap, make: Make) -> None:
@@ -151,77 +130,72 @@ def test_a_backward_pass_that_fails(overlap: Overlap, make: Make) -> None:
     assert_equal(net, trained(make, range(4)))
 
 
-# ---- steps that were broken off -------------------------------------------------------------------------------------
+# ---- steps that have failed ------------------------------------------------------------------------------------------
 
 
-def refuses_everything(net: nn.Module, optimizer: OffloadedOptimizer, cause: type[BaseException] | None) -> None:
+def refuses_everything(net: nn.Module, optimizer: OffloadedOptimizer) -> None:
     calls: list[Any] = [
         optimizer.step,
-        optimizer.zero_grad,
         optimizer.state_dict,
         optimizer.synchronize,
+        optimizer.read_weights,
+        lambda: optimizer.state,
         lambda: loss_of(net, 9).backward(),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match=r"of 8 parameters have taken a step that was not ended \(") as error:
+        with pytest.raises(RuntimeError, match=r"when \d of 8 parameters have taken the step \(") as error:
             call()
-        assert (None if error.value.__cause__ is None else type(error.value.__cause__)) is cause
+        assert isinstance(error.value.__cause__, MemoryError)
+
+
+def remedy_works(remedy: str, net: nn.Module, optimizer: OffloadedOptimizer, saved: Any) -> None:
+    """The parameters that have not taken the step continue with their weights on the device, or all from before."""
+    if remedy == "load":
+        optimizer.load_state_dict(saved[1])
+        net.load_state_dict(saved[0])
+        train(net, optimizer, range(2, 5))
+        optimizer.synchronize()
+        return
+    optimizer.zero_grad()
+    before = [param.clone() for param in net.parameters()]
+    optimizer.step()  # without gradients
+    optimizer.synchronize()
+    assert_bitwise(list(net.parameters()), before)
+    hosts = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    optimizer._read_written(optimizer._setup.params)
+    assert_bitwise(hosts, before)
+    train(net, optimizer, range(3, 5))
+    optimizer.synchronize()
 
 
 @pytest.mark.parametrize("make", [lamb, adamw])
-@pytest.mark.parametrize("remedy", ["finish", "drop", "load"])
-@pytest.mark.parametrize("accumulate", ["device", "host"])
+@pytest.mark.parametrize("remedy", ["zero_grad", "load"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_error_between_two_buckets(
-    overlap: Overlap, accumulate: str, remedy: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    overlap: Overlap, remedy: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network()
-    optimizer = offloaded(net, make(net), overlap=overlap, accumulate=accumulate)
+    optimizer = offloaded(net, make(net), overlap=overlap)
     train(net, optimizer, range(2))
     saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
     with landing_fails(3, monkeypatch), pytest.raises(RuntimeError, match="no memory") as error:
         backward_and_step(net, optimizer)
     assert isinstance(error.value.__cause__, MemoryError)
-    refuses_everything(net, optimizer, MemoryError)
-    if remedy == "finish":
-        optimizer.finish_step()
-    elif remedy == "drop":
-        optimizer.drop_step()
-        assert sorted(set(step_counts(optimizer))) == [2, 3]
-    else:
-        optimizer.load_state_dict(saved[1])
-        net.load_state_dict(saved[0])
-    train(net, optimizer, range(2 if remedy == "load" else 3, 5))
-    optimizer.synchronize()
-    assert max(step_counts(optimizer)) == 5
-    if remedy != "drop":
-        assert set(step_counts(optimizer)) == {5}
+    refuses_everything(net, optimizer)
+    remedy_works(remedy, net, optimizer, saved)
+    if remedy == "load":
         assert_equal(net, trained(make, range(5)))
+    else:
+        assert sorted(set(step_counts(optimizer))) == [4, 5]
 
 
-@pytest.mark.parametrize("make", [lamb, adamw])
-@pytest.mark.parametrize("remedy", ["finish", "drop"])
-def test_a_backward_pass_that_fails_when_buckets_have_been_stepped(remedy: str, make: Make) -> None:
-    net = network()
-    optimizer = offloaded(net, make(net), overlap="backward", bucket_mb=1e-4)
-    train(net, optimizer, range(2))
-    with pytest.raises(ZeroDivisionError):
-        broken_loss(net).backward()
-    with pytest.raises(RuntimeError, match=r"the last backward\(\) has not ended: 4 of 8 parameters"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="has not ended: 4 of 8"):
-        optimizer.zero_grad()
-    (optimizer.finish_step if remedy == "finish" else optimizer.drop_step)()
-    assert sorted(step_counts(optimizer)) == [2] * 4 + [3] * 4
-    train(net, optimizer, range(2, 4))
-    assert sorted(step_counts(optimizer)) == [4] * 4 + [5] * 4
-
-
+@pytest.mark.parametrize("remedy", ["zero_grad", "load"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_error_amid_the_arithmetic(overlap: Overlap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_amid_the_arithmetic(overlap: Overlap, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     optimizer = offloaded(net, adamw(net), overlap=overlap)
     train(net, optimizer, range(2))
+    saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
     step, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
 
     def fail(self: torch.optim.AdamW, closure: Any = None) -> Any:
@@ -232,20 +206,25 @@ def test_an_error_amid_the_arithmetic(overlap: Overlap, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", fail)
-        with pytest.raises(RuntimeError, match="while others were being stepped") as error:
+        with pytest.raises(RuntimeError, match="and others were being stepped"):
             backward_and_step(net, optimizer)
-    assert isinstance(error.value.__cause__, MemoryError)
-    with pytest.raises(RuntimeError, match="the step cannot be finished"):
-        optimizer.finish_step()
-    refuses_everything(net, optimizer, MemoryError)
-    optimizer.drop_step()
-    train(net, optimizer, range(3, 5))
+    refuses_everything(net, optimizer)
+    remedy_works(remedy, net, optimizer, saved)
+    if remedy == "load":
+        assert_equal(net, trained(adamw, range(5)))
 
 
-def test_there_is_no_step_to_finish() -> None:
-    net = network()
-    with pytest.raises(RuntimeError, match="no step was broken off"):
-        offloaded(net, lamb(net)).finish_step()
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_new_weights_that_do_not_arrive(overlap: Overlap) -> None:
+    net, copies = network(), SlowCopies(seed=None)
+    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=copies)
+    train(net, optimizer, range(2))
+    optimizer.synchronize()
+    copies.inward.error = OSError("the bus is off")
+    with pytest.raises(RuntimeError, match=r"bus is off.*and others were being stepped"):
+        backward_and_step(net, optimizer)
+    optimizer.zero_grad()
+    train(net, optimizer, range(2, 4))
 
 
 def test_a_second_backward_pass() -> None:
@@ -270,59 +249,12 @@ def test_copies_that_fail(overlap: Overlap) -> None:
     copies.outward.error = OSError("the bus is off")
     with pytest.raises((OSError, RuntimeError), match="bus is off"):
         backward_and_step(net, optimizer)
-    optimizer.drop_step()
+    optimizer.zero_grad()
     train(net, optimizer, range(2, 4))
     assert max(step_counts(optimizer)) <= 5
 
 
-# ---- Ctrl-C, and the end --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt: a shell starts commands in the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interruptible")
-@pytest.mark.parametrize("delay", [0.005, 0.03, 0.06, 0.1])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_interrupt(overlap: Overlap, delay: float) -> None:
-    """It comes before the step, or when all parameters have taken it; a step that buckets have begun can be ended."""
-    net = network()
-    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=SlowCopies(bandwidth=5e5, seed=None))
-    train(net, optimizer, range(1))
-    optimizer.synchronize()
-    loss_of(net, 1).backward()
-    timer = threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
-
-    def interrupted() -> None:
-        optimizer.step()
-        optimizer.synchronize()
-        time.sleep(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    timer.join()
-    if optimizer._running is None and any(bucket.stepped for bucket in optimizer._grads.buckets):
-        assert overlap == "backward"
-        with pytest.raises(RuntimeError, match=r"end it with step\(\)"):
-            optimizer.zero_grad()
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.synchronize()
-    [taken] = set(step_counts(optimizer))
-    assert taken in (1, 2)
-    train(net, optimizer, range(2, 4))
-    optimizer.synchronize()
-    other = network()
-    plain = lamb(other)
-    train(other, plain, range(taken))
-    train(other, plain, range(2, 4))
-    assert_equal(net, other)
+# ---- the end ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

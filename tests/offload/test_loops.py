@@ -11,11 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale
-from tests.support.cases import Kind, needs_grad_dtype
+from tests.support.cases import Kind
 from tests.support.offloading import OVERLAPS, Make, Overlap, in_groups, loss_of, network, offloaded, scaled_step
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
-
-ACCUMULATES = ("device", "host")
 
 
 def lamb(net: nn.Module, **options: Any) -> Lamb:
@@ -26,10 +24,6 @@ def adamw(net: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), **{"lr": 0.1, **options})
 
 
-def ways(*options: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("overlap", [overlap for overlap in OVERLAPS if overlap not in options])
-
-
 def assert_equal(net: nn.Module, other: nn.Module) -> None:
     assert_bitwise(list(net.parameters()), list(other.parameters()))
 
@@ -37,21 +31,19 @@ def assert_equal(net: nn.Module, other: nn.Module) -> None:
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-@ways()
-@pytest.mark.parametrize("accumulate", ACCUMULATES)
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("make", [lamb, adamw])
-def test_accumulation(make: Make, accumulate: str, overlap: Overlap) -> None:
+def test_accumulation(make: Make, overlap: Overlap) -> None:
     nets = network(), network()
     plain, other = (make(net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap, accumulate=accumulate)
+    theirs = offloaded(nets[1], other, overlap=overlap)
     for step in range(4):
         for micro in range(3):
             loss_of(nets[0], 3 * step + micro).backward()
         with theirs.accumulate():
             for micro in range(2):
                 loss_of(nets[1], 3 * step + micro).backward()
-        kept = [param.grad is not None for param in nets[1].parameters()]
-        assert kept == [accumulate == "device"] * len(kept)
+        assert all(param.grad is not None for param in nets[1].parameters())
         loss_of(nets[1], 3 * step + 2).backward()
         for optimizer in (plain, theirs):
             optimizer.step()
@@ -60,37 +52,7 @@ def test_accumulation(make: Make, accumulate: str, overlap: Overlap) -> None:
     assert_equal(*nets)
 
 
-@needs_grad_dtype
-@pytest.mark.parametrize("overlap", ["copies", "forward"])
-def test_accumulation_on_the_host_needs_no_context(overlap: Overlap) -> None:
-    """Also in bfloat16, whose gradients are added up in float32, and with a clip."""
-    nets = network().bfloat16(), network().bfloat16()
-    plain, other = (lamb(net, weight_rounding="master", max_grad_norm=0.01) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap, accumulate="host")
-    for step in range(3):
-        sums = [torch.zeros_like(param, dtype=torch.float32) for param in nets[0].parameters()]
-        for micro in range(3):
-            loss_of(nets[0], 3 * step + micro).backward()
-            for total, param in zip(sums, nets[0].parameters(), strict=True):
-                assert param.grad is not None
-                total += param.grad
-                param.grad = None
-            loss_of(nets[1], 3 * step + micro).backward()
-        for total, param in zip(sums, nets[0].parameters(), strict=True):
-            if not hasattr(param, "grad_dtype"):
-                pytest.skip("this torch refuses gradients of another dtype")
-            param.grad_dtype = torch.float32
-            param.grad = total
-        plain.step()
-        plain.zero_grad()
-        for param in nets[0].parameters():
-            param.grad_dtype = torch.bfloat16
-        theirs.step()
-    theirs.synchronize()
-    assert_equal(*nets)
-
-
-@ways()
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_gradients_that_no_backward_pass_has_sent(overlap: Overlap) -> None:
     nets = network(), network()
     plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap=overlap)
@@ -104,7 +66,7 @@ def test_gradients_that_no_backward_pass_has_sent(overlap: Overlap) -> None:
     assert_equal(*nets)
 
 
-@ways("backward")
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_clip_for_an_optimizer_of_torch(overlap: Overlap) -> None:
     nets = network(), network()
     plain, theirs = adamw(nets[0]), offloaded(nets[1], adamw(nets[1]), overlap=overlap, max_grad_norm=0.01)
@@ -152,7 +114,7 @@ def test_a_closure() -> None:
 # ---- scalers --------------------------------------------------------------------------------------------------------
 
 
-@ways("backward")
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("make", [lamb, adamw])
 @pytest.mark.parametrize("ours", [True, False], ids=["LossScaler", "GradScaler"])
 def test_scalers(ours: bool, make: Make, overlap: Overlap) -> None:
@@ -202,7 +164,7 @@ def test_a_scaler_that_was_not_passed(make: Make, scaler: Any) -> None:
 def test_a_scaler_that_is_off() -> None:
     net = network()
     scaler = LossScaler(enabled=False)
-    optimizer = offloaded(net, lamb(net), scaler=scaler, overlap="backward")
+    optimizer = offloaded(net, lamb(net), scaler=scaler)
     scaler.scale(loss_of(net, 0)).backward()
     scaler.step(optimizer)
     assert int(optimizer.state[net[0].weight]["step"]) == 1
@@ -211,7 +173,7 @@ def test_a_scaler_that_is_off() -> None:
 # ---- groups, schedules, hooks, reports ------------------------------------------------------------------------------
 
 
-@ways()
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
     nets = network(), network()
     plain, other = (in_groups(kind, net) for net in nets)
@@ -231,7 +193,7 @@ def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
     assert theirs.explain().startswith(plain.explain())
 
 
-@ways()
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("make", [lamb, adamw])
 def test_schedulers_of_torch(make: Make, overlap: Overlap, recwarn: pytest.WarningsRecorder) -> None:
     """OneCycleLR writes betas, too, and a tensor as lr is written in place."""
@@ -286,7 +248,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
         optimizer.zero_grad()
 
 
-@ways()
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("first", [False, True], ids=["plain-first", "offloaded-first"])
 @pytest.mark.parametrize("make", [lamb, adamw])
 def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap: Overlap) -> None:
@@ -326,7 +288,7 @@ def test_an_optimizer_that_has_state_already() -> None:
     assert_equal(net, whole)
 
 
-@ways()
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("make", [lamb, adamw])
 def test_distributed_checkpoints(make: Make, overlap: Overlap) -> None:
     whole, nets = network(), (network(), network())
@@ -345,7 +307,7 @@ def test_distributed_checkpoints(make: Make, overlap: Overlap) -> None:
 # ---- written weights ------------------------------------------------------------------------------------------------
 
 
-@ways()
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "master"])
 def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Overlap) -> None:
     nets = network().bfloat16(), network().bfloat16()
@@ -365,7 +327,7 @@ def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Ov
                 theirs.synchronize()
                 net[3].weight.data = net[3].weight * 0.5
             loss_of(net, step).backward()
-            if step == 4 and overlap != "backward":  # between backward and step
+            if step == 4:  # between backward and step
                 with torch.no_grad():
                     net[5].weight.clamp_(-0.01, 0.01)
             optimizer.step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bighorn import Lamb
-from bighorn.offloading.transfers import Bucket, step_parts
+from bighorn.offloading.step import TransferBucket, step_parts
 from tests.support.offloading import loss_of, network, offloaded
 from tests.support.slow_copies import SlowCopies
 
@@ -17,7 +17,7 @@ from tests.support.slow_copies import SlowCopies
     ("buckets", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (9, [1, 2, 3, 2, 1]), (21, [1, 2, 4, 7, 4, 2, 1])]
 )
 def test_parts_grow_and_shrink(buckets: int, sizes: list[int]) -> None:
-    given = [Bucket([]) for _ in range(buckets)]
+    given = [TransferBucket([], [], None) for _ in range(buckets)]
     parts = step_parts(given)
     assert [len(part) for part in parts] == sizes
     assert [bucket for part in parts for bucket in part] == given
@@ -27,7 +27,7 @@ def test_backward_ends_while_two_buckets_are_in_flight() -> None:
     net, copies, go = network(), SlowCopies(seed=None), threading.Event()
     optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), bucket_mb=0.027, copies=copies)
     loss_of(net, 0).backward()
-    count = len(optimizer._grads.buckets)
+    count = len(optimizer._current.buckets)
     optimizer.step()
     copy = copies.outward.copy
     sent = []

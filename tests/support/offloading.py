@@ -15,8 +15,8 @@ from bighorn.offloading import OffloadedOptimizer
 from tests.support.cases import Kind, allow_gradients_of
 from tests.support.slow_copies import SlowCopies
 
-Overlap = Literal["copies", "backward", "forward"]
-OVERLAPS: tuple[Overlap, ...] = ("copies", "backward", "forward")
+Overlap = Literal["copies", "forward"]
+OVERLAPS: tuple[Overlap, ...] = ("copies", "forward")
 SMALL_BUCKET = 0.0005
 """In megabytes; the network below has five buckets of it."""
 

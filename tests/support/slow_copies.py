@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from bighorn.offloading.copies import Pairs
+from bighorn.offloading.worker import Latch
 
 
 class SlowArrival:
     """The end of copies in a thread."""
 
     def __init__(self) -> None:
-        self.ended = threading.Event()
+        self.ended = Latch()
         self.error: BaseException | None = None
 
     def synchronize(self) -> None:
@@ -34,8 +36,8 @@ class Direction:
     def __init__(self, bandwidth: float, delay: float, seed: int | None) -> None:
         self.bandwidth, self.delay = bandwidth, delay
         self.random = None if seed is None else random.Random(seed)
+        self.begun: queue.SimpleQueue[tuple[list[tuple[Tensor, Tensor]], SlowArrival]] = queue.SimpleQueue()
         self.waiting: list[tuple[list[tuple[Tensor, Tensor]], SlowArrival]] = []
-        self.changed = threading.Condition()
         self.bytes = 0
         self.error: BaseException | None = None
         """What the next copy raises."""
@@ -43,21 +45,26 @@ class Direction:
 
     def begin(self, pairs: list[tuple[Tensor, Tensor]]) -> SlowArrival:
         arrival = SlowArrival()
-        with self.changed:
-            self.waiting.append((pairs, arrival))
-            self.changed.notify()
+        self.begun.put((pairs, arrival))
         return arrival
 
     def serve(self) -> None:
         while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.waiting)
-                index = 0 if self.random is None else self.random.randrange(len(self.waiting))
-                pairs, arrival = self.waiting.pop(index)
+            while not self.waiting or not self.begun.empty():
+                self.waiting.append(self.begun.get())
+            pairs, arrival = self.waiting.pop(self.next())
             if self.random is not None:
                 time.sleep(self.random.random() * self.delay)
             self.copy(pairs, arrival)
             del pairs, arrival
+
+    def next(self) -> int:
+        """A random copy of those that wait, but the first of those to the same memory."""
+        chosen = 0 if self.random is None else self.random.randrange(len(self.waiting))
+        targets = {target.data_ptr() for target, _ in self.waiting[chosen][0]}
+        return next(
+            i for i, (pairs, _) in enumerate(self.waiting) if targets & {target.data_ptr() for target, _ in pairs}
+        )
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], arrival: SlowArrival) -> None:
         size, began = sum(source.nbytes for _, source in pairs), time.perf_counter()

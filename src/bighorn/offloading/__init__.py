@@ -1,6 +1,6 @@
 """Optimizer offload: state and arithmetic in the host's memory, beside the backward pass of a model on a device.
 
-`offload.py` wraps an optimizer for the training loop, `transfers.py` moves gradients and weights in buckets, and
+`offload.py` checks the arguments, `optimizer.py` has the methods for the training loop, `step.py` holds one step, and
 `copies.py` is all that depends on the device.
 """
 

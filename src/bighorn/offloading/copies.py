@@ -25,7 +25,7 @@ class Arrival(Protocol):
 class Copies(Protocol):
     """The memory of the host that a device reaches, and the copies in both directions.
 
-    Copies in one direction need not end in the order in which they began.
+    Copies in one direction need not take place in the order in which they began, except those to the same memory.
     """
 
     def pinned(self, nbytes: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -36,16 +38,35 @@ def users(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
     yield from found
 
 
-def before_use(model: nn.Module, wait: Callable[[list[Tensor]], None]) -> list[Callable[[], None]]:
-    """Call a function before a module uses parameters, in its forward or in its `state_dict()`; return the undoing."""
-    handles: list[Any] = []
+class BeforeUse:
+    """A hook that calls a method before a module uses parameters. A copy of it, in a copy of the model, does nothing.
+
+    Args:
+        wait: A weak reference to the method, so that the hook does not keep its object. Default: None.
+        params: The parameters. Default: ().
+    """
+
+    def __init__(
+        self, wait: weakref.WeakMethod[Callable[[list[Tensor]], None]] | None = None, params: Any = ()
+    ) -> None:
+        self._wait, self._params = wait, params
+
+    def __call__(self, *_: object) -> None:
+        """Call the method."""
+        if self._wait is not None and (wait := self._wait()) is not None:
+            wait(self._params)
+
+    def __reduce__(self) -> tuple[type[BeforeUse], tuple[()]]:
+        """Return what copy and pickle make instead."""
+        return BeforeUse, ()
+
+
+def before_use(model: nn.Module, wait: weakref.WeakMethod[Callable[[list[Tensor]], None]]) -> list[RemovableHandle]:
+    """Call a method before a module uses parameters, in its forward or in its `state_dict()`; return the hooks."""
+    handles: list[RemovableHandle] = []
     for module, params in users(model):
-        handles.append(module.register_forward_pre_hook(lambda *_, params=params: wait(params), prepend=True))
+        handles.append(module.register_forward_pre_hook(BeforeUse(wait, params), prepend=True))
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if own:
-            handle = module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                lambda *_, own=own: wait(own)
-            )
-            handles.append(handle)
-    return [handle.remove for handle in handles]
+        if own := list(module.parameters(recurse=False)):
+            handles.append(module.register_state_dict_pre_hook(BeforeUse(wait, own)))  # type: ignore[no-untyped-call]
+    return handles

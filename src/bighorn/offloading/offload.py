@@ -1,24 +1,36 @@
-"""`offload`: an optimizer whose state and arithmetic are in the host's memory."""
+"""`offload`: an optimizer whose state and arithmetic are in the host's memory, and the checks of its arguments."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from bighorn.offloading import refusals
+from bighorn.distributed import sharding
+from bighorn.distributed.gradient_release import StepsAhead
+from bighorn.distributed.refusals import whole_step_reason
 from bighorn.offloading.copies import AcceleratorCopies, Copies
 from bighorn.offloading.optimizer import OffloadedOptimizer
+
+OVERLAPS = ("copies", "forward")
+
+DDP = (
+    "DistributedDataParallel averages gradients after they are there, so that every rank would step with its own: use "
+    "fully_shard, which hands over averages"
+)
 
 
 def offload(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    overlap: Literal["copies", "backward", "forward"] = "copies",
-    accumulate: Literal["device", "host"] = "device",
+    overlap: Literal["copies", "forward"] = "copies",
     masters: bool = False,
     max_grad_norm: float | None = None,
     scaler: GradScaler | None = None,
@@ -28,29 +40,30 @@ def offload(
     """Keep an optimizer's state in the host's memory, and step there, beside the passes of a model on a device.
 
     Weights stay on the device. Gradients leave it in buckets while `backward()` runs, and are freed there; the CPU
-    steps weights of its own, and sends them back. The training loop does not change, and its results are those of the
-    same optimizer on the CPU, bit for bit. The returned optimizer takes the place of the one passed, also for
-    schedulers and checkpoints, whose contents are as if nothing were offloaded.
+    steps weights of its own, and sends them back. The training loop does not change. The returned optimizer takes the
+    place of the one passed, also for schedulers and checkpoints, whose contents are as if nothing were offloaded.
 
-    After `backward()`, gradients no longer exist on the device, so that `clip_grad_norm_` finds none.
+    Results are those of the same optimizer on the CPU with the same gradients, bit for bit, also with `max_grad_norm`
+    below. The exception is Lamb's and Came's own `max_grad_norm` and `skip_nonfinite`: the device adds up the squares
+    of all gradients, in float64 as they do, but in another order. The norm then differs by about 1e-15 of itself, which
+    parameters in float64 show, and others in rare steps.
+
+    After `backward()`, gradients no longer exist on the device, so that `clip_grad_norm_` finds none. A copy of the
+    model, by deepcopy or pickle, is not offloaded, and is as if it had never been.
 
     Args:
         model: A model on a device; with FSDP2, call this after `fully_shard`.
         optimizer: A Lamb, a Came or an optimizer of `torch.optim` over the model's parameters. It may have state.
         overlap: What runs beside other work of the device. With "copies", gradients travel during `backward()`, and
-            `step()` steps each bucket while the weights of the one before travel back; after any error of its own,
-            everything is as before. "backward" also steps during `backward()`, as far as gradients have arrived; an
-            error can then leave some parameters stepped, and the optimizer says which. It cannot be combined with a
-            clip, skip_nonfinite or a scaler, which need all gradients first, and it reads options when the pass begins.
-            With "forward", `step()` returns at once, and the forward and the `state_dict()` of each module wait for its
-            weights; any other code that reads weights must call `synchronize()` first. Default: "copies".
-        accumulate: Where the gradients of several `backward()` calls are added up: on the "device", which keeps them
-            there, inside `accumulate()`; or on the "host", in float32, where each call sends its own. Default:
-            "device".
+            `step()` steps each bucket while the weights of the one before travel back. With "forward", `step()` returns
+            at once, and the forward and the `state_dict()` of each module wait for its weights; any other code that
+            reads weights must call `synchronize()` first, such as one that copies the model. Default: "copies".
         masters: Step float32 masters of 16-bit weights, which are in `state_dict()` as "master". For Lamb and Came this
             computes what their `weight_rounding="master"` does. Default: False.
-        max_grad_norm: Clip as `clip_grad_norm_` does, for an optimizer of `torch.optim`; Lamb and Came have this option
-            themselves. Default: None.
+        max_grad_norm: Clip as `clip_grad_norm_(params, max_grad_norm)` does, for an optimizer of `torch.optim`, with
+            the parameters in its order; a gradient that is not finite makes every gradient NaN, or 0, as there. With
+            masters, gradients are float32 before they are clipped. Lamb and Came have this option themselves. Default:
+            None.
         scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.
         bucket_mb: The size of a bucket in millions of bytes; gradients of two are on the device. Default: 10.0.
         copies: The copies of a device that torch has no streams for. Default: None.
@@ -73,23 +86,15 @@ def offload(
         ...     print(str(error).partition(":")[0])
         the parameters are on cpu, so there is nothing to offload
     """
-    refusals.check_types(model, optimizer, scaler)
-    refusals.check_options(overlap, accumulate, masters, max_grad_norm, bucket_mb)
+    check_types(model, optimizer, scaler)
+    check_options(overlap, masters, max_grad_norm, bucket_mb)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError("optimizer was offloaded already: use it as it is")
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    device = refusals.device_of(params, stands_in=copies is not None)
-    reason = refusals.unsupported_reason(
-        model,
-        optimizer,
-        overlap,
-        accumulate,
-        masters=masters,
-        clips=max_grad_norm is not None,
-        scales=scaler is not None,
-    )
+    device = device_of(params, stands_in=copies is not None)
+    reason = unsupported_reason(model, optimizer, overlap, masters=masters, clips=max_grad_norm is not None)
     if reason is not None:
         raise ValueError(f"the optimizer cannot be offloaded: {reason}")
     return OffloadedOptimizer(
@@ -97,9 +102,123 @@ def offload(
         optimizer,
         AcceleratorCopies(device) if copies is None else copies,
         overlap=overlap,
-        accumulate=accumulate,
         masters=masters,
         max_grad_norm=max_grad_norm,
         scaler=scaler,
         bucket_bytes=int(bucket_mb * 1e6),
+    )
+
+
+def check_types(model: object, optimizer: object, scaler: object) -> None:
+    """Raise for an argument of the wrong type."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or a LossScaler, not {type(scaler).__name__}")
+
+
+def check_options(overlap: object, masters: object, max_grad_norm: object, bucket_mb: object) -> None:
+    """Raise for an option that is out of range."""
+    if overlap not in OVERLAPS:
+        raise ValueError(f"overlap={overlap!r} must be one of {', '.join(map(repr, OVERLAPS))}")
+    if not isinstance(masters, bool):
+        raise TypeError(f"masters={masters!r} must be True or False")
+    for name, value in {"max_grad_norm": max_grad_norm, "bucket_mb": bucket_mb}.items():
+        if value is None and name == "max_grad_norm":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}={value!r} must be a number")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r} must be positive and finite")
+
+
+def device_of(params: Sequence[Tensor], stands_in: bool) -> torch.device:
+    """Return the device of all parameters; `stands_in`: copies were given, so that the CPU may stand for a device.
+
+    Raises:
+        ValueError: They are on the CPU, or on several devices.
+    """
+    devices = sorted({str(sharding.local(param).device) for param in params})
+    if not devices:
+        raise ValueError("optimizer holds no parameters")
+    if len(devices) > 1:
+        raise ValueError(
+            f"optimizer holds parameters on {' and '.join(devices)}: make an optimizer for each device, and offload "
+            "each of them"
+        )
+    device = torch.device(devices[0])
+    if device.type == "meta" or (device.type == "cpu" and not stands_in):
+        raise ValueError(
+            f"the parameters are on {device}, so there is nothing to offload: move the model to its device, "
+            'model.to("cuda"), then make the optimizer and offload it; to step on the CPU with gradients there, as '
+            "with FSDP2's CPUOffloadPolicy, use the optimizer as it is"
+        )
+    return device
+
+
+def unsupported_reason(
+    model: nn.Module, optimizer: Optimizer, overlap: str, *, masters: bool, clips: bool
+) -> str | None:
+    """The reason why an optimizer of a model cannot be offloaded like that, with the remedy, or None."""
+    return (
+        _model_reason(model, optimizer)
+        or _masters_reason(optimizer, masters)
+        or _optimizer_reason(optimizer, clips)
+        or _sharded_reason(optimizer, overlap, clips)
+    )
+
+
+def _optimizer_reason(optimizer: Optimizer, clips: bool) -> str | None:
+    if (reason := whole_step_reason(optimizer)) is not None:
+        return f"optimizer is {type(optimizer).__name__}, which cannot step a part of its parameters: {reason}"
+    for name in ("capturable", "differentiable"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            return f"optimizer was made with {name}=True, which steps on the CPU do not support: leave it out"
+    if clips and isinstance(optimizer, StepsAhead):
+        return f"max_grad_norm is an option of {type(optimizer).__name__} itself: give it to the optimizer"
+    return None
+
+
+def _model_reason(model: nn.Module, optimizer: Optimizer) -> str | None:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return DDP
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    if held.isdisjoint(model.parameters()):
+        return "optimizer holds none of the model's parameters: make it from the parameters of this very model"
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            return f"{name or 'the model'} has sparse gradients: make it with sparse=False"
+    for name, param in model.named_parameters():
+        if param in held and getattr(param, "_post_accumulate_grad_hooks", None):
+            return (
+                f"{name} has a hook for its gradient already (release_gradients, another offload, or your own), which "
+                "would find none: leave it out"
+            )
+    return None
+
+
+def _masters_reason(optimizer: Optimizer, masters: bool) -> str | None:
+    for group in optimizer.param_groups if masters else ():
+        if group.get("weight_rounding", "nearest") != "nearest":
+            return (
+                f"masters=True and weight_rounding={group['weight_rounding']!r} both say how 16-bit weights are kept: "
+                "leave weight_rounding out"
+            )
+        if any(param in optimizer.state for param in group["params"]):
+            return "masters=True is for an optimizer without state: offload it first, then load the checkpoint"
+    return None
+
+
+def _sharded_reason(optimizer: Optimizer, overlap: str, clips: bool) -> str | None:
+    if not any(sharding.is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        return None
+    if clips:
+        return "max_grad_norm of offload() knows the norms of this rank's shards only: use that of Lamb or Came"
+    if overlap == "copies":
+        return None
+    return (
+        f"overlap={overlap!r} would send sums between ranks from two threads, since parameters are sharded: use "
+        'overlap="copies"'
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -15,21 +16,21 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from bighorn.distributed import sharding
-from bighorn.offloading import refusals
 from bighorn.offloading.copies import Copies
 from bighorn.offloading.forward import before_use
-from bighorn.offloading.groups import SharedOptions
-from bighorn.offloading.host_step import BrokenStep, HostStep
-from bighorn.offloading.masters import load_with_masters, with_masters
-from bighorn.offloading.params import offloaded_params
-from bighorn.offloading.scaled import Scaled
-from bighorn.offloading.transfers import Bucket, GradientBuckets, HostSums
+from bighorn.offloading.params import (
+    OffloadedParam,
+    SharedOptions,
+    load_with_masters,
+    offloaded_params,
+    with_masters,
+)
+from bighorn.offloading.step import NUMBER_BYTES, ClipsItself, OffloadedStep, ScaledStep, StepSetup
 from bighorn.offloading.worker import Job, Worker
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 BESIDE = {
     "copies": "gradients travel during backward(), new weights during step()",
-    "backward": "gradients travel and are stepped during backward(), and new weights travel back",
     "forward": "gradients travel during backward(); they are stepped, and new weights travel, during the next forward",
 }
 
@@ -54,46 +55,41 @@ class OffloadedOptimizer(Optimizer):
         copies: Copies,
         *,
         overlap: str,
-        accumulate: str,
         masters: bool,
         max_grad_norm: float | None,
         scaler: GradScaler | None,
         bucket_bytes: int,
     ) -> None:
-        self.optimizer, self.overlap, self._accumulate = optimizer, overlap, accumulate
+        self.optimizer, self.overlap, self._copies = optimizer, overlap, copies
         self._worker = Worker(optimizer.param_groups[0]["params"][0].device)
         # The stepping thread takes the memory from its NUMA node.
-        self._groups = self._worker.submit(
-            lambda: offloaded_params(model, optimizer, copies, sums=accumulate == "host", masters=masters)
-        ).result()
+        self._groups = self._worker.submit(lambda: offloaded_params(model, optimizer, copies, masters=masters)).result()
         self._params = {id(param.device): param for group in self._groups for param in group}
-        self._host_step = HostStep(optimizer, copies, max_grad_norm)
-        self._sharded = any(sharding.is_sharded(param.device) for param in self._params.values())
-        if accumulate == "host":
-            largest = max(param.grad.numel() * param.grad_dtype.itemsize for param in self._params.values())
-            self._grads: GradientBuckets = HostSums(copies, bucket_bytes, largest, self._worker)
-        else:
-            needed = self._host_step.own_clip and not self._sharded
-            self._grads = GradientBuckets(
-                copies, bucket_bytes, needed or max_grad_norm is not None or scaler is not None
-            )
-        self._scaled = None if scaler is None else Scaled(scaler, self._take_step)
-        self._partial = self._in_backward = False
-        self._running: tuple[Job[None], list[Bucket]] | None = None
-        """The step that the stepping thread takes."""
-        self._on_the_way: dict[int, Bucket] = {}
-        """The bucket of each parameter whose new weights the forward pass has to wait for."""
-        self._broken: BrokenStep | None = None
-        self._copies = copies
-        self._complete = False
+        params = list(self._params.values())
+        self._sharded = any(sharding.is_sharded(param.device) for param in params)
+        clips_itself = isinstance(optimizer, ClipsItself) and optimizer.whole_step_reason() is not None
+        self._setup = StepSetup(
+            optimizer,
+            params,
+            copies,
+            bucket_bytes,
+            clips_itself and not self._sharded,
+            max_grad_norm,
+            scaler,
+            overlap == "forward",
+            copies.pinned(NUMBER_BYTES),
+        )
+        self._current = OffloadedStep(self._setup)
+        self._scaled = None if scaler is None else ScaledStep(scaler, self._take_step)
+        self._accumulates = self._complete = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._complete = True
-        self._take_over(optimizer)
+        self._adopt(optimizer)
         self._options = SharedOptions(self.param_groups, optimizer)
         self.read_weights()
         self._register(model)
 
-    def _take_over(self, optimizer: Optimizer) -> None:
+    def _adopt(self, optimizer: Optimizer) -> None:
         """Give an optimizer the host's parameters, with the state of the model's, and take its step hooks."""
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             for param in params:
@@ -103,7 +99,7 @@ class OffloadedOptimizer(Optimizer):
         for name in STEP_HOOKS:
             setattr(self, name, getattr(optimizer, name))
             setattr(optimizer, name, OrderedDict())
-        optimizer.register_step_pre_hook(lambda *_: refusals.refuse_inner_step())
+        optimizer.register_step_pre_hook(_refuse_inner_step)
 
     def _register(self, model: nn.Module) -> None:
         # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).
@@ -113,16 +109,11 @@ class OffloadedOptimizer(Optimizer):
             if (optimizer := mine()) is not None:
                 optimizer._on_grad(tensor)
 
-        def before(params: list[Tensor]) -> None:
-            if (optimizer := mine()) is not None:
-                optimizer._wait_for(params)
-
         trained = [param.device for param in self._params.values() if param.device.requires_grad]
         handles = [tensor.register_post_accumulate_grad_hook(on_grad) for tensor in trained]  # type: ignore[no-untyped-call]
-        undo = [handle.remove for handle in handles]
         if self.overlap == "forward":
-            undo += before_use(model, before)
-        weakref.finalize(self, lambda: [remove() for remove in undo])
+            handles += before_use(model, weakref.WeakMethod(self._wait_for))
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     # ---- what an optimizer has --------------------------------------------------------------------------------------
 
@@ -130,8 +121,8 @@ class OffloadedOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """The state of each parameter of the model, in the host's memory."""
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        if "_groups" in self.__dict__:
-            self._join()
+        if "_current" in self.__dict__:
+            self._end_last_step()
             held = self.optimizer.state
             state.update({param.device: held[param.host] for param in self._params.values() if param.host in held})
         return state
@@ -144,7 +135,7 @@ class OffloadedOptimizer(Optimizer):
         """Return an attribute of the optimizer that was passed."""
         if name.startswith("_") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self._join()
+        self._end_last_step()
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> NoReturn:
@@ -170,6 +161,10 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients that `backward()` has sent.
 
+        If Ctrl-C (KeyboardInterrupt) leaves this method, the step was either not taken, and the gradients are kept, or
+        it was taken for all parameters, and the next call of any method says so in a RuntimeWarning. Call `step()`
+        again to have it taken in any case, and never twice; call `zero_grad()` to forget gradients that are kept.
+
         Args:
             closure: A function that computes the loss and its gradients, and returns the loss. Default: None.
 
@@ -177,22 +172,30 @@ class OffloadedOptimizer(Optimizer):
             The value that the closure returned.
 
         Raises:
-            RuntimeError: A backward pass or a step was broken off, a scaler has called this, or the model has changed.
-            Exception: The errors of the optimizer's own step; everything is as before, unless the next call raises a
-                RuntimeError that says otherwise.
+            RuntimeError: A backward pass or a step has failed, a scaler has called this, the model has changed, or this
+                is a fork of the process that trains.
+            Exception: The errors of the optimizer's own step; everything is as before.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")] != [None, None]:
-            refusals.refuse_scaler()
-        with torch.no_grad():
-            self._before_step()
-            if self._scaled is None:
-                self._take_step(None, None)
-            else:
-                self._scaled.step_all(self._sum_of_all())
+            raise RuntimeError(
+                "a scaler finds no gradients here, since they are in the host's memory: pass it to offload(..., "
+                "scaler=scaler), and call optimizer.step() in place of scaler.step(optimizer)"
+            )
+        self._worker.check_process()
+        was_taken = self._end_last_step()
+        present = [param for param in self._params.values() if param.device.grad is not None]
+        if was_taken and not present:
+            return loss
+        self._collect(present)
+        self._options.exchange()
+        if self._scaled is None:
+            self._take_step(None, None)
+        else:
+            self._scaled.step_all(self._overflows())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -202,28 +205,24 @@ class OffloadedOptimizer(Optimizer):
             set_to_none: As in torch. Default: True.
 
         Raises:
-            RuntimeError: Parameters have taken a step that was not ended.
+            RuntimeError: A step that Ctrl-C has left has failed.
         """
-        if self._running is None:
-            self._settle()
-            if self._broken is None and any(bucket.stepped for bucket in self._grads.buckets):
-                raise RuntimeError(
-                    "parameters have taken a step inside backward with gradients that zero_grad() would forget: end it "
-                    "with step(), or let the others keep their weights with drop_step()"
-                )
-            if self._broken is not None and (self._broken.stepped or self._broken.in_doubt):
-                self._check_usable()
+        if not self._current.returned:  # the gradients of a step that has returned are used, and then freed
+            if self._current.failure is None:
+                self._end_last_step()
             self._forget()
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer as if nothing were offloaded."""
-        self.synchronize()
+        self._end_last_step()
         self._options.exchange()
-        return with_masters(self.optimizer.state_dict(), list(self._params.values()))
+        return with_masters(self.optimizer.state_dict(), self._setup.params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`, of an offloaded optimizer or not. It replaces a step that was broken off.
+        """Load a `state_dict`, of an offloaded optimizer or not.
+
+        Gradients are kept, unless a backward pass or a step has failed, which this ends.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -231,11 +230,11 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             ValueError: As for the optimizer that was passed, which is unchanged then.
         """
-        self._settle()
-        load = self.optimizer.load_state_dict
-        load_with_masters(load, state_dict, list(self._params.values()))
-        self._host_step.end()
-        self._forget()
+        if self._current.failure is None:
+            self._end_last_step()
+        load_with_masters(self.optimizer.load_state_dict, state_dict, self._setup.params)
+        if self._current.failure is not None or self._current.in_pass:
+            self._forget()
         self._options.read()
 
     # ---- methods of its own -----------------------------------------------------------------------------------------
@@ -243,11 +242,11 @@ class OffloadedOptimizer(Optimizer):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Add up the gradients of each `backward()` inside; the first one outside completes the sum."""
-        self._partial = True
+        self._accumulates = True
         try:
             yield
         finally:
-            self._partial = False
+            self._accumulates = False
 
     def synchronize(self) -> None:
         """Wait for the last step, so that any code may read the weights.
@@ -255,8 +254,7 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             RuntimeError: That step has failed.
         """
-        self._join()
-        self._check_usable()
+        self._end_last_step()
 
     def read_weights(self) -> None:
         """Copy the weights from the device to the host.
@@ -265,39 +263,15 @@ class OffloadedOptimizer(Optimizer):
         not notice a write into `param.data`, as that of many averages of weights (`param.data.copy_(average)`), or
         through a pointer, as those of NumPy and of kernels: torch does not count these.
         """
-        self._join()
-        for param in self._params.values():
+        self._end_last_step()
+        for param in self._setup.params:
             param.equal_at = ()
-        self._read_written(list(self._params.values()))
-
-    def finish_step(self) -> None:
-        """Step the parameters that have gradients and have not taken a step that was broken off, and end it.
-
-        Raises:
-            RuntimeError: No step was broken off, or the arithmetic may have been interrupted.
-        """
-        self._settle()
-        broken = self._broken
-        if broken is None:
-            raise RuntimeError("no step was broken off: call step()")
-        if broken.in_doubt or (self._accumulate == "host" and self._host_step.own_clip):
-            raise RuntimeError(f"the step cannot be finished: {broken.describe(len(self._params))}") from broken.cause
-        self._broken, self._in_backward, self._host_step.error = None, False, None
-        with torch.no_grad():
-            self._grads.send()
-            self._run()
-
-    def drop_step(self) -> None:
-        """Forget the gradients of a step that was broken off; parameters that have taken it keep their new weights."""
-        self._settle()
-        self._host_step.end()
-        self._forget()
-        super().zero_grad()
+        self._read_written(self._setup.params)
 
     def explain(self) -> str:
         """Return what the optimizer explains, what is where, which threads step, and what overlaps."""
         inner = getattr(self.optimizer, "explain", None)
-        params, worker = self._params.values(), self._worker
+        params, worker = self._setup.params, self._worker
         cpus = f", on the {len(worker.cpus)} CPUs near the device" if worker.cpus else ""
         lines = [inner()] if inner is not None else []
         lines.append(
@@ -313,58 +287,139 @@ class OffloadedOptimizer(Optimizer):
 
     def _on_grad(self, tensor: Tensor) -> None:
         """Post-accumulate hook: send a gradient to the host."""
-        if self._partial and self._accumulate == "device":
+        if self._accumulates:
             return
         try:
-            if not self._in_backward:
-                self.synchronize()
-                self._options.exchange()
-                self._in_backward = True
+            if not self._current.in_pass:
+                self._end_last_step()
+                self._current.in_pass = True
                 mine = weakref.ref(self)
                 Variable._execution_engine.queue_callback(lambda: _end_backward(mine))
-            self._take_grad(tensor)
+            self._send_grad(self._params[id(tensor)])
         except BaseException:
             tensor.grad = None  # or the next backward would add to it
             raise
 
     def _end_backward(self) -> None:
         """Send the last bucket; autograd does not call this if the backward pass ends with an error."""
-        self._send(is_last=self._accumulate == "device")
-        self._in_backward = False
+        self._current.close()
+        self._current.in_pass = False
 
     def _wait_for(self, params: list[Tensor]) -> None:
         """Forward pre-hook and `state_dict` pre-hook: wait until a module's weights are new."""
-        buckets = dict.fromkeys(b for param in params if (b := self._on_the_way.get(id(param))) is not None)
-        for bucket in buckets:
-            bucket.sent.wait()
-            if bucket.weights is None:
-                self.synchronize()  # which raises what has gone wrong, or the step was skipped
-            else:
+        step = self._current
+        if step.job is None:
+            return
+        held = [self._params[id(param)] for param in params if id(param) in self._params]
+        for bucket in dict.fromkeys(bucket for param in held if (bucket := step.bucket_of.get(param)) is not None):
+            if step.returned:
+                self._worker.check_process()
+                bucket.sent.wait()
+            if step.returned and bucket.weights is not None:
                 bucket.weights.wait()
+            else:
+                self._end_last_step()  # which raises what has gone wrong, or the step was skipped
 
-    # ---- gradients --------------------------------------------------------------------------------------------------
+    # ---- the step ---------------------------------------------------------------------------------------------------
 
-    def _take_grad(self, tensor: Tensor) -> None:
-        param = self._params[id(tensor)]
-        if param.arrived and self._accumulate == "device":
-            refusals.refuse_second_gradient(param.label)
-        param.check_unmoved()
-        grad = param.taken_grad()
-        if self._grads.put(param, grad):
-            self._send()
+    def _send_grad(self, param: OffloadedParam) -> None:
+        """Send this rank's shard of a gradient to the host, and take it from the parameter."""
+        if param in self._current.bucket_of:
+            raise RuntimeError(
+                f"{param.label} has a second gradient, and the first has left the device: run all but the last "
+                "backward() before a step inside optimizer.accumulate(); to forget the first, as after a backward() "
+                "that has failed, call optimizer.zero_grad()"
+            )
+        grad = param.checked_grad()
+        param.device.grad = None
+        self._current.add(param, grad)
+
+    def _collect(self, present: list[OffloadedParam]) -> None:
+        """Send gradients that no backward pass has sent, and raise if a pass has failed."""
+        step = self._current
+        if step.in_pass:
+            raise RuntimeError(
+                "the last backward() has not ended, and no parameter has taken the step: optimizer.zero_grad() forgets "
+                "its gradients"
+            )
+        for param in present:
+            param.checked_grad()
+        step.in_pass = True
+        for param in present:
+            self._send_grad(param)
+        step.close()
+        step.in_pass = False
+
+    def _overflows(self) -> Tensor:
+        """Return how many gradients are not finite, also on the ranks that hold other shards."""
+        count = self._current.overflows()
+        if self._sharded:
+            torch.distributed.all_reduce(count)
+        return count
+
+    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Let the stepping thread take the step, and wait for its end, or until all checks of it have passed."""
+        step = self._current
+        step.send_numbers(grad_scale, found_inf)
+        self._read_written([param for param in self._setup.params if param in step.bucket_of])
+        # Noted before it is queued, so that the next call finds the job wherever Ctrl-C comes.
+        job = step.job = step.new_job()
+        try:
+            self._worker.queue(job)
+            if self.overlap == "forward":
+                step.prepared.wait()
+            if self.overlap != "forward" or step.error is not None:
+                self._end(step, job)
+            step.returned = True
+        except BaseException:
+            if not job.cancel():
+                step.wait(job)
+            raise
+
+    def _end(self, step: OffloadedStep, job: Job[None]) -> None:
+        """Wait for the end of a step, and raise its error."""
+        step.wait(job)
+        if step.error is None:
+            self._options.exchange()
+            return
+        error, step.returned = step.error, False
+        if not step.has_written:
+            step.job = None  # everything is as before
+            raise error
+        step.failure = step.describe_failure()
+        raise RuntimeError(step.failure) from error
+
+    def _end_last_step(self) -> bool:
+        """Wait for the end of the last step; return whether Ctrl-C had left it, and it was taken nevertheless."""
+        step = self._current
+        if step.failure is not None:
+            raise RuntimeError(step.failure) from step.error
+        if step.job is None:
+            return False
+        self._worker.check_process()
+        if not step.returned and step.job.cancel():
+            step.job = None
+            return False
+        self._end(step, step.job)
+        self._current = OffloadedStep(self._setup)
+        if step.returned:
+            return False
+        warnings.warn(
+            "an interrupt has left optimizer.step(), but all parameters have taken that step, and its gradients are "
+            "used up",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return True
+
+    def _forget(self) -> None:
+        """Forget all gradients, whether their copies have succeeded or not."""
+        self._current.forget()
+        self._current = OffloadedStep(self._setup)
 
     @torch.no_grad()
-    def _send(self, is_last: bool = False) -> None:
-        if (
-            (bucket := self._grads.send(is_last=is_last)) is not None
-            and self.overlap == "backward"
-            and not self._partial
-        ):
-            self._read_written(bucket.params)
-            bucket.job = self._worker.submit(lambda: self._host_step.step_bucket(bucket))
-
-    @torch.no_grad()
-    def _read_written(self, params: list[Any]) -> None:
+    def _read_written(self, params: list[OffloadedParam]) -> None:
+        """Copy weights to the host that a program has written on the device."""
         written = [param for param in params if param.written]
         if written:
             self._copies.to_host([(param.weights, param.here) for param in written]).synchronize()
@@ -372,94 +427,13 @@ class OffloadedOptimizer(Optimizer):
                 param.take_weights()
                 param.note_equal()
 
-    def _forget(self) -> None:
-        self._grads.forget()
-        for param in self._params.values():
-            param.arrived = False
-        self._broken, self._in_backward, self._host_step.error = None, False, None
-
-    # ---- the step ---------------------------------------------------------------------------------------------------
-
-    def _before_step(self) -> None:
-        """Send gradients that no backward pass has sent, and raise if one was broken off."""
-        self.synchronize()
-        if not self._in_backward:
-            for param in self._params.values():
-                if param.device.grad is not None:
-                    self._take_grad(param.device)
-            self._send()
-        self._settle()
-        self._check_usable()
-        self._options.exchange()
-
-    def _sum_of_all(self) -> Tensor:
-        """The sum of the squares of all gradients, also on the ranks that hold other shards."""
-        total = self._grads.square_sum()
-        if total is None:
-            total = torch.zeros((), dtype=torch.float64, device=next(iter(self._params.values())).here.device)
-        if self._sharded:
-            total = total.clone()
-            torch.distributed.all_reduce(total)
-        return total
-
-    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        self._host_step.give(self._grads.square_sum(), grad_scale, found_inf)
-        self._run()
-
-    def _run(self) -> None:
-        """Let the stepping thread take the step, and wait for its end, or until all checks of it have passed."""
-        parts = self._grads.parts()
-        if self.overlap == "forward":
-            parts.reverse()  # the first layers come first in the next forward pass
-        self._read_written([param for part in parts if not part.stepped for param in part.params])
-        self._host_step.prepared.clear()
-        self._running = self._worker.submit(lambda: self._host_step.run(parts)), parts
-        if self.overlap == "forward":
-            self._host_step.prepared.wait()
-            self._on_the_way = {id(param.device): part for part in parts for param in part.params}
-            if self._host_step.error is None:
-                return
-        self.synchronize()
-
-    def _join(self, raises: bool = True) -> None:
-        """Wait for the step that the stepping thread takes, and let the device wait for the new weights."""
-        if self._running is None:
-            return
-        # Ctrl-C at any point leaves everything for the next call.
-        job, parts = self._running
-        job.wait()
-        for part in parts:
-            part.settle()
-        if job.error is None:
-            self._forget()
-            self._options.exchange()
-        else:
-            self._note_error(job.error, parts)
-        self._running, self._on_the_way = None, {}
-        if raises and job.error is not None and self._broken is None:
-            raise job.error
-
-    def _settle(self) -> None:
-        """Wait for everything in the stepping thread, and note a step that was broken off."""
-        self._join(raises=False)
-        for bucket in self._grads.buckets:
-            bucket.settle()
-        if self._broken is None and (self._host_step.error is not None or self._in_backward):
-            self._broken = self._host_step.broken(self._host_step.error, self._grads.buckets)
-
-    def _note_error(self, error: BaseException, parts: list[Bucket]) -> None:
-        """Note a step that has ended with an error, unless everything is as before it."""
-        self._host_step.error = None
-        broken = self._host_step.broken(error, parts)
-        if broken.stepped or broken.in_doubt:
-            self._broken = broken
-
-    def _check_usable(self) -> None:
-        """Raise if a step was broken off."""
-        if self._broken is not None:
-            raise RuntimeError(self._broken.describe(len(self._params))) from self._broken.cause
-
 
 def _end_backward(mine: weakref.ref[OffloadedOptimizer]) -> None:
     if (optimizer := mine()) is not None:
         optimizer._end_backward()
+
+
+def _refuse_inner_step(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "this optimizer was offloaded, and has no gradients of its own: call step() of what offload() returned"
+    )

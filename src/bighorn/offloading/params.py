@@ -1,8 +1,8 @@
-"""Offloaded parameters: those of the model, each with one in the host's memory that the optimizer steps."""
+"""Parameters and groups that exist twice: the model's, and those in the host's memory that the optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from bighorn.offloading.copies import Copies
 
 SLAB_BYTES = 256 << 20
 """The most bytes of a slab, unless one tensor needs more; torch rounds page-locked memory up to a power of two."""
+
+MASTER = "master"
+"""The name of a float32 master in a `state_dict`, which Bighorn's own `weight_rounding="master"` gives it, too."""
 
 ALIGNMENT = 64
 """The bytes to which tensors in a slab are aligned: a cache line."""
@@ -44,8 +47,6 @@ class OffloadedParam:
     label: str
     equal_at: tuple[int, ...] = ()
     """The address and version counters of `device` at the time when it and `host` were equal; none if they are not."""
-    arrived: bool = False
-    """Whether there is a gradient for the next step."""
 
     @property
     def here(self) -> Tensor:
@@ -88,8 +89,9 @@ class OffloadedParam:
                 "move and convert the model first, then make the optimizer and offload it"
             )
 
-    def taken_grad(self) -> Tensor:
-        """Return this rank's shard of the gradient on the device, and take it from the parameter."""
+    def checked_grad(self) -> Tensor:
+        """Return this rank's shard of the gradient on the device, or raise if it does not fit."""
+        self.check_unmoved()
         grad = self.device.grad
         assert grad is not None
         if grad.layout is not torch.strided:
@@ -100,8 +102,6 @@ class OffloadedParam:
                 f"the gradient of {self.label} is {grad.dtype}, where memory was taken for {self.grad_dtype}: set its "
                 "grad_dtype before offload()"
             )
-        self.device.grad = None
-        self.arrived = True
         return grad
 
     def on_host(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class OffloadedParam:
 
 
 def offloaded_params(
-    model: nn.Module, optimizer: Optimizer, copies: Copies, *, sums: bool, masters: bool
+    model: nn.Module, optimizer: Optimizer, copies: Copies, *, masters: bool
 ) -> list[list[OffloadedParam]]:
     """Return the parameters of each group, with memory on the host.
 
@@ -121,19 +121,15 @@ def offloaded_params(
         model: The model, for names.
         optimizer: The optimizer.
         copies: The copies, which have the memory.
-        sums: Whether gradients are added up on the host.
         masters: Whether 16-bit weights have masters in float32.
-
-    Raises:
-        ValueError: This torch refuses the gradients.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     here = [sharding.local(param.detach()) for param in params]
     dtypes = [getattr(param, "grad_dtype", None) or param.dtype for param in params]
     weights = slots(here, [param.dtype for param in params], copies)
     # Optimizers of torch want gradients of their parameter's dtype, and so do parameters before torch 2.10.
-    wide = sums or (masters and not (isinstance(optimizer, StepsAhead) and hasattr(Tensor, "grad_dtype")))
-    grads = slots(here, [sum_dtype(dtype) if wide else dtype for dtype in dtypes], copies)
+    wide = masters and not (isinstance(optimizer, StepsAhead) and hasattr(Tensor, "grad_dtype"))
+    grads = slots(here, [torch.promote_types(dtype, torch.float32) if wide else dtype for dtype in dtypes], copies)
     names = {id(param): name for name, param in model.named_parameters()}
     made = iter(
         [
@@ -155,11 +151,6 @@ def _offloaded(
     host = sharding.on_host(weights if master is None else master, param)
     host = Parameter(host, requires_grad=param.requires_grad) if isinstance(param, Parameter) else host
     if grad.dtype != host.dtype:
-        if not hasattr(host, "grad_dtype"):
-            raise ValueError(
-                f"{label} is {host.dtype}, and its gradients are {grad.dtype} on the host, which torch "
-                f'{torch.__version__} refuses: use torch 2.10 or later, or accumulate="device"'
-            )
         host.grad_dtype = None
     place = sharding.local(param).device
     return OffloadedParam(param, host, weights, master, grad, sharding.on_host(grad, param), place, grad_dtype, label)
@@ -188,6 +179,79 @@ def strided(memory: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     return values.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are added up on the host: float32, or a wider one of theirs."""
-    return torch.promote_types(dtype, torch.float32)
+def with_masters(state_dict: dict[str, Any], params: Sequence[OffloadedParam]) -> dict[str, Any]:
+    """Return an optimizer's `state_dict` with the masters of the parameters that have state."""
+    state = dict(state_dict["state"])
+    for number, param in enumerate(params):
+        if param.master is not None and number in state:
+            state[number] = {**state[number], MASTER: param.host.detach()}
+    return {**state_dict, "state": state}
+
+
+@torch.no_grad()
+def load_with_masters(
+    load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], params: Sequence[OffloadedParam]
+) -> None:
+    """Load a `state_dict` into an optimizer, and the masters in it into the host's parameters.
+
+    Without masters in it, those of the weights that are loaded into the model are used.
+    """
+    if all(param.master is None for param in params) or "state" not in state_dict:
+        load(state_dict)
+        return
+    masters = {
+        number: state[MASTER]
+        for number, state in state_dict["state"].items()
+        if isinstance(state, dict) and MASTER in state
+    }
+    state = {
+        number: {name: value for name, value in state.items() if name != MASTER} if number in masters else state
+        for number, state in state_dict["state"].items()
+    }
+    load({**state_dict, "state": state})
+    for number, param in enumerate(params):
+        if number in masters:
+            param.host.copy_(masters[number])
+
+
+class SharedOptions:
+    """The same options in two lists of groups: programs write into the first, the optimizer reads the second.
+
+    Args:
+        groups: The groups with the model's parameters.
+        optimizer: The optimizer, whose groups have the host's.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
+        self._groups, self._optimizer = groups, optimizer
+        self._seen = [dict(group) for group in groups]
+
+    def exchange(self) -> None:
+        """Give the optimizer the options that a program has written, and show those that the optimizer has changed.
+
+        A tensor is always given, since a program may write into it; its values are those of the program.
+        """
+        for index, (ours, its) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=True)):
+            seen = self._seen[index]
+            for name in seen.keys() - ours.keys():
+                its.pop(name, None)
+            for name, value in ours.items():
+                if name != "params" and (isinstance(value, Tensor) or name not in seen or value is not seen[name]):
+                    its[name] = value.cpu() if isinstance(value, Tensor) else value
+            self._show(index)
+
+    def read(self) -> None:
+        """Show the optimizer's options, after a checkpoint was loaded."""
+        for index, (ours, its) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=True)):
+            for name in ours.keys() - its.keys():
+                del ours[name]
+            for name in [name for name, value in ours.items() if isinstance(value, Tensor)]:
+                del ours[name]
+            self._show(index)
+
+    def _show(self, index: int) -> None:
+        ours, its = self._groups[index], self._optimizer.param_groups[index]
+        for name, value in its.items():
+            if name != "params" and not isinstance(ours.get(name), Tensor):
+                ours[name] = value
+        self._seen[index] = dict(ours)

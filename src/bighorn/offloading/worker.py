@@ -20,24 +20,59 @@ NODES = Path("/sys/devices/system/node")
 PCI = Path("/sys/bus/pci/devices")
 
 
+class Latch:
+    """An event that the stepping thread sets once.
+
+    threading.Event does not serve: a KeyboardInterrupt in its wait() can leave the lock held that set() needs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._is_set = False
+
+    def set(self) -> None:
+        """Let every thread pass that waits now or later."""
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Wait until the latch is set."""
+        if not self._is_set:
+            with self._lock:
+                pass
+
+
 class Job(Generic[T]):
     """A function that the stepping thread calls, and its result."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
-        self._ended = threading.Event()
+        self._claims: dict[str, str] = {}
+        self._ended = Latch()
         self._value: T
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
+
+    def _claim(self, by: str) -> bool:
+        """Whether this thread decides about the job: one atomic operation, which answers the same if repeated."""
+        return self._claims.setdefault("by", by) == by
 
     def run(self) -> None:
-        """Call the function, and keep its value or its error."""
+        """Call the function, unless the job was cancelled, and keep its value or its error."""
+        if not self._claim("stepping thread"):
+            return
         assert self._function is not None
         try:
             self._value = self._function()
         except BaseException as error:  # the thread that asks for the result raises it
-            self.error = error
+            self._error = error
         self._function = None  # its references end with it
         self._ended.set()
+
+    def cancel(self) -> bool:
+        """Return whether the job has not begun and never will."""
+        return self._claim("training loop")
 
     def wait(self) -> None:
         """Wait for the end, also after Ctrl-C, which is raised when the job has ended."""
@@ -50,8 +85,8 @@ class Job(Generic[T]):
     def result(self) -> T:
         """Wait, and return the value or raise the error."""
         self.wait()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return self._value
 
 
@@ -67,6 +102,7 @@ class Worker:
     def __init__(self, device: torch.device) -> None:
         self.threads, self.reason = team()
         self.cpus = near(device)
+        self._process = os.getpid()
         self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=_serve, args=(self._queue,), name="bighorn-offload", daemon=True)
         self.thread.start()
@@ -79,8 +115,24 @@ class Worker:
     def submit(self, function: Callable[[], T]) -> Job[T]:
         """Run a function after those that were submitted before."""
         job = Job(function)
-        self._queue.put(job)
+        self.queue(job)
         return job
+
+    def queue(self, job: Job[Any]) -> None:
+        """Run a job after those that were queued before."""
+        self._queue.put(job)
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked, which has no stepping thread.
+
+        Raises:
+            RuntimeError: This is not the process that made the thread.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the optimizer was offloaded in process {self._process}, and this fork has no thread that steps: make "
+                "model and optimizer in the process that trains, and call synchronize() before a fork"
+            )
 
     def _settle(self) -> None:
         torch.get_num_threads()  # which makes torch give the thread the common number, and not do so later

@@ -1,0 +1,411 @@
+"""One step of an offloaded optimizer, from the first gradient that leaves the device to the last weight that returns.
+
+In the thread of the training loop, `add` puts gradients into buckets, which are sent to the host as they fill, `close`
+sends the last one, and `send_numbers` sends what a clip and a scaler know of all gradients. In the stepping thread,
+`run` waits for one part of the buckets after the other, steps it, and sends its new weights. `wait` ends the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
+from bighorn.offloading.copies import Arrival, Copies
+from bighorn.offloading.params import OffloadedParam, padded
+from bighorn.offloading.worker import Job, Latch
+
+MOST_NAMES = 5
+"""The most parameters that an error names."""
+
+NUMBER_BYTES = 3 * 8
+"""The bytes of the numbers that a step needs from the device: a norm, the scaler's scale, and its found_inf."""
+
+
+@runtime_checkable
+class ClipsItself(Protocol):
+    """An optimizer that steps in parts, and that clips and unscales by itself, as Lamb and Came do."""
+
+    def step_in_parts(
+        self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Callable[[], Tensor] | None
+    ) -> None:
+        """Take one step, part by part."""
+
+    def whole_step_reason(self) -> str | None:
+        """The reason why every gradient is needed first, or None."""
+
+
+@dataclass(eq=False)
+class TransferBucket:
+    """Parameters whose gradients travel together, and whose new weights do."""
+
+    params: list[OffloadedParam]
+    held: list[Tensor]
+    """The gradients on the device, until they have arrived."""
+    arrival: Arrival | None
+    """The end of the gradients' copies, while it is not known to have come."""
+    sent: Latch = field(default_factory=Latch)
+    """Set when the new weights have been sent, or never will be."""
+    weights: Arrival | None = None
+    """The end of the new weights' copies; None: the parameters have not taken the step."""
+
+    def land(self) -> None:
+        """Return when the gradients have arrived, and free those on the device."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        self.held, self.arrival = [], None
+
+    def bind(self, bound: bool) -> None:
+        """Give the gradients to the optimizer's parameters, or take them back."""
+        for param in self.params:
+            param.host.grad = param.grad_of_host if bound else None
+
+    @torch.no_grad()
+    def send_weights(self, copies: Copies) -> None:
+        """Begin to copy the new weights to the device; the parameters have taken the step."""
+        for param in self.params:
+            param.round_master()
+        self.weights = copies.to_device([(param.weights, param.here) for param in self.params])
+        # Autograd may have saved the old weights.
+        torch.autograd.graph.increment_version([param.device for param in self.params])
+        for param in self.params:
+            param.note_equal()
+        self.sent.set()
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """What all steps of an offloaded optimizer have in common.
+
+    Attributes:
+        optimizer: The optimizer over the host's parameters.
+        params: Its parameters.
+        copies: The copies.
+        bucket_bytes: The size at which a bucket is sent.
+        needs_square_sum: Whether the optimizer clips, or skips a step, by the norm of all gradients.
+        max_grad_norm: The norm to which gradients are clipped here; None: they are not.
+        scaler: The scaler of the loss.
+        last_first: Whether the buckets that were sent last, which the next forward pass uses first, are stepped first.
+        memory: NUMBER_BYTES of the host's memory that the device reaches.
+    """
+
+    optimizer: Optimizer
+    params: list[OffloadedParam]
+    copies: Copies
+    bucket_bytes: int
+    needs_square_sum: bool
+    max_grad_norm: float | None
+    scaler: GradScaler | None
+    last_first: bool
+    memory: Tensor
+
+
+class OffloadedStep:
+    """The whole state of one step; the next step is another object.
+
+    An interrupt (Ctrl-C) can come between any two instructions of the training loop's thread. That thread changes the
+    state so that whatever an interrupt leaves is either finished or forgotten by the next call.
+
+    Args:
+        setup: What all steps have in common.
+    """
+
+    def __init__(self, setup: StepSetup) -> None:
+        self.setup = setup
+        self.buckets: list[TransferBucket] = []
+        """The buckets that were sent."""
+        self.bucket_of: dict[OffloadedParam, TransferBucket | None] = {}
+        """The bucket of each parameter that has a gradient for this step; None until it is sent."""
+        self.in_pass = False
+        """Whether gradients are being collected; this stays so if the backward pass has failed."""
+        self.job: Job[None] | None = None
+        """The job of the stepping thread, which is noted before it is queued."""
+        self.returned = False
+        """Whether `step()` has returned, so that the program knows of the job."""
+        self.prepared = Latch()
+        """Set when all errors have been found that can be found before the first parameter is written."""
+        self.in_doubt: list[OffloadedParam] = []
+        """The parameters that are being stepped."""
+        self.error: BaseException | None = None
+        """The error of the stepping thread, or of the copies of new weights."""
+        self.failure: str | None = None
+        """What has happened, after an error that came when parameters had been written."""
+        self._open: list[tuple[OffloadedParam, Tensor]] = []
+        self._open_bytes = 0
+        self._norms: dict[OffloadedParam, Tensor] = {}
+        self._peaks: list[Tensor] = []
+        self._numbers: dict[str, Tensor] = {}
+        self._numbers_arrival: Arrival | None = None
+
+    # ---- gradients, in the thread of the training loop --------------------------------------------------------------
+
+    def add(self, param: OffloadedParam, grad: Tensor) -> None:
+        """Add this rank's shard of a gradient, and send the bucket if it is full."""
+        self._open.append((param, grad))
+        self.bucket_of[param] = None
+        self._open_bytes += padded(grad.nbytes)
+        if self._open_bytes >= self.setup.bucket_bytes:
+            if self.buckets:
+                self.buckets[-1].land()  # so that the device holds the gradients of at most two buckets
+            self.close()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Send the open bucket."""
+        if not self._open:
+            return
+        params, grads = [param for param, _ in self._open], [grad for _, grad in self._open]
+        self._measure(params, grads)
+        arrival = self.setup.copies.to_host(list(zip([param.grad for param in params], grads, strict=True)))
+        bucket = TransferBucket(params, grads, arrival)
+        self.buckets.append(bucket)
+        self.bucket_of.update(dict.fromkeys(params, bucket))
+        self._open, self._open_bytes = [], 0
+
+    def _measure(self, params: list[OffloadedParam], grads: list[Tensor]) -> None:
+        """Compute on the device what a clip or a scaler needs to know of all gradients before the first is stepped."""
+        setup = self.setup
+        if setup.scaler is not None:
+            self._peaks += torch._foreach_norm(real(grads), torch.inf)
+        if setup.needs_square_sum:
+            self._norms.update(zip(params, norms(grads), strict=True))
+        elif setup.max_grad_norm is not None:
+            # As clip_grad_norm_ computes them, of the gradients that the optimizer will see.
+            scale = None if setup.scaler is None else setup.scaler._get_scale_async()
+            seen = [grad.to(param.grad.dtype) for param, grad in zip(params, grads, strict=True)]
+            seen = seen if scale is None else [grad * inverse(scale) for grad in seen]
+            self._norms.update(zip(params, torch._foreach_norm(seen, 2), strict=True))
+
+    @torch.no_grad()
+    def overflows(self) -> Tensor:
+        """Return how many gradients on this rank are not finite, 0-dim, on the device."""
+        here = self.setup.params[0].here
+        return sum(((~peak.isfinite()).float() for peak in self._peaks), torch.zeros((), device=here.device))
+
+    @torch.no_grad()
+    def send_numbers(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Begin to copy the numbers that the step needs from the device."""
+        given = {"norm": self._norm(), "grad_scale": grad_scale, "found_inf": found_inf}
+        numbers = {name: number.reshape(()) for name, number in given.items() if number is not None}
+        slots = torch.split(self.setup.memory, 8)
+        self._numbers = {
+            name: slot[: number.itemsize].view(number.dtype)[0]
+            for slot, (name, number) in zip(slots, numbers.items(), strict=False)
+        }
+        pairs = [(self._numbers[name], number) for name, number in numbers.items()]
+        self._numbers_arrival = self.setup.copies.to_host(pairs) if pairs else None
+
+    def _norm(self) -> Tensor | None:
+        """The norm of all gradients, or for an optimizer that clips itself its square; None if no one needs it."""
+        # In the order of the parameters, so that the sum does not depend on the sizes of buckets.
+        found = [self._norms[param] for param in self.setup.params if param in self._norms]
+        if not found:
+            return None
+        if self.setup.needs_square_sum:
+            return torch.stack(found).square().sum()
+        grouped = Optimizer._group_tensors_by_device_and_dtype([found])  # type: ignore[list-item]
+        ordered = [norm for [norms], _ in grouped.values() for norm in norms]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), 2)  # type: ignore[arg-type]
+        return total
+
+    def forget(self) -> None:
+        """Wait for gradients that are still being copied, since the memory on the host is used again."""
+        for bucket in self.buckets:
+            with contextlib.suppress(Exception):
+                bucket.land()
+            if self.failure is not None and bucket.weights is None:
+                for param in bucket.params:
+                    param.equal_at = ()  # the weights on the host may be half stepped
+
+    # ---- arithmetic, in the stepping thread -------------------------------------------------------------------------
+
+    def new_job(self) -> Job[None]:
+        """Return the job of the stepping thread; an earlier one may have failed before it wrote anything."""
+        self.error, self.in_doubt, self.prepared = None, [], Latch()
+        for bucket in self.buckets:
+            bucket.sent = Latch()
+        return Job(self._run)
+
+    def _run(self) -> None:
+        try:
+            for bucket in self.buckets:
+                bucket.bind(True)
+            self._take_step(step_parts(self.buckets[::-1] if self.setup.last_first else self.buckets))
+        except BaseException as error:  # the training loop raises it
+            self.error = error
+        finally:
+            for bucket in self.buckets:
+                bucket.bind(False)
+                bucket.sent.set()
+            self.prepared.set()
+
+    def _take_step(self, parts: list[list[TransferBucket]]) -> None:
+        optimizer, scaled = self.setup.optimizer, set[int]()
+        factors: list[Tensor] = []
+        hosts = [[param.host for param in params_of([part])] for part in parts]
+        all_at_once = isinstance(optimizer, StepsInParts) and not isinstance(optimizer, ClipsItself)
+
+        def wait(part: int) -> None:
+            first = 0 if all_at_once else part
+            self.in_doubt = params_of(parts[first:part])
+            for bucket in parts[part]:
+                bucket.land()
+            self.prepared.set()
+            self.in_doubt = params_of(parts[first : part + 1])
+            for factor in factors if part not in scaled else ():
+                torch._foreach_mul_([param.grad for param in params_of([parts[part]])], factor)
+            scaled.add(part)
+
+        def stepped(part: int) -> None:
+            for bucket in parts[part]:
+                bucket.send_weights(self.setup.copies)
+            self.in_doubt = params_of(parts[part + 1 :]) if all_at_once else []
+
+        if isinstance(optimizer, ClipsItself):
+            scaler = self._arrived_numbers() if "found_inf" in self._numbers else {}
+            scaler = {name: number for name, number in scaler.items() if name != "norm"}
+            vars(optimizer).update(scaler)
+            try:
+                # The numbers arrive later than the checks end, which need none.
+                square_sum = self._square_sum if "norm" in self._numbers else None
+                optimizer.step_in_parts(hosts, wait, stepped, square_sum)
+            finally:
+                for name in scaler:
+                    vars(optimizer).pop(name, None)
+            return
+        numbers = self._arrived_numbers()
+        if numbers.get("found_inf"):
+            for bucket in self.buckets:
+                bucket.land()
+            return
+        factors += self._factors(numbers)
+        if isinstance(optimizer, StepsInParts):
+            optimizer.step_in_parts(hosts, wait)
+            for part in range(len(parts)):
+                stepped(part)
+        else:
+            step_in_parts(optimizer, hosts, wait, stepped)
+
+    def _arrived_numbers(self) -> dict[str, Tensor]:
+        if self._numbers_arrival is not None:
+            self._numbers_arrival.synchronize()
+        return {name: number.clone() for name, number in self._numbers.items()}
+
+    def _square_sum(self) -> Tensor:
+        return self._arrived_numbers()["norm"]
+
+    def _factors(self, numbers: dict[str, Tensor]) -> list[Tensor]:
+        """The factors of all gradients, one after the other, as a scaler's unscale_ and clip_grad_norm_ use them."""
+        factors = [] if "grad_scale" not in numbers else [inverse(numbers["grad_scale"])]
+        if self.setup.max_grad_norm is not None and "norm" in numbers:
+            factors.append(torch.clamp(self.setup.max_grad_norm / (numbers["norm"] + 1e-6), max=1.0))
+        return factors
+
+    # ---- the end, in the thread of the training loop ----------------------------------------------------------------
+
+    def wait(self, job: Job[None]) -> None:
+        """Wait for the job, let the device wait for new weights, and note an error of their copies."""
+        job.wait()
+        for bucket in self.buckets:
+            try:
+                if bucket.weights is not None:
+                    bucket.weights.wait()
+            except Exception as error:
+                self.error, self.in_doubt, bucket.weights = error, [*self.in_doubt, *bucket.params], None
+
+    @property
+    def has_written(self) -> bool:
+        """Whether parameters have taken the step, or may have."""
+        return bool(self.in_doubt) or any(bucket.weights is not None for bucket in self.buckets)
+
+    def describe_failure(self) -> str:
+        """Return what has happened when an error came after parameters had been written, and the remedies."""
+        done = [param.label for bucket in self.buckets if bucket.weights is not None for param in bucket.params]
+        doubt = [param.label for param in self.in_doubt]
+        text = f"{len(done)} of {len(self.setup.params)} parameters have taken the step{shortened(done)}"
+        if doubt:
+            text += f", and others were being stepped{shortened(doubt)}"
+        return (
+            f"the step has failed ({self.error!r}) when {text}: load a checkpoint of model and optimizer, or go on "
+            "with these weights, and forget the gradients of the others, with optimizer.zero_grad()"
+        )
+
+
+class ScaledStep:
+    """A stand-in that a GradScaler steps: its only gradient is not finite if one on the host is not.
+
+    Args:
+        scaler: The scaler.
+        take: A function that takes the step, with the scaler's `grad_scale` and `found_inf`.
+    """
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor
+    """The GradScaler sets `grad_scale` and `found_inf` during its step."""
+    found_inf: Tensor
+
+    def __init__(self, scaler: GradScaler, take: Callable[[Tensor, Tensor], None]) -> None:
+        self._scaler, self._take = scaler, take
+        self.param_groups: list[dict[str, Any]] = []
+
+    def step_all(self, overflows: Tensor) -> None:
+        """Step as `scaler.step(optimizer)` does, given how many gradients are not finite."""
+        shown = torch.zeros((), device=overflows.device)
+        shown.grad = torch.where(overflows > 0, torch.inf, 0.0).float()
+        self.param_groups = [{"params": [shown], "param_names": ["an offloaded gradient"]}]
+        self._scaler.step(cast(Optimizer, self))
+
+    def step(self) -> None:
+        """Take the step; the scaler calls this method."""
+        self._take(self.grad_scale, self.found_inf)
+
+
+def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:
+    """Divide the buckets of a step into parts: one bucket, then more and more, then fewer, and one at the end.
+
+    Fewer parts take less time. But the new weights of the first part are the first that travel, and those of the last
+    travel when all arithmetic has ended.
+    """
+    parts: list[list[TransferBucket]] = []
+    done, left = 0, len(buckets)
+    while left:
+        count = min(done + 1, (left + 1) // 2)
+        parts.append(buckets[done : done + count])
+        done, left = done + count, left - count
+    return parts
+
+
+def params_of(parts: Iterable[list[TransferBucket]]) -> list[OffloadedParam]:
+    """Return the parameters of some parts of a step."""
+    return [param for part in parts for bucket in part for param in bucket.params]
+
+
+@torch.no_grad()
+def norms(grads: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norms of some gradients, in float64, on their device."""
+    return list(torch._foreach_norm(real(grads), 2, dtype=torch.float64))
+
+
+def real(grads: list[Tensor]) -> list[Tensor]:
+    """Return gradients as real numbers, those of complex parameters as pairs, and 0 for those without elements."""
+    reals = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads]
+    return [grad if grad.numel() else grad.new_zeros(1) for grad in reals]
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return the factor with which a GradScaler unscales gradients."""
+    return scale.double().reciprocal().float()
+
+
+def shortened(names: list[str]) -> str:
+    """Return some names in brackets, with a space; empty if there are none."""
+    more = len(names) - MOST_NAMES
+    text = ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f" ({text})" if names else ""

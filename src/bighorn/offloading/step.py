@@ -360,6 +360,9 @@ class ScaledStep:
         shown = torch.zeros((), device=overflows.device)
         shown.grad = torch.where(overflows > 0, torch.inf, 0.0).float()
         self.param_groups = [{"params": [shown], "param_names": ["an offloaded gradient"]}]
+        # GradScaler keeps these if a step raises, and multiplies the next scale by the old one.
+        vars(self).pop("grad_scale", None)
+        vars(self).pop("found_inf", None)
         self._scaler.step(cast(Optimizer, self))
 
     def step(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 
 from bighorn import Lamb
 from bighorn.offloading.forward import users
-from tests.support.offloading import loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
 from tests.support.optimizer_runs import assert_bitwise
 from tests.support.slow_copies import SlowCopies
 
@@ -118,3 +122,47 @@ def test_a_state_dict_waits(of_submodule: bool) -> None:
         {name: value.clone() for name, value in (net[3] if of_submodule else net).state_dict().items()} for net in nets
     ]
     assert_bitwise(list(saved[1].values()), list(saved[0].values()))
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    copied: nn.Module = pickle.loads(pickle.dumps(model))
+    return copied
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copied: nn.Module = torch.load(file, weights_only=False)
+    return copied
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_a_file])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_copy_of_the_model_is_not_offloaded(overlap: Overlap, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    nets = network(), network()
+    plain, theirs = (
+        Lamb(nets[0].named_parameters(), lr=0.1),
+        offloaded(nets[1], Lamb(nets[1].named_parameters(), lr=0.1), overlap=overlap),
+    )
+    for step in range(3):
+        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs.synchronize()
+    copied = duplicate(nets[1])
+    assert_bitwise(list(copied.parameters()), list(nets[0].parameters()))
+    before = [param.clone() for param in nets[1].parameters()]
+    loss_of(copied, 3).backward()
+    assert all(param.grad is not None for param in copied.parameters())
+    own = Lamb(copied.named_parameters(), lr=0.1)
+    own.step()
+    copied.state_dict()
+    assert_bitwise(list(nets[1].parameters()), before)
+    again = offloaded(copied, own, overlap=overlap)  # a copy can be offloaded
+    loss_of(copied, 4).backward()
+    again.step()
+    again.synchronize()
+    loss_of(nets[1], 3).backward()
+    theirs.step()

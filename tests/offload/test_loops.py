@@ -66,23 +66,6 @@ def test_gradients_that_no_backward_pass_has_sent(overlap: Overlap) -> None:
     assert_equal(*nets)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_clip_for_an_optimizer_of_torch(overlap: Overlap) -> None:
-    nets = network(), network()
-    plain, theirs = adamw(nets[0]), offloaded(nets[1], adamw(nets[1]), overlap=overlap, max_grad_norm=0.01)
-    for step in range(4):
-        loss_of(nets[0], step).backward()
-        norm = nn.utils.clip_grad_norm_(nets[0].parameters(), 0.01)
-        assert norm > 0.01
-        plain.step()
-        plain.zero_grad()
-        loss_of(nets[1], step).backward()
-        theirs.step()
-    theirs.synchronize()
-    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_zero_grad_forgets_what_was_sent() -> None:
     nets = network(), network()
     plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]))
@@ -108,6 +91,111 @@ def test_a_closure() -> None:
                 return loss
 
             assert optimizer.step(closure) > 0
+    assert_equal(*nets)
+
+
+# ---- clips -----------------------------------------------------------------------------------------------------------
+
+
+class Cast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+def mixed(net: Any) -> Any:
+    """Weights of two dtypes."""
+    net[0].bfloat16()
+    net[1] = nn.Sequential(nn.Tanh(), Cast())
+    return net
+
+
+def backward_clip_and_step(plain: torch.optim.Optimizer, loss: Any, scaler: Any = None) -> None:
+    """What offload(max_grad_norm=0.01) does, in torch's words."""
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
+        scaler.unscale_(plain)
+    nn.utils.clip_grad_norm_([param for group in plain.param_groups for param in group["params"]], 0.01)
+    if scaler is None:
+        plain.step()
+    else:
+        scaler.step(plain)
+        scaler.update()
+    plain.zero_grad()
+
+
+@pytest.mark.parametrize("convert", [nn.Module.float, nn.Module.double, nn.Module.bfloat16, mixed])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_clip_is_clip_grad_norm(overlap: Overlap, scaled: bool, convert: Any) -> None:
+    """Bit for bit, with gradients below and above the norm, and parameters without gradients."""
+    nets = convert(network()), convert(network())
+    scalers: list[Any] = [torch.amp.GradScaler("cpu", init_scale=1000.0) if scaled else None for _ in nets]
+    plain = adamw(nets[0], lr=1e-3)
+    theirs = offloaded(
+        nets[1], adamw(nets[1], lr=1e-3), overlap=overlap, max_grad_norm=0.01, scaler=scalers[1], bucket_mb=1e-4
+    )
+    for step, factor in enumerate((1.0, 1e-4, 30.0, 1.0)):
+        for net, requires in ((net, step != 3) for net in nets):
+            net[5].requires_grad_(requires)
+        backward_clip_and_step(plain, loss_of(nets[0], step) * factor, scalers[0])
+        loss = loss_of(nets[1], step) * factor
+        (loss if scalers[1] is None else scalers[1].scale(loss)).backward()
+        theirs.step()
+        if scalers[1] is not None:
+            scalers[1].update()
+        theirs.zero_grad()
+    theirs.synchronize()
+    assert_equal(*nets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_clip_of_gradients_that_are_not_finite(bad: float, dtype: torch.dtype) -> None:
+    """One element reaches every gradient, as in torch: NaN makes all NaN, and inf makes the finite ones 0."""
+    nets = network().to(dtype), network().to(dtype)
+    plain, theirs = adamw(nets[0]), offloaded(nets[1], adamw(nets[1]), max_grad_norm=1.0)
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        grads = torch.autograd.grad(loss_of(net, 0), list(net.parameters()))
+        grads[2][3] = bad
+        for param, grad in zip(net.parameters(), grads, strict=True):
+            param.grad = grad
+        if optimizer is plain:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert [bool(param.isnan().all()) for param in nets[1].parameters()] == [bool(torch.tensor(bad).isnan())] * 8
+
+
+def test_a_clip_of_masters_is_that_of_a_float32_twin() -> None:
+    net, twin = network().bfloat16(), network().bfloat16().float()
+    theirs = offloaded(net, adamw(net), masters=True, max_grad_norm=0.01)
+    plain = adamw(twin)
+    for step in range(4):
+        grads = torch.autograd.grad(loss_of(net, step), list(net.parameters()))
+        for param, its, grad in zip(net.parameters(), twin.parameters(), grads, strict=True):
+            param.grad, its.grad = grad, grad.float()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+        for optimizer in (theirs, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_bitwise(
+        [state["master"] for _, state in sorted(theirs.state_dict()["state"].items())], list(twin.parameters())
+    )
+
+
+def test_a_step_that_was_refused_keeps_the_scale() -> None:
+    """GradScaler keeps its scale on an optimizer whose step raises, and multiplies the next one by it."""
+    nets = network(), network()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in nets]
+    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), scaler=scalers[1])
+    scalers[1].scale(loss_of(nets[1], 0)).backward()
+    theirs.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"lr=-1.0 is out of range"):
+        theirs.step()
+    theirs.param_groups[0]["lr"] = 0.1
+    theirs.step()
+    scaled_step(scalers[0], plain, loss_of(nets[0], 0))
     assert_equal(*nets)
 
 
@@ -275,6 +363,23 @@ def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap
         assert ours["state"][key].keys() == state.keys()
         for name, value in state.items():
             assert torch.equal(torch.as_tensor(ours["state"][key][name]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("make", [lamb, adamw])
+def test_a_checkpoint_loaded_between_backward_and_step_keeps_the_gradients(make: Make, overlap: Overlap) -> None:
+    nets = network(), network()
+    plain, other = (make(net) for net in nets)
+    theirs = offloaded(nets[1], other, overlap=overlap)
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(2))
+        saved = saved_and_loaded(optimizer.state_dict())
+        train(net, optimizer, range(2, 3))
+        loss_of(net, 3).backward()
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+    theirs.synchronize()
+    assert_equal(*nets)
 
 
 def test_an_optimizer_that_has_state_already() -> None:

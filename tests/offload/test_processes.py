@@ -1,0 +1,105 @@
+"""Forked and spawned processes beside an offloaded training."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bighorn import Lamb
+from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
+from tests.support.optimizer_runs import assert_bitwise
+from tests.support.processes import FORKS
+
+
+def lamb(net: nn.Module) -> Lamb:
+    return Lamb(net.named_parameters(), lr=0.1)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
+    """What these calls raise in a forked process."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        said = []
+        for call in calls:
+            try:
+                call()
+                said.append("nothing")
+            except BaseException as error:
+                said.append(str(error))
+        os.write(writer, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read().split("\n")
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_fork_refuses_to_step(overlap: Overlap) -> None:
+    """It would wait for ever for the stepping thread, which it does not have."""
+    nets = network(), network()
+    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap=overlap)
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(2))
+    step, state_dict, reads, close = in_a_fork(
+        [theirs.step, theirs.state_dict, nets[1][0].state_dict, theirs._worker.close]
+    )
+    for said in [step, state_dict, *([reads] if overlap == "forward" else [])]:
+        assert "and this fork has no thread that steps: make model and optimizer in the process that trains" in said
+    assert close == "nothing"
+    theirs.synchronize()
+    step, state_dict, reads, close = in_a_fork(
+        [theirs.step, theirs.state_dict, nets[1][0].state_dict, theirs._worker.close]
+    )
+    assert "this fork has no thread" in step
+    assert {state_dict, reads, close} == {"nothing"}
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(2, 4))
+    theirs.synchronize()
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+
+
+def trained_elsewhere(net: nn.Module, found: Any) -> None:
+    """Train a copy of the model, in a process of its own."""
+    twin = network()
+    twin.load_state_dict(net.state_dict())
+    copied = copy.deepcopy(net)
+    for each in (twin, copied):
+        train(each, lamb(each), range(2))
+    found.put([torch.equal(a, b) for a, b in zip(copied.parameters(), twin.parameters(), strict=True)])
+
+
+def test_another_process_gets_a_model_that_is_not_offloaded() -> None:
+    """Arguments are pickled, as for a spawned process, which moves weights of the CPU to shared memory."""
+    nets = network(), network()
+    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap="forward")
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(2))
+    with pytest.raises(TypeError, match="can be neither pickled nor copied"):
+        FORKS.Process(target=trained_elsewhere, args=(theirs, None)).start()
+    theirs.synchronize()
+    found = FORKS.SimpleQueue()
+    child = FORKS.Process(target=trained_elsewhere, args=(nets[1], found))
+    child.start()
+    assert found.get() == [True] * 8
+    child.join()
+    assert child.exitcode == 0
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(2, 4))
+    theirs.synchronize()
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,6 +183,25 @@ def test_a_clip_of_masters_is_that_of_a_float32_twin() -> None:
     assert_bitwise(
         [state["master"] for _, state in sorted(theirs.state_dict()["state"].items())], list(twin.parameters())
     )
+
+
+class InParts(torch.optim.SGD):
+    """An optimizer with the method that TailOverlap documents, which may wait more than once for a part."""
+
+    def step_in_parts(self, parts: list[list[torch.Tensor]], wait: Callable[[int], None]) -> None:
+        for part in [*range(len(parts)), *range(len(parts))]:
+            wait(part)
+        torch.optim.SGD.step.__wrapped__(self)  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_that_steps_in_parts_by_itself() -> None:
+    nets = network(), network()
+    plain, other = (kind(net.parameters(), lr=0.1) for kind, net in zip((torch.optim.SGD, InParts), nets, strict=True))
+    theirs = offloaded(nets[1], other, max_grad_norm=0.01)
+    for step in range(3):
+        backward_clip_and_step(plain, loss_of(nets[0], step))
+        train(nets[1], theirs, range(step, step + 1))
+    assert_equal(*nets)
 
 
 def test_a_step_that_was_refused_keeps_the_scale() -> None:

@@ -97,7 +97,7 @@ def test_weights_of_other_dtypes_need_none() -> None:
 
 def test_refusals(kind: Kind) -> None:
     net = network().bfloat16()
-    with pytest.raises(TypeError, match="masters='float32' must be True or False"):
+    with pytest.raises(TypeError, match="masters must be True or False, not 'float32'"):
         offloaded(net, make(kind, net), masters="float32")
     with pytest.raises(ValueError, match="both say how 16-bit weights are kept: leave weight_rounding out"):
         offloaded(net, make(kind, net, weight_rounding="kahan"), masters=True)

@@ -133,7 +133,7 @@ def test_gradients_are_freed_when_forgotten() -> None:
     net = network()
     optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), copies=SlowCopies(bandwidth=1e6))
     loss_of(net, 0).backward()
-    held = [weakref.ref(grad) for bucket in optimizer._current.buckets for grad in bucket.held]
+    held = [weakref.ref(grad) for bucket in optimizer._current.buckets for grad in bucket.device_grads]
     assert held
     optimizer.zero_grad()
     gc.collect()

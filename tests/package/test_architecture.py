@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"arguments", "bighorn", "telemetry"},
     "scaling": {"arguments", "deferred", "distributed"},
     "distributed": {"deferred", "kernels"},
-    "offloading": {"distributed", "kernels", "offloading"},
+    "offloading": {"arguments", "distributed", "kernels", "offloading"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
     "cli": {"bighorn", "kernels", "schedules", "cli"},
 }

@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
 from bighorn import Came, Lamb
 from bighorn.cli.ranks import end_process_group
+from bighorn.offloading.copies import Pairs
 from tests.support.cases import Kind
+from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
 
 ROOT = Path(bighorn.__file__).parent
 
@@ -83,6 +86,42 @@ def test_a_load_is_a_short_walk(kind: Kind) -> None:
     state_dict = optimizer.state_dict()
     files, moves, _ = counts(calls(lambda: optimizer.load_state_dict(state_dict)))
     assert (files <= 8, moves <= 20) == (True, True), (files, moves)
+
+
+class AtOnce:
+    """Copies that have ended when they have begun."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def to_host(self, pairs: Pairs) -> Any:
+        with torch.no_grad():
+            for host, device in pairs:
+                host.copy_(device)
+        return self
+
+    def to_device(self, pairs: Pairs) -> Any:
+        return self.to_host([(device, host) for host, device in pairs])
+
+    def synchronize(self) -> None:
+        """As an Arrival."""
+
+    wait = synchronize
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_offloaded_step_is_a_short_walk(overlap: Overlap) -> None:
+    """Of the training loop's thread, with eight gradients in five buckets."""
+    net = network()
+    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.01), overlap=overlap, copies=AtOnce())
+
+    def step() -> None:
+        loss_of(net, 0).backward()
+        optimizer.step()
+
+    step()
+    files, moves, back = counts(calls(step))
+    assert (files <= 5, moves <= 61, back <= 57) == (True, True, True), (files, moves, back)
 
 
 def test_a_cached_step_is_a_short_walk(kind: Kind, backend: str) -> None:

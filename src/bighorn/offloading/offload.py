@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +11,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bighorn import arguments
 from bighorn.distributed import sharding
 from bighorn.distributed.gradient_release import StepsAhead
 from bighorn.distributed.refusals import whole_step_reason
@@ -87,7 +87,10 @@ def offload(
         the parameters are on cpu, so there is nothing to offload
     """
     check_types(model, optimizer, scaler)
-    check_options(overlap, masters, max_grad_norm, bucket_mb)
+    arguments.choice(*OVERLAPS)("overlap", overlap)
+    arguments.flag("masters", masters)
+    arguments.max_norm("max_grad_norm", max_grad_norm)
+    arguments.positive("bucket_mb", bucket_mb)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError("optimizer was offloaded already: use it as it is")
     if scaler is not None and not scaler.is_enabled():
@@ -117,21 +120,6 @@ def check_types(model: object, optimizer: object, scaler: object) -> None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler or a LossScaler, not {type(scaler).__name__}")
-
-
-def check_options(overlap: object, masters: object, max_grad_norm: object, bucket_mb: object) -> None:
-    """Raise for an option that is out of range."""
-    if overlap not in OVERLAPS:
-        raise ValueError(f"overlap={overlap!r} must be one of {', '.join(map(repr, OVERLAPS))}")
-    if not isinstance(masters, bool):
-        raise TypeError(f"masters={masters!r} must be True or False")
-    for name, value in {"max_grad_norm": max_grad_norm, "bucket_mb": bucket_mb}.items():
-        if value is None and name == "max_grad_norm":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name}={value!r} must be a number")
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r} must be positive and finite")
 
 
 def device_of(params: Sequence[Tensor], stands_in: bool) -> torch.device:

@@ -365,7 +365,7 @@ class OffloadedOptimizer(Optimizer):
         # Noted before it is queued, so that the next call finds the job wherever Ctrl-C comes.
         job = step.job = step.new_job()
         try:
-            self._worker.queue(job)
+            self._worker.jobs.put(job)
             if self.overlap == "forward":
                 step.prepared.wait()
             if self.overlap != "forward" or step.error is not None:
@@ -422,7 +422,7 @@ class OffloadedOptimizer(Optimizer):
         """Copy weights to the host that a program has written on the device."""
         written = [param for param in params if param.written]
         if written:
-            self._copies.to_host([(param.weights, param.here) for param in written]).synchronize()
+            self._copies.to_host([(param.weights, param.shard) for param in written]).synchronize()
             for param in written:
                 param.take_weights()
                 param.note_equal()

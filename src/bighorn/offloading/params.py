@@ -40,18 +40,20 @@ class OffloadedParam:
     """The gradient in the host's memory, of this rank's shard."""
     grad_of_host: Tensor
     """The same as a gradient of `host`."""
-    place: torch.device
+    origin: torch.device
     """The device that the parameter was offloaded from."""
     grad_dtype: torch.dtype
     """The dtype of gradients on the device."""
     label: str
+    distributed: bool
+    """Whether this rank may hold a shard only."""
     equal_at: tuple[int, ...] = ()
     """The address and version counters of `device` at the time when it and `host` were equal; none if they are not."""
 
     @property
-    def here(self) -> Tensor:
+    def shard(self) -> Tensor:
         """This rank's shard on the device, without its version counter."""
-        return sharding.local(self.device).data
+        return self._local(self.device).data
 
     @property
     def written(self) -> bool:
@@ -76,27 +78,28 @@ class OffloadedParam:
     def _address_and_versions(self) -> tuple[int, ...]:
         # A write to a distributed tensor is not counted by its shard, nor the other way round. `param.data = other` is
         # not counted at all.
-        shard = sharding.local(self.device)
+        shard = self._local(self.device)
         return shard.data_ptr(), shard._version, self.device._version
 
-    def check_unmoved(self) -> None:
-        """Raise if the model has moved, or has changed its dtype or shapes."""
-        here = sharding.local(self.device)
-        if (here.device, here.dtype, here.shape) != (self.place, self.weights.dtype, self.weights.shape):
+    def _local(self, tensor: Tensor) -> Tensor:
+        return sharding.local(tensor) if self.distributed else tensor
+
+    def checked_grad(self) -> Tensor:
+        """Return this rank's shard of the gradient on the device; raise if it does not fit, or the model has moved."""
+        here = self._local(self.device)
+        if (here.device, here.dtype, here.shape) != (self.origin, self.weights.dtype, self.weights.shape):
             raise RuntimeError(
-                f"{self.label} was offloaded from {self.place} as {self.weights.dtype} of shape "
+                f"{self.label} was offloaded from {self.origin} as {self.weights.dtype} of shape "
                 f"{tuple(self.weights.shape)}, and is on {here.device}, {here.dtype} of shape {tuple(here.shape)} now: "
                 "move and convert the model first, then make the optimizer and offload it"
             )
 
-    def checked_grad(self) -> Tensor:
-        """Return this rank's shard of the gradient on the device, or raise if it does not fit."""
-        self.check_unmoved()
         grad = self.device.grad
         assert grad is not None
         if grad.layout is not torch.strided:
             raise RuntimeError(f"the gradient of {self.label} is sparse: make its layer with sparse=False")
-        grad = sharding.local(sharding.aligned(grad, self.device))
+        if self.distributed:
+            grad = sharding.local(sharding.aligned(grad, self.device))
         if grad.dtype != self.grad_dtype:
             raise RuntimeError(
                 f"the gradient of {self.label} is {grad.dtype}, where memory was taken for {self.grad_dtype}: set its "
@@ -131,14 +134,8 @@ def offloaded_params(
     wide = masters and not (isinstance(optimizer, StepsAhead) and hasattr(Tensor, "grad_dtype"))
     grads = slots(here, [torch.promote_types(dtype, torch.float32) if wide else dtype for dtype in dtypes], copies)
     names = {id(param): name for name, param in model.named_parameters()}
-    made = iter(
-        [
-            _offloaded(
-                param, weight, grad, dtype, names.get(id(param), f"parameter {number} of the optimizer"), masters
-            )
-            for number, (param, weight, grad, dtype) in enumerate(zip(params, weights, grads, dtypes, strict=True))
-        ]
-    )
+    labels = [names.get(id(param), f"parameter {number} of the optimizer") for number, param in enumerate(params)]
+    made = iter(list(map(_offloaded, params, weights, grads, dtypes, labels, [masters] * len(params))))
     return [[next(made) for _ in group["params"]] for group in optimizer.param_groups]
 
 
@@ -152,8 +149,9 @@ def _offloaded(
     host = Parameter(host, requires_grad=param.requires_grad) if isinstance(param, Parameter) else host
     if grad.dtype != host.dtype:
         host.grad_dtype = None
-    place = sharding.local(param).device
-    return OffloadedParam(param, host, weights, master, grad, sharding.on_host(grad, param), place, grad_dtype, label)
+    origin, grad_of_host = sharding.local(param).device, sharding.on_host(grad, param)
+    distributed = sharding.any_distributed([param])
+    return OffloadedParam(param, host, weights, master, grad, grad_of_host, origin, grad_dtype, label, distributed)
 
 
 def slots(likes: Sequence[Tensor], dtypes: Sequence[torch.dtype], copies: Copies) -> list[Tensor]:
@@ -199,15 +197,11 @@ def load_with_masters(
     if all(param.master is None for param in params) or "state" not in state_dict:
         load(state_dict)
         return
-    masters = {
-        number: state[MASTER]
-        for number, state in state_dict["state"].items()
-        if isinstance(state, dict) and MASTER in state
-    }
-    state = {
-        number: {name: value for name, value in state.items() if name != MASTER} if number in masters else state
-        for number, state in state_dict["state"].items()
-    }
+    state, masters = dict(state_dict["state"]), {}
+    for number, each in state.items():
+        if isinstance(each, dict) and MASTER in each:
+            state[number] = {**each}
+            masters[number] = state[number].pop(MASTER)
     load({**state_dict, "state": state})
     for number, param in enumerate(params):
         if number in masters:
@@ -231,27 +225,23 @@ class SharedOptions:
 
         A tensor is always given, since a program may write into it; its values are those of the program.
         """
-        for index, (ours, its) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=True)):
-            seen = self._seen[index]
-            for name in seen.keys() - ours.keys():
-                its.pop(name, None)
-            for name, value in ours.items():
+        for outer, inner, seen in zip(self._groups, self._optimizer.param_groups, self._seen, strict=True):
+            for name in seen.keys() - outer.keys():
+                inner.pop(name, None)
+            for name, value in outer.items():
                 if name != "params" and (isinstance(value, Tensor) or name not in seen or value is not seen[name]):
-                    its[name] = value.cpu() if isinstance(value, Tensor) else value
-            self._show(index)
+                    inner[name] = value.cpu() if isinstance(value, Tensor) else value
+        self._show()
 
     def read(self) -> None:
         """Show the optimizer's options, after a checkpoint was loaded."""
-        for index, (ours, its) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=True)):
-            for name in ours.keys() - its.keys():
-                del ours[name]
-            for name in [name for name, value in ours.items() if isinstance(value, Tensor)]:
-                del ours[name]
-            self._show(index)
+        for outer, inner in zip(self._groups, self._optimizer.param_groups, strict=True):
+            for name in [name for name, value in outer.items() if name not in inner or isinstance(value, Tensor)]:
+                del outer[name]
+        self._show()
 
-    def _show(self, index: int) -> None:
-        ours, its = self._groups[index], self._optimizer.param_groups[index]
-        for name, value in its.items():
-            if name != "params" and not isinstance(ours.get(name), Tensor):
-                ours[name] = value
-        self._seen[index] = dict(ours)
+    def _show(self) -> None:
+        for outer, inner in zip(self._groups, self._optimizer.param_groups, strict=True):
+            own = {name for name, value in outer.items() if isinstance(value, Tensor)} | {"params"}
+            outer.update({name: value for name, value in inner.items() if name not in own})
+        self._seen = [dict(group) for group in self._groups]

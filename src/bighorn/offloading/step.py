@@ -8,7 +8,7 @@ sends the last one, and `send_numbers` sends what a clip and a scaler know of al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
-from bighorn.offloading.params import OffloadedParam, padded
+from bighorn.offloading.params import OffloadedParam
 from bighorn.offloading.worker import Job, Latch
 
 MOST_NAMES = 5
@@ -47,11 +47,11 @@ class TransferBucket:
     """Parameters whose gradients travel together, and whose new weights do."""
 
     params: list[OffloadedParam]
-    held: list[Tensor]
+    device_grads: list[Tensor]
     """The gradients on the device, until they have arrived."""
     arrival: Arrival | None
     """The end of the gradients' copies, while it is not known to have come."""
-    sent: Latch = field(default_factory=Latch)
+    sent: Latch = field(init=False)
     """Set when the new weights have been sent, or never will be."""
     weights: Arrival | None = None
     """The end of the new weights' copies; None: the parameters have not taken the step."""
@@ -60,7 +60,7 @@ class TransferBucket:
         """Return when the gradients have arrived, and free those on the device."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        self.held, self.arrival = [], None
+        self.device_grads, self.arrival = [], None
 
     def bind(self, bound: bool) -> None:
         """Give the gradients to the optimizer's parameters, or take them back."""
@@ -72,7 +72,7 @@ class TransferBucket:
         """Begin to copy the new weights to the device; the parameters have taken the step."""
         for param in self.params:
             param.round_master()
-        self.weights = copies.to_device([(param.weights, param.here) for param in self.params])
+        self.weights = copies.to_device([(param.weights, param.shard) for param in self.params])
         # Autograd may have saved the old weights.
         torch.autograd.graph.increment_version([param.device for param in self.params])
         for param in self.params:
@@ -85,13 +85,8 @@ class StepSetup:
     """What all steps of an offloaded optimizer have in common.
 
     Attributes:
-        optimizer: The optimizer over the host's parameters.
-        params: Its parameters.
-        copies: The copies.
-        bucket_bytes: The size at which a bucket is sent.
         needs_square_sum: Whether the optimizer clips, or skips a step, by the norm of all gradients.
-        max_grad_norm: The norm to which gradients are clipped here; None: they are not.
-        scaler: The scaler of the loss.
+        max_grad_norm: The norm to which gradients are clipped here, by no optimizer; None: they are not.
         last_first: Whether the buckets that were sent last, which the next forward pass uses first, are stepped first.
         memory: NUMBER_BYTES of the host's memory that the device reaches.
     """
@@ -129,7 +124,7 @@ class OffloadedStep:
         """The job of the stepping thread, which is noted before it is queued."""
         self.returned = False
         """Whether `step()` has returned, so that the program knows of the job."""
-        self.prepared = Latch()
+        self.prepared: Latch
         """Set when all errors have been found that can be found before the first parameter is written."""
         self.in_doubt: list[OffloadedParam] = []
         """The parameters that are being stepped."""
@@ -150,7 +145,7 @@ class OffloadedStep:
         """Add this rank's shard of a gradient, and send the bucket if it is full."""
         self._open.append((param, grad))
         self.bucket_of[param] = None
-        self._open_bytes += padded(grad.nbytes)
+        self._open_bytes += grad.nbytes
         if self._open_bytes >= self.setup.bucket_bytes:
             if self.buckets:
                 self.buckets[-1].land()  # so that the device holds the gradients of at most two buckets
@@ -186,8 +181,8 @@ class OffloadedStep:
     @torch.no_grad()
     def overflows(self) -> Tensor:
         """Return how many gradients on this rank are not finite, 0-dim, on the device."""
-        here = self.setup.params[0].here
-        return sum(((~peak.isfinite()).float() for peak in self._peaks), torch.zeros((), device=here.device))
+        shard = self.setup.params[0].shard
+        return sum(((~peak.isfinite()).float() for peak in self._peaks), torch.zeros((), device=shard.device))
 
     @torch.no_grad()
     def send_numbers(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -237,7 +232,7 @@ class OffloadedStep:
         try:
             for bucket in self.buckets:
                 bucket.bind(True)
-            self._take_step(step_parts(self.buckets[::-1] if self.setup.last_first else self.buckets))
+            self._take_step()
         except BaseException as error:  # the training loop raises it
             self.error = error
         finally:
@@ -246,31 +241,33 @@ class OffloadedStep:
                 bucket.sent.set()
             self.prepared.set()
 
-    def _take_step(self, parts: list[list[TransferBucket]]) -> None:
-        optimizer, scaled = self.setup.optimizer, set[int]()
-        factors: list[Tensor] = []
-        hosts = [[param.host for param in params_of([part])] for part in parts]
-        all_at_once = isinstance(optimizer, StepsInParts) and not isinstance(optimizer, ClipsItself)
+    def _take_step(self) -> None:
+        optimizer, factors, scaled = self.setup.optimizer, list[Tensor](), set[int]()
+        parts = step_parts(self.buckets[::-1] if self.setup.last_first else self.buckets)
+        clips_itself = isinstance(optimizer, ClipsItself)
+        if not clips_itself and isinstance(optimizer, StepsInParts):
+            parts = [self.buckets]  # since it does not say when a part has taken the step
+        params = [[param for bucket in part for param in bucket.params] for part in parts]
+        hosts = [[param.host for param in part] for part in params]
 
         def wait(part: int) -> None:
-            first = 0 if all_at_once else part
-            self.in_doubt = params_of(parts[first:part])
+            self.in_doubt = []
             for bucket in parts[part]:
                 bucket.land()
             self.prepared.set()
-            self.in_doubt = params_of(parts[first : part + 1])
+            self.in_doubt = params[part]
             for factor in factors if part not in scaled else ():
-                torch._foreach_mul_([param.grad for param in params_of([parts[part]])], factor)
+                torch._foreach_mul_([param.grad for param in params[part]], factor)
             scaled.add(part)
 
         def stepped(part: int) -> None:
             for bucket in parts[part]:
                 bucket.send_weights(self.setup.copies)
-            self.in_doubt = params_of(parts[part + 1 :]) if all_at_once else []
+            self.in_doubt = []
 
         if isinstance(optimizer, ClipsItself):
-            scaler = self._arrived_numbers() if "found_inf" in self._numbers else {}
-            scaler = {name: number for name, number in scaler.items() if name != "norm"}
+            scaler = {} if self.setup.scaler is None else self._arrived_numbers()
+            scaler.pop("norm", None)
             vars(optimizer).update(scaler)
             try:
                 # The numbers arrive later than the checks end, which need none.
@@ -288,8 +285,7 @@ class OffloadedStep:
         factors += self._factors(numbers)
         if isinstance(optimizer, StepsInParts):
             optimizer.step_in_parts(hosts, wait)
-            for part in range(len(parts)):
-                stepped(part)
+            stepped(0)
         else:
             step_in_parts(optimizer, hosts, wait, stepped)
 
@@ -383,11 +379,6 @@ def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:
         parts.append(buckets[done : done + count])
         done, left = done + count, left - count
     return parts
-
-
-def params_of(parts: Iterable[list[TransferBucket]]) -> list[OffloadedParam]:
-    """Return the parameters of some parts of a step."""
-    return [param for part in parts for bucket in part for param in bucket.params]
 
 
 @torch.no_grad()

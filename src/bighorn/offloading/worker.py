@@ -103,10 +103,10 @@ class Worker:
         self.threads, self.reason = team()
         self.cpus = near(device)
         self._process = os.getpid()
-        self._queue: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=_serve, args=(self._queue,), name="bighorn-offload", daemon=True)
+        self.jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self.jobs,), name="bighorn-offload", daemon=True)
         self.thread.start()
-        self.close = weakref.finalize(self, _end, self._queue, self.thread)
+        self.close = weakref.finalize(self, _end, self.jobs, self.thread)
         before = torch.get_num_threads()
         self.submit(self._settle).result()
         # The number above holds for one thread, but torch gives the last one that was set to all later threads too.
@@ -115,12 +115,8 @@ class Worker:
     def submit(self, function: Callable[[], T]) -> Job[T]:
         """Run a function after those that were submitted before."""
         job = Job(function)
-        self.queue(job)
+        self.jobs.put(job)
         return job
-
-    def queue(self, job: Job[Any]) -> None:
-        """Run a job after those that were queued before."""
-        self._queue.put(job)
 
     def check_process(self) -> None:
         """Raise in a process that was forked, which has no stepping thread.

@@ -225,40 +225,21 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     @eager
     @torch.no_grad()
-    def step_params(self, params: list[Tensor], wait: Callable[[], None] | None = None) -> None:
-        """Step some parameters now and drop their gradients, as `step_param` does with one.
-
-        Args:
-            params: Parameters of this optimizer, with gradients.
-            wait: A function that is called when everything has been checked, and returns when the gradients may be
-                read. Default: None.
-
-        Raises:
-            RuntimeError: As for `step_param`.
-        """
+    def _step_now(self, param: Tensor) -> None:
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
-        for param in params:
-            check_step_param(param, indices, begun, lambda at, which: self._param_info(*at, which).label)
-        schedule, [plan] = self._prepare(params, None, None if begun is None else begun.schedule, indices)
-        try:
-            if wait is not None:
-                wait()
-        except BaseException:
-            if begun is None:
-                schedule.undo()
-            raise
+        check_step_param(param, indices, begun, lambda at, which: self._param_info(*at, which).label)
+        schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices)
         for _, kernel in plan.kernels:
             kernel.step()
         plan.step_shards(1.0, None)
         plan.release()
-        for param in params:
-            begun.plans[param] = plan
-            param.grad = None
-            # Autograd may have saved the old parameter; compiled kernels do not increment the version counter.
-            torch.autograd.graph.increment_version(param)
+        begun.plans[param] = plan
+        param.grad = None
+        # Autograd may have saved the old parameter; compiled kernels do not increment the version counter.
+        torch.autograd.graph.increment_version(param)
 
     def whole_step_reason(self) -> str | None:
         """The reason why every gradient is needed before the first parameter is written, or None."""

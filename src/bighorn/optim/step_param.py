@@ -29,15 +29,10 @@ class StepParameter(Optimizer):
     """The methods by which trainers step one parameter inside backward."""
 
     _begun: BegunStep | None = None
-    """The step that `step_params` has begun and `step` has not ended."""
+    """The step that `step_param` has begun and `step` has not ended."""
 
-    def step_params(self, params: list[Tensor], wait: Callable[[], None] | None = None) -> None:
-        """Step some parameters now.
-
-        Args:
-            params: Parameters of this optimizer, with gradients.
-            wait: A function that returns when the gradients may be read. Default: None.
-        """
+    def _step_now(self, param: Tensor) -> None:
+        """Step a parameter now."""
         raise NotImplementedError
 
     @eager
@@ -57,7 +52,7 @@ class StepParameter(Optimizer):
         """
         if group is not None and not can_step(self, self._begun, param, group):
             return
-        self.step_params([param])
+        self._step_now(param)
 
     def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:
         """Step one parameter now, as `step_param(parameter, group)` does.

@@ -78,10 +78,6 @@ static inline LambReals reals_of(const LambFactors *f) {
 /* Whether the second pass reads gradients, and not only what the first one has left: for the mask. */
 static inline int reads_grad_again(const LambReals *f) { return f->cautious; }
 
-/* Computes the gradient that the moments average. Without decay in it, NaN and infinite weights stay out of the state.
- */
-static inline real grad_of(const LambReals f, real g, real x) { return FMA(f.l2, f.l2 != 0 ? x : 0, f.grad_scale * g); }
-
 /* Computes r, with the same bits in every function that calls this one, as those below; `root` is the root of v. */
 static inline real ratio_of(const LambReals f, real m, real root) { return f.correction * m / (root + f.eps); }
 

@@ -52,7 +52,7 @@ static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key
 FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int second_moment, const enum LambUpdateUse after,
                                     const int g_type, const int state_type, real g, real x, real *m, real *v,
                                     real *v_max) {
-    const real grad = grad_of(f, g, x);
+    real grad = FMA(f.l2, x, f.grad_scale * g);
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
     if (second_moment == SECOND_MOMENT_AMSGRAD) *v_max = *v > *v_max || *v != *v ? *v : *v_max;
@@ -143,7 +143,7 @@ static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, cons
     for (int i = 0; i < n; i++) {
         const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
         const real v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
-        const real grad = grad_of(f, load_element(g_type, g, i), x);
+        const real grad = FMA(f.l2, x, f.grad_scale * load_element(g_type, g, i));
         const real r = ratio_of(f, m, square_root_of(v));
         const double u = f.cautious ? masked(r, grad) : update_of(f, x, r);
         add_sums(&sums, (LayerSums){(double)x * x, u * u, u * x, f.cautious && u != 0});
@@ -225,7 +225,7 @@ FORCE_INLINE_TEMPLATE void mask_loop(const LambReals f, const int x_type, const 
                                      const void *restrict x, real *restrict out) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        const real grad = grad_of(f, g[i], load_element(x_type, x, i));
+        real grad = FMA(f.l2, load_element(x_type, x, i), f.grad_scale * g[i]);
         out[i] =
             masked(ratio_of(f, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i))), grad);
     }

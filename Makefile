@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow oldest-torch newest-torch attack sanitize integrations gpu check docs dist aarch64 format clean
+.PHONY: help train test slow oldest-torch newest-torch attack sanitize integrations gpu ledger check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -16,6 +16,7 @@ help:
 	@echo "make sanitize   run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, minutes"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
+	@echo "make ledger  count what steps do, into benchmarks/results/ledger.json; BECAUSE='the reason' if rows got worse"
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
@@ -45,7 +46,7 @@ $(VENV)/tritons/%: | $(STAMP)
 train: $(STAMP)
 	$(BIN)/bighorn train --report runs/digits.html
 
-C_SOURCES = $(wildcard src/bighorn/kernels/csrc/*.[ch] tests/csrc/*.[ch])
+C_SOURCES = $(wildcard src/bighorn/kernels/csrc/*.[ch] tests/csrc/*.[ch] benchmarks/*.c)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check
@@ -165,6 +166,11 @@ gpu:
 	else \
 	  $(MAKE) $(STAMP) && $(BIN)/python benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
 	fi
+
+# The counts are the same on every run, so that a test compares them. Those of the C library need valgrind.
+BECAUSE ?=
+ledger: $(STAMP)
+	$(BIN)/python benchmarks/ledger.py --because "$(BECAUSE)"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

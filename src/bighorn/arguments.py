@@ -440,3 +440,14 @@ def brief(value: object) -> str:
     """Describe a value, without the contents of tensors and of containers."""
     kind = type(value).__name__
     return f"{value!r} ({kind})" if isinstance(value, (str, bytes, int, float, complex, type(None))) else f"a {kind}"
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names of a list, and how many more there are.
+
+    Example:
+        >>> shortened(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

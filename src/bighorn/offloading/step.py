@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from bighorn.arguments import shortened
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
 from bighorn.offloading.worker import Job, Latch
-
-MOST_NAMES = 5
-"""The most parameters that an error names."""
 
 NUMBER_BYTES = 3 * 8
 """The bytes of the numbers that a step needs from the device: a norm, the scaler's scale, and its found_inf."""
@@ -325,9 +323,9 @@ class OffloadedStep:
         """Return what has happened when an error came after parameters had been written, and the remedies."""
         done = [param.label for bucket in self.buckets if bucket.weights is not None for param in bucket.params]
         doubt = [param.label for param in self.in_doubt]
-        text = f"{len(done)} of {len(self.setup.params)} parameters have taken the step{shortened(done)}"
+        text = f"{len(done)} of {len(self.setup.params)} parameters have taken the step{in_brackets(done)}"
         if doubt:
-            text += f", and others were being stepped{shortened(doubt)}"
+            text += f", and others were being stepped{in_brackets(doubt)}"
         return (
             f"the step has failed ({self.error!r}) when {text}: load a checkpoint of model and optimizer, or go on "
             "with these weights, and forget the gradients of the others, with optimizer.zero_grad()"
@@ -398,8 +396,6 @@ def inverse(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float()
 
 
-def shortened(names: list[str]) -> str:
-    """Return some names in brackets, with a space; empty if there are none."""
-    more = len(names) - MOST_NAMES
-    text = ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-    return f" ({text})" if names else ""
+def in_brackets(names: list[str]) -> str:
+    """Return some names in brackets, after a space; empty if there are none."""
+    return f" ({shortened(names)})" if names else ""

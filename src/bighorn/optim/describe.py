@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from torch import Tensor
 
+from bighorn.arguments import shortened
 from bighorn.optim.algorithm import Group
 from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.settings import Settings
@@ -59,7 +60,7 @@ def options_of_groups(
     found = {}
     for index, group in enumerate(groups):
         parts = [f"{name} by {option.schedule!r}, now {group[name]:g}" for name, option in scheduled[index].items()]
-        parts += [f"no {what} for {_listed(names)}" for what, names in excluded[index].items() if names]
+        parts += [f"no {what} for {shortened(names, MOST_NAMES)}" for what, names in excluded[index].items() if names]
         if settings.max_grad_norm is not None:
             parts.append(f"gradients clipped to a 2-norm of {settings.max_grad_norm:g} over all groups")
         if settings.skip_nonfinite:
@@ -67,11 +68,6 @@ def options_of_groups(
         if parts:
             found[index] = "; ".join(parts)
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class Table:

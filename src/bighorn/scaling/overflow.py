@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn.arguments import shortened
 from bighorn.distributed import sharding
-
-MOST_NAMES = 5
-"""The most overflowed parameters of a rank that an error names."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,13 @@ class OverflowReport:
         """The names by rank. All ranks of a group raise in the same step, so that they can exchange names."""
         bad = [name for name, flag in zip(self.names, self.flags, strict=True) if flag.item()]
         if not dist.is_initialized():
-            return _shortened(bad)
+            return shortened(bad)
         by_rank = {dist.get_rank(): bad}
         if self.group is not None:
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(gathered, bad, self.group)
             by_rank = dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
-        return "; ".join(f"{_shortened(names)} on rank {rank}" for rank, names in by_rank.items() if names)
+        return "; ".join(f"{shortened(names)} on rank {rank}" for rank, names in by_rank.items() if names)
 
 
 def group_of(optimizer: Optimizer) -> Any:
@@ -102,8 +100,3 @@ def unscale(batch: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Te
     flag = torch.zeros_like(found_inf, device=device)
     torch._amp_foreach_non_finite_check_and_unscale_(list(batch), flag, inv_scale.to(device, non_blocking=True))
     return flag.to(found_inf.device, non_blocking=True)
-
-
-def _shortened(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

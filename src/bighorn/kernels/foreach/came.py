@@ -144,9 +144,11 @@ class Batch:
     def second_moment(self) -> Values:
         """Advance the second moment, and return a function that computes a piece of u."""
         o = self.options
-        b2, gain = (
-            self.beta_pair(o.betas[1]) if o.decay_rate is None else (1 - self.t**-o.decay_rate, self.t**-o.decay_rate)
-        )
+        if o.decay_rate is None:
+            b2, gain = self.beta_pair(o.betas[1])
+        else:
+            gain = self.t**-o.decay_rate
+            b2 = 1 - gain
         if o.factor is None:
             v = self.arrays["exp_avg_sq"]
             for at in self.pieces:

@@ -4,20 +4,11 @@
  *
  * OPTIMIZER is lamb or came, STORED the dtype of weights, gradient and state: float32, bfloat16 or int8, which is that
  * of the state alone. PASSES more passes over the gradient are made in each step, for a test of the counts. */
-#include "abi.h"
+#include "../tests/csrc/library.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-void bighorn_advance(float *const *, int64_t);
-double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
-int64_t bighorn_lamb_chunks(const LambRow *, const Gradient *, const int64_t *, int64_t);
-void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LambRow *, const Gradient *, void *const *,
-                       const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
-int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
-void bighorn_came_step(const RunConfig *, const CameOptions *, const CameRow *, const CameShard *, const Gradient *,
-                       void *const *, const double *, const int64_t *, int64_t, double, int, double *);
 
 enum { SIDE = 512, ELEMS = SIDE * SIDE, SUMS = 8, SCRATCH_BYTES = 8 << 20, ALIGNMENT = 1 << 20 };
 

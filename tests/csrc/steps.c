@@ -4,19 +4,11 @@
 #include "abi.h"
 #include "codec.h"
 #include "gradient.h"
+#include "library.h"
 #include "team.h"
 
 #include <math.h>
 #include <string.h>
-
-void bighorn_advance(float *const *, int64_t);
-double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
-int64_t bighorn_lamb_chunks(const LambRow *, const Gradient *, const int64_t *, int64_t);
-void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LambRow *, const Gradient *, void *const *,
-                       const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
-int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
-void bighorn_came_step(const RunConfig *, const CameOptions *, const CameRow *, const CameShard *, const Gradient *,
-                       void *const *, const double *, const int64_t *, int64_t, double, int, double *);
 
 enum { LAYER_SUMS = 4 }; /* the numbers in LayerSums of layerwise.h */
 enum { STEPS = 2, MAX_ROWS = 512, SCRATCH_BYTES = 1 << 20 };

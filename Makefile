@@ -123,7 +123,7 @@ slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
 
 # The C library that ends the process at a wrong address or at undefined behaviour, with the package, beside the other.
-build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/bighorn/*/*/*.py)
+build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/bighorn/*/*/*.py src/bighorn/kernels/csrc/*)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $@ \
 	  --config-settings cmake.define.BIGHORN_SANITIZE=ON --config-settings build-dir=build/sanitized-objects .
 	test -f $@/bighorn/kernels/libbighorn.so

@@ -49,15 +49,16 @@ typedef struct {
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */
 
-/* The factors in the type of the arithmetic, as LambFactors. */
+/* The factors in the type of the arithmetic, as LambFactors; `scale` is the factor of the gradients that loops read. */
 typedef struct {
-    real grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay, caution;
+    real scale, grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay, caution;
     uint32_t rng_key, dither;
     int cautious;
 } LambReals;
 
 static inline LambReals reals_of(const LambFactors *f) {
     return (LambReals){
+        .scale = f->l2 != 0 ? 1 : (real)f->grad_scale, /* 1 after decayed_grad */
         .grad_scale = (real)f->grad_scale,
         .l2 = (real)f->l2,
         .beta1 = (real)f->beta1,
@@ -73,6 +74,15 @@ static inline LambReals reals_of(const LambFactors *f) {
         .dither = f->dither,
         .cautious = f->cautious,
     };
+}
+
+/* Adds the decay to a gradient if there is one. A decay of 0 is not added, so that a weight that is not finite leaves
+ * the moments as they are. */
+FORCE_INLINE_TEMPLATE const real *decayed_grad(const LambReals *f, const int x_type, int n, const real *g,
+                                               const void *x, real *buffer) {
+    if (f->l2 == 0) return g;
+    for (int i = 0; i < n; i++) buffer[i] = FMA(f->l2, load_element(x_type, x, i), f->grad_scale * g[i]);
+    return buffer;
 }
 
 /* Whether the second pass reads gradients, and not only what the first one has left: for the mask. */

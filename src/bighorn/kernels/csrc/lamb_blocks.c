@@ -11,7 +11,6 @@ typedef struct {
     int64_t start, scale;
     int n, type; /* the type of x and g: bfloat16 if both are used in place, else float32 */
     const void *x, *g;
-    float grad_scale;
     void *m_codes, *v_codes;
     float *u, *wanted; /* u: where u, or the masked r, is written; wanted: its final address, or NULL */
     CodecScale m_scale, v_scale;
@@ -132,26 +131,19 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
 }
 
 FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambChunk *b, const LambReals *f, GradientMean *last) {
-    block->grad_scale = f->grad_scale;
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
         return;
     }
-    const float *g = centred_grad(b->gradient, b->grad, block->start, block->n, block->g_buffer, last), *x = block->x;
+    const float *g = centred_grad(b->gradient, b->grad, block->start, block->n, block->g_buffer, last);
     if (block->n % LANES) g = padded(block->g_buffer, g, block->n * 4, sizeof block->g_buffer);
-    if (f->l2 != 0) {
-        block->grad_scale = 1;
-        for (int i = 0; i < block->n; i++) block->g_buffer[i] = FMA(f->l2, x[i], f->grad_scale * g[i]);
-        g = block->g_buffer;
-    }
-    block->g = g;
+    block->g = decayed_grad(f, FLOAT32, block->n, g, block->x, block->g_buffer);
 }
 
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
 FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                       LambQuantBlock *block, const LambReals f) {
     const LambRow *row = block->row;
-    const float scale = block->grad_scale;
     const float m_unit = scale_of(first, row->exp_avg_scale[block->scale]).unit;
     const float v_unit = scale_of(second, row->exp_avg_sq_scale[block->scale]).unit;
     const float beta1 = f.beta1 * m_unit, beta2 = second == CODEC_HALF_ROOT ? f.beta2 : f.beta2 * v_unit;
@@ -159,7 +151,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     const int n = block->n;
     LaneWords m_top = {0}, v_top = {0};
     for (int i = 0; i < n; i += LANES) {
-        Lanes grad = scale * load_as(type, g, i);
+        Lanes grad = f.scale * load_as(type, g, i);
         Lanes m = load_powers(first, m_codes, i), v = load_powers(second, v_codes, i);
         if (second == CODEC_HALF_ROOT) v *= v_unit, v *= v;
         m = fused(lanes(beta1), m, f.beta3 * grad);          /* LAMB-m */
@@ -178,7 +170,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                      LambQuantBlock *block, const LambReals f, LambLaneSums *sums, const int cautious) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
-    const float v_root_unit = root_unit(second, v_scale.unit), grad_scale = block->grad_scale;
+    const float v_root_unit = root_unit(second, v_scale.unit);
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
     const void *all_x = block->x, *all_g = block->g;
     float *all_u = block->u;
@@ -193,7 +185,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
         dither += (uint32_t)LANES * DITHER_STRIDE;
         Lanes x = load_as(type, all_x, i), r = ratios(second, f, m_scale.unit, v_root_unit, m, v);
         if (cautious) {
-            r = masked_lanes(r, grad_scale * load_as(type, all_g, i));
+            r = masked_lanes(r, f.scale * load_as(type, all_g, i));
             product = fused(x, r, product);
             kept -= (LaneWords)(r != 0);
         }
@@ -232,7 +224,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum Code
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(first, block->m_codes, i), v = load_powers(second, block->v_codes, i);
         Lanes r = ratios(second, f, m_unit, v_root_unit, m, v);
-        store(block->u + i, f.cautious ? masked_lanes(r, block->grad_scale * load_as(type, block->g, i))
+        store(block->u + i, f.cautious ? masked_lanes(r, f.scale * load_as(type, block->g, i))
                                        : updates(f, load_as(type, block->x, i), r));
     }
 }

@@ -5,7 +5,13 @@
 /* The use of u: none but its square, or it is stored, or it is applied, or the masked r is stored in its place. */
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY, UPDATE_MASK };
 
-enum { REAL_SUM_ELEMS = 1024 }; /* elements whose squares are added up in the type of the arithmetic */
+/* Elements whose squares are added up in the type of the arithmetic: 64 for each lane. The sums of more that are of one
+ * size are rounded in one direction, by more than the 1e-7 that rounding leaves otherwise. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { REAL_SUM_ELEMS = 64 }; /* these loops are not vectorized */
+#else
+enum { REAL_SUM_ELEMS = 64 * SUM_LANES };
+#endif
 
 /* A piece of a row, in place except for weights that are float16 or that are not rounded to the nearest. */
 typedef struct {
@@ -19,18 +25,19 @@ static int used_in_place(const Weights *w) { return (w->type == REAL_TYPE && !w-
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or as those of float32 masters. The loop
  * for the latter adds up squares in another order than that for float32 gradients, so that it is used where x does not
  * depend on the sums. */
-static int has_bfloat16_grads(const LambChunk *b, const enum LambUpdateUse after) {
+static int has_bfloat16_grads(const LambChunk *b, const LambReals *f, const enum LambUpdateUse after) {
     const Weights *w = &b->row->weights;
     const int has_masters = REAL_TYPE == FLOAT32 && w->type == FLOAT32 && used_in_place(w) &&
                             b->row->state_type == FLOAT32 && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
-    return (has_masters && after == UPDATE_APPLY) || all_in_bfloat16(b);
+    return f->l2 == 0 && ((has_masters && after == UPDATE_APPLY) || all_in_bfloat16(b));
 }
 
 /* Returns the number of elements in a piece. If all data are used in place, a piece is a whole chunk: a longer loop has
  * more loads in flight, which saves 4% of a step beyond the caches. */
-static int piece_of(const LambChunk *b, const enum LambUpdateUse after) {
-    const int reads_reals = is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
-    return used_in_place(&b->row->weights) && (reads_reals || has_bfloat16_grads(b, after)) ? CHUNK_ELEMS : PIECE_ELEMS;
+static int piece_of(const LambChunk *b, const LambReals *f, const enum LambUpdateUse after) {
+    const int reads_reals = f->l2 == 0 && is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
+    return used_in_place(&b->row->weights) && (reads_reals || has_bfloat16_grads(b, f, after)) ? CHUNK_ELEMS
+                                                                                               : PIECE_ELEMS;
 }
 
 static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
@@ -44,15 +51,22 @@ static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
     p->v_max = row->max_exp_avg_sq ? at(row->max_exp_avg_sq, type, start) : NULL;
 }
 
+/* Returns the gradient of a piece, centred and with the decay, in the type of the arithmetic. */
+static const real *piece_grad(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n,
+                              real *buffer, GradientMean *last) {
+    const real *g = centred_grad(b->gradient, b->grad, start, n, buffer, last);
+    return p->x_type == REAL_TYPE ? decayed_grad(f, REAL_TYPE, n, g, p->x, buffer)
+                                  : decayed_grad(f, BFLOAT16, n, g, p->x, buffer);
+}
+
 static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key, int64_t start, int n) {
     if (!used_in_place(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->x);
 }
 
 /* Updates the moments of one element, and returns r. */
 FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int second_moment, const enum LambUpdateUse after,
-                                    const int g_type, const int state_type, real g, real x, real *m, real *v,
-                                    real *v_max) {
-    real grad = FMA(f.l2, x, f.grad_scale * g);
+                                    const int g_type, const int state_type, real g, real *m, real *v, real *v_max) {
+    real grad = f.scale * g;
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
     if (second_moment == SECOND_MOMENT_AMSGRAD) *v_max = *v > *v_max || *v != *v ? *v : *v_max;
@@ -74,8 +88,8 @@ FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const int second_mo
             real old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
                  new_v = load_element(state_type, v, i);
             real new_max = second_moment == SECOND_MOMENT_AMSGRAD ? load_element(state_type, v_max, i) : 0;
-            real r = step_one(f, second_moment, after, g_type, state_type, load_element(g_type, g, i), old_x, &new_m,
-                              &new_v, &new_max);
+            real r = step_one(f, second_moment, after, g_type, state_type, load_element(g_type, g, i), &new_m, &new_v,
+                              &new_max);
             real new_u = after == UPDATE_MASK ? r : update_of(f, old_x, r);
             store_element(state_type, m, i, new_m);
             store_element(state_type, v, i, new_v);
@@ -112,8 +126,8 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const int second_m
             real x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
             real max1 = second_moment == SECOND_MOMENT_AMSGRAD ? low(v_max[i]) : 0;
             real max2 = second_moment == SECOND_MOMENT_AMSGRAD ? high(v_max[i]) : 0;
-            real r1 = step_one(f, second_moment, after, g_type, BFLOAT16, g1, x1, &m1, &v1, &max1);
-            real r2 = step_one(f, second_moment, after, g_type, BFLOAT16, g2, x2, &m2, &v2, &max2);
+            real r1 = step_one(f, second_moment, after, g_type, BFLOAT16, g1, &m1, &v1, &max1);
+            real r2 = step_one(f, second_moment, after, g_type, BFLOAT16, g2, &m2, &v2, &max2);
             real u1 = after == UPDATE_MASK ? r1 : update_of(f, x1, r1);
             real u2 = after == UPDATE_MASK ? r2 : update_of(f, x2, r2);
             m[i] = pair_of(m1, m2);
@@ -143,8 +157,7 @@ static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, cons
     for (int i = 0; i < n; i++) {
         const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
         const real v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
-        const real grad = FMA(f.l2, x, f.grad_scale * load_element(g_type, g, i));
-        const real r = ratio_of(f, m, square_root_of(v));
+        const real grad = f.scale * load_element(g_type, g, i), r = ratio_of(f, m, square_root_of(v));
         const double u = f.cautious ? masked(r, grad) : update_of(f, x, r);
         add_sums(&sums, (LayerSums){(double)x * x, u * u, u * x, f.cautious && u != 0});
     }
@@ -168,9 +181,9 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambChunk *b, const LambReals *
     real buffer[PIECE_ELEMS];
     LayerSums sums;
     load_piece(&p, b->row, start, n);
-    int half = has_bfloat16_grads(b, after);
-    const void *g = half ? at((void *)b->grad, BFLOAT16, start)
-                         : (const void *)centred_grad(b->gradient, b->grad, start, n, buffer, last);
+    int half = has_bfloat16_grads(b, f, after);
+    const void *g =
+        half ? at((void *)b->grad, BFLOAT16, start) : (const void *)piece_grad(b, f, &p, start, n, buffer, last);
     if (REAL_TYPE == FLOAT64) switch (p.state_type) {
             case FLOAT64: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT64); break;
             case FLOAT32: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT32); break;
@@ -198,7 +211,7 @@ FORCE_INLINE_TEMPLATE LayerSums step_block(const LambChunk *b, const LambReals *
     LayerSums sums = {0};
     GradientMean last = {-1, 0};
     real buffer[PIECE_ELEMS]; /* for a masked r that is not stored */
-    const int unstored = after == UPDATE_MASK && !update, piece = unstored ? PIECE_ELEMS : piece_of(b, after);
+    const int unstored = after == UPDATE_MASK && !update, piece = unstored ? PIECE_ELEMS : piece_of(b, f, after);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
         real *stored = unstored ? buffer : after == UPDATE_KEEP || after == UPDATE_MASK ? update + done : NULL;
@@ -220,14 +233,12 @@ static LayerSums moments_and_apply(const LambChunk *b, const LambFactors *factor
 }
 
 /* Computes the masked r of a piece again, in order. */
-FORCE_INLINE_TEMPLATE void mask_loop(const LambReals f, const int x_type, const int state_type, int n,
-                                     const real *restrict g, const void *restrict m, const void *restrict v,
-                                     const void *restrict x, real *restrict out) {
+FORCE_INLINE_TEMPLATE void mask_loop(const LambReals f, const int state_type, int n, const real *restrict g,
+                                     const void *restrict m, const void *restrict v, real *restrict out) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        real grad = FMA(f.l2, load_element(x_type, x, i), f.grad_scale * g[i]);
-        out[i] =
-            masked(ratio_of(f, load_element(state_type, m, i), square_root_of(load_element(state_type, v, i))), grad);
+        const real new_m = load_element(state_type, m, i), new_v = load_element(state_type, v, i);
+        out[i] = masked(ratio_of(f, new_m, square_root_of(new_v)), f.scale * g[i]);
     }
 }
 
@@ -283,13 +294,12 @@ FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, r
             }                                                                 \
     } while (0)
 
-#define MASK_LOOP(x_type, state_type) \
-    mask_loop(*f, x_type, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, p->x, out)
+#define MASK_LOOP(x_type, state_type) mask_loop(*f, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, out)
 
 static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out,
                        GradientMean *last) {
     real buffer[PIECE_ELEMS];
-    const real *g = centred_grad(b->gradient, b->grad, start, n, buffer, last);
+    const real *g = piece_grad(b, f, p, start, n, buffer, last);
     FOR_TYPES(p, MASK_LOOP, MASK_LOOP);
 }
 
@@ -305,7 +315,7 @@ static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *
 
 static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
-    const int again = reads_grad_again(&f) && !update, piece = again ? PIECE_ELEMS : piece_of(b, UPDATE_FORGET);
+    const int again = reads_grad_again(&f) && !update, piece = again ? PIECE_ELEMS : piece_of(b, &f, UPDATE_FORGET);
     GradientMean last = {-1, 0};
     real masked_r[PIECE_ELEMS];
     for (int64_t done = 0; done < b->size; done += piece) {

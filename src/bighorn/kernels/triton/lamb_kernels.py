@@ -343,7 +343,9 @@ def gradient(
     else:
         positions, exist = (where[2] - (first // codec.CODES).to(tl.int32))[:, None], where[3][:, None]
     value = centring.gradient(g[0], where[0], where[1], g[1], positions, exist, scale, VECTOR)
-    return value + decay * x if DECAY_MODE == "l2" else value
+    if DECAY_MODE == "l2":
+        value += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
+    return value
 
 
 @triton.jit

@@ -13,6 +13,10 @@ SHARE_END = tl.constexpr((127 + 6) << 23)
 SIGNED_END = tl.constexpr((127 + 7) << 23)
 UNSIGNED_END = tl.constexpr((127 + 8) << 23)
 
+SIGN = tl.constexpr(-0x80000000)
+TWO_TO_23 = tl.constexpr((127 + 23) << 23)
+BITS_OF_128 = tl.constexpr((127 + 7) << 23)
+
 # These factors are within an ulp of divisions, for a tenth of the instructions; the largest codes still have share 1.
 ONE_127TH = tl.constexpr(1 / 127)
 ONE_63RD = tl.constexpr(1 / 63)
@@ -91,7 +95,7 @@ def decoded(codes, scale, FORM: tl.constexpr):
         return code * ONE_127TH * scale
     elif FORM == "signed":
         share = power(magnitude(code), SIGNED_END, 1)
-        return tl.where(code < 0, -share, share) * scale
+        return common.as_float(common.as_bits(share) | (common.as_bits(code) & SIGN)) * scale
     elif FORM == "unsigned":
         return power(code, UNSIGNED_END, 2) * scale
     elif FORM == "half":
@@ -102,35 +106,33 @@ def decoded(codes, scale, FORM: tl.constexpr):
 
 @triton.jit
 def encoded(values, mask, dither, FORM: tl.constexpr):
-    """Return codes, in float32, of some blocks, and the blocks' scales; a block that is not finite has scale NaN."""
+    """Return codes of some blocks, as integers or float32, and the scales; one that is not finite has scale NaN."""
     if FORM == "half_root":
         values = tl.sqrt_rn(values)
     size = magnitude(values)
-    size = tl.where(size < float("inf"), size, float("inf"))
-    scale = tl.max(tl.where(mask, size, 0.0), 1)
+    # As integers, the bits of numbers that are not negative are in the order of these, and those of a NaN come last.
+    scale = common.as_float(tl.max(tl.where(mask, common.as_bits(size), 0), 1))
     scale = tl.where(scale < float("inf"), scale, float("nan"))
     # The inverse of a scale below 2^-128 would be infinite, and a division for each element takes ten instructions.
     lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
     inverse = tl.div_rn(1.0, tl.where(scale > 0, scale * lift, 1.0))
-    size = tl.maximum(magnitude(values) * lift[:, None] * inverse[:, None], 2.0**-126)
-    size = tl.where((scale > 0)[:, None] & (values != 0), size, 0.0)
+    share = size * lift[:, None] * inverse[:, None]
     if FORM == "linear":
-        code = nearest(size * 127)
+        code = nearest(share * 127)
     elif FORM == "signed":
-        code = nearest(root(size, SIGNED_END, 1))
+        code = nearest(root(share, SIGNED_END, 1))
     elif FORM == "unsigned":
-        code = (nearest(root(size, UNSIGNED_END, 2) * 65536) + dither.to(tl.float32)) * 2.0**-16
-        code = tl.maximum(code.to(tl.int32), 1).to(tl.float32)
+        code = tl.maximum((in_65536ths(root(share, UNSIGNED_END, 2)) + dither.to(tl.int32)) >> 16, 1)
     else:
-        code = tl.maximum(size, 2.0**-24)
-    code = tl.where(size == 0, 0.0, code)
-    return tl.where(values < 0, -code, code), scale
+        code = tl.maximum(share, 2.0**-24)
+    code = tl.where(size > tl.where(scale > 0, 0.0, float("inf"))[:, None], code, 0)
+    return code if FORM == "unsigned" else tl.where(values < 0, -code, code), scale
 
 
 @triton.jit
 def root(share, END: tl.constexpr, HALVINGS: tl.constexpr):
     """Return a root of a share, by shifting the bits of floats; it is then rounded to a code."""
-    return common.as_float(((common.as_bits(share * 63) - SHARE_END) >> HALVINGS) + END)
+    return common.as_float((common.as_bits(share * 63) >> HALVINGS) + (END - (SHARE_END >> HALVINGS)))
 
 
 @triton.jit
@@ -148,5 +150,15 @@ def magnitude(x):
 
 @triton.jit
 def nearest(x):
-    """Return the nearest integer of a number that is at least 0, ties to even."""
-    return tl.where(x < 8388608.0, x + 8388608.0 - 8388608.0, x)
+    """Return the nearest integer, ties to even, of a number from 0 to 127; conversions have half the throughput."""
+    return common.as_bits(x + 8388608.0) - TWO_TO_23
+
+
+@triton.jit
+def in_65536ths(x):
+    """Return the nearest multiple of 2^-16, as their number, of a number from 0 to 255.
+
+    It is in the last bits of a float from 128 on.
+    """
+    is_below = x < 128.0
+    return common.as_bits(tl.where(is_below, x + 128.0, x)) - tl.where(is_below, BITS_OF_128, BITS_OF_128 - (128 << 16))

@@ -86,7 +86,7 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
             "AMSGRAD": options.second_moment == "amsgrad",
             "CAUTIOUS": options.cautious,
             "G_AGAIN": TYPES[g] if options.cautious else None,
-            "BLOCK": LANES.value * (8 if narrow else 4),
+            "BLOCK": LANES.value * (8 if narrow or options.blocks else 4),
         }
 
     @staticmethod

@@ -67,7 +67,8 @@ def lamb_moments(
     t = tl.load(factor + layout.STEP_NUMBER)
     rng_key = weights.rng_key(row_ptr, t, ROUNDING == "stochastic" or V_FORM == "unsigned", CUT)
     positions = first, start, tl.load(row_ptr + common.INNER), rng_key
-    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
+    # With 8 codes a thread, a block is in one warp, whose threads find its scale without a barrier.
+    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 8
     if g % 16 == 0:
         x1, u1, kept1, products1 = moments(
             pointers, numbers, option_ptr, positions, 0, whole,
@@ -320,7 +321,7 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
     if FORM == "":
         return common.vectorised(addresses, size, BLOCK)
     else:
-        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + common.INNER) % 4 == 0), size, 0)
+        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + common.INNER) % 8 == 0), size, 0)
 
 
 @triton.jit

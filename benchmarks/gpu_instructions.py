@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_instructions.py [TARGET]   # sm_90 by default
 
-A line for each kernel: instructions in its largest loop divided by a thread's elements, registers, and the barriers of an
-iteration. A GPU issues at most one instruction per cycle in each of a multiprocessor's four schedulers: an H100 (132
-multiprocessors, 1.755 GHz) executes 30e12 a second for single threads, 8.8 for each byte that its memory moves.
+A line for each kernel: the instructions in its largest loop divided by a thread's elements, the registers, and the
+barriers of an iteration. A GPU issues at most one instruction per cycle in each of a multiprocessor's four schedulers:
+an H100 (132 multiprocessors, 1.755 GHz) executes 30e12 a second, counted for single threads, which is 9 for each byte
+that its memory moves.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-
-from bighorn import Came, Lamb
-from bighorn.kernels.triton import came_launches, device, launch_group, tiles
 from tests.support import kernel_variants
 from tests.support.kernel_compilation import TARGETS, build
 from tests.support.triton_compat import BINARIES
+
+from bighorn import Came, Lamb
+from bighorn.kernels.triton import came_launches, device, launch_group, tiles
 
 KERNELS = ("lamb_moments", "lamb_apply", "came_squares", "came_average", "came_apply")
 THREADS = device.THREADS
@@ -45,7 +46,7 @@ def launches(kind: Any, dtype: torch.dtype, state: Any) -> Iterator[tuple[Any, t
     with (
         mock.patch.object(device, "DEVICES", ("cpu",)),
         mock.patch.object(launch_group, "compiled", note),
-        mock.patch.object(came_launches, "area_of", lambda _: tiles.AREA),
+        mock.patch.object(came_launches, "area_of", return_value=tiles.AREA),
     ):
         kernel_variants.step(kind, dtype, dtype, {"state_dtype": state})
     yield from found.values()

@@ -206,6 +206,99 @@ def test_plans_are_kept_however_many_buckets_there_are() -> None:
     assert optimizer.telemetry().trust_ratio.gt(0).all()
 
 
+# ---- with a scaler ------------------------------------------------------------------------------------------------
+
+
+def scaled(
+    module: nn.Module, make: overlap_worker.Make, **options: Any
+) -> tuple[TailOverlap, torch.amp.GradScaler, Callable[[], None]]:
+    """Return an overlap with a scaler, and a function that makes gradients."""
+    ddp, scaler = overlap_worker.distributed(module, **options), torch.amp.GradScaler("cpu", init_scale=64.0)
+    return (
+        TailOverlap(ddp, make(module), scaler=scaler),
+        scaler,
+        lambda: overlap_worker.backward(scaler.scale(overlap_worker.loss(ddp, overlap_worker.batch(0).float()))),
+    )
+
+
+def test_a_step_that_has_failed_is_repeated_with_the_same_scale() -> None:
+    state: list[Tensor] = []
+    for lr in (-1.0, 0.1):
+        module = overlap_worker.network(torch.float32)
+        overlap, _, backward = scaled(module, lambda module: Lamb(module.parameters(), lr=0.1))
+        backward()
+        overlap.optimizer.param_groups[0]["lr"] = lr
+        if lr < 0:
+            with pytest.raises(ValueError, match=r"lr=-1.0"):
+                overlap.step()
+            overlap.optimizer.param_groups[0]["lr"] = 0.1
+        overlap.step()
+        state.append(overlap.optimizer.state[module.get_parameter("0.0.weight")]["exp_avg"])
+    assert state[0].equal(state[1])
+
+
+def test_gradients_that_a_failed_step_has_unscaled_are_not_unscaled_again() -> None:
+    overlap, scaler, backward = scaled(overlap_worker.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
+    backward()
+    overlap.optimizer.param_groups[0]["lr"] = "0.1"
+    with pytest.raises(TypeError):
+        overlap.step()
+    overlap.optimizer.param_groups[0]["lr"] = 0.1
+    for use in (overlap.synchronize, overlap.step):
+        with pytest.raises(RuntimeError, match=r"a step that has failed.*overlap.zero_grad\(\)"):
+            use()
+    overlap.zero_grad()
+    scaler.update()
+    backward()
+    overlap.step()
+
+
+@pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])
+def test_a_parameter_that_is_not_the_models_is_unscaled_too(make: Callable[..., Optimizer]) -> None:
+    other, alone = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    overlap, scaler, backward = scaled(
+        overlap_worker.network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1)
+    )
+    plain = make([alone], lr=0.1)
+    for factor in (1.0, math.inf):
+        backward()
+        overlap_worker.backward(scaler.scale(other.square().sum() * factor))
+        overlap.step()
+        scaler.update()
+        overlap.zero_grad()
+        if math.isfinite(factor):
+            overlap_worker.backward(alone.square().sum())
+            plain.step()
+        assert torch.equal(other, alone)
+
+
+class Mixed(nn.Module):
+    """A module of two dtypes, so that it has two buckets in the first step of a static graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(value).double())
+        return result
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_the_first_step_of_a_static_graph_has_a_verdict(factor: float) -> None:
+    overlap, scaler, backward = scaled(Mixed(), lambda m: SGD(m.parameters(), lr=0.1), static_graph=True)
+    overlap.optimizer.param_groups[0]["params"][0].register_hook(lambda grad: grad * factor)
+    for scale in (64.0, 64.0) if math.isfinite(factor) else (32.0, 16.0):
+        before = [p.detach().clone() for p in overlap.optimizer.param_groups[0]["params"]]
+        backward()
+        overlap.step()
+        moved = [not p.equal(old) for p, old in zip(overlap.optimizer.param_groups[0]["params"], before, strict=True)]
+        assert moved == [math.isfinite(factor)] * len(moved)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        overlap.zero_grad()
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 

@@ -34,11 +34,13 @@ class Scaled:
         self.late_before: DeferredScalar | None = None
         """Whether the last step used sums that had overflowed."""
 
-    def launch_verdict(self, overflows: list[Tensor]) -> None:
-        """Start the all-reduce that computes whether any gradient of any rank is not finite."""
+    def launch_verdict(self, *last: Tensor) -> tuple[dist.Work, Tensor]:
+        """Start the all-reduce that computes whether any gradient in flight, or `last`, is not finite on any rank."""
+        overflows = [flight.overflow for flight in self.overlap._in_flight if flight.overflow is not None]
+        overflows += last
         verdict = torch.stack([overflow.to(overflows[-1].device) for overflow in overflows]).amax()
         work = dist.all_reduce(verdict, dist.ReduceOp.MAX, self.overlap._group, async_op=True)
-        self.verdict = work, verdict
+        return work, verdict
 
     def step_all(self, in_flight: bool) -> None:
         """Step as `scaler.step(optimizer)` does."""
@@ -48,7 +50,7 @@ class Scaled:
                 "gradients that were finite on every rank overflowed as they were summed, at the top of their dtype, "
                 "and the last step has used them: go back to a checkpoint, and set a lower scale"
             )
-        if not in_flight or self.verdict is None:
+        if not in_flight:
             self.scaler.step(self.overlap.optimizer)
             return
         if self.scaler._per_optimizer_states.get(id(self.overlap.optimizer), {}).get("found_inf_per_device"):
@@ -56,11 +58,16 @@ class Scaled:
                 "scaler.unscale_(optimizer) was called while gradients were in flight: call overlap.synchronize() "
                 "before it"
             )
+        # DistributedDataParallel names no last bucket in the first step of a static graph.
+        self.verdict = self.verdict or self.launch_verdict()
         work, verdict = self.verdict
         work.wait()
         shown = torch.zeros_like(verdict)
         shown.grad = torch.where(verdict > 0, torch.inf, 0.0)
         self.param_groups = [{"params": [shown], "param_names": ["a gradient on one of the ranks"]}]
+        # GradScaler keeps these if a step raises, and multiplies the next scale by the old one.
+        vars(self).pop("grad_scale", None)
+        vars(self).pop("found_inf", None)
         self.scaler.step(cast(Optimizer, self))
 
     def step(self) -> None:
@@ -89,6 +96,8 @@ class Scaled:
         assert self.inv_scale is not None
         late = self.late.to(buffer.device)
         unscale(buffer, late, self.inv_scale.to(buffer.device))
+        # torch's function does not (2.13). If the step fails, these gradients must not be unscaled again.
+        torch.autograd.graph.increment_version(buffer)
         self.late = torch.maximum(self.late, late.to(self.late.device))
 
 

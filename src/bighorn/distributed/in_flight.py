@@ -40,8 +40,9 @@ class InFlightBucket:
         replaced = any(p.grad is not None and not within(p.grad, self.buffer) for p in self.params)
         if replaced or self.buffer._version != self.version:
             raise RuntimeError(
-                "gradients were changed while they were in flight (clip_grad_norm_ and the like between backward() "
-                "and step()): call overlap.synchronize() before that; overlap.zero_grad() forgets these"
+                "gradients were changed while they were in flight (by clip_grad_norm_ and the like between backward() "
+                "and step(), or by a step that has failed after it unscaled some): call overlap.synchronize() before "
+                "that; overlap.zero_grad() forgets these"
             )
 
 

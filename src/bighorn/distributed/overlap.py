@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -106,7 +107,9 @@ class TailOverlap:
             refuse_closure()
         for flight in self._in_flight:
             flight.check_untouched()
-        if len(self.optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks:
+        hooked = len(self.optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks
+        # Gradients that are in no bucket are not in the scaler's verdict.
+        if hooked or (self._scaled is not None and self._here()):
             self.synchronize()
         if self._scaled is not None:
             self._scaled.step_all(bool(self._in_flight))
@@ -155,9 +158,7 @@ class TailOverlap:
             overflow = torch.zeros((), device=buffer.device)
             unscale(buffer, overflow, torch.full((), 1 / self._world, device=buffer.device))
             if bucket.is_last():
-                self._scaled.launch_verdict(
-                    [*[f.overflow for f in self._in_flight if f.overflow is not None], overflow]
-                )
+                self._scaled.verdict = self._scaled.launch_verdict(overflow)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._in_flight.append(InFlightBucket(work, bucket.parameters(), buffer, overflow))
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type != "cpu" else None)
@@ -194,10 +195,7 @@ class TailOverlap:
 
     def _step_in_parts(self, optimizer: Optimizer) -> None:
         sent = [[p for p in flight.params if p.grad is not None] for flight in self._in_flight]
-        in_flight = {p for part in sent for p in part}
-        here = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in in_flight
-        ]
+        parts = [self._here(), *sent]
 
         def wait(part: int) -> None:
             if part > 0 and self._in_flight[part - 1].work is not None:
@@ -206,6 +204,12 @@ class TailOverlap:
                     self._scaled.on_arrival(self._in_flight[part - 1].buffer)
 
         if isinstance(optimizer, StepsInParts):
-            optimizer.step_in_parts([here, *sent], wait)
+            optimizer.step_in_parts(parts, wait)
         else:
-            step_in_parts(optimizer, [here, *sent], wait)
+            step_in_parts(optimizer, parts, wait)
+
+    def _here(self) -> list[Tensor]:
+        """The optimizer's parameters whose gradients are not in flight, since the model does not hold them."""
+        in_flight = {p for flight in self._in_flight for p in flight.params}
+        params = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return [p for p in params if p.grad is not None and p not in in_flight]

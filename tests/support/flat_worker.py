@@ -7,7 +7,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -426,6 +426,7 @@ def bad_layouts() -> None:
     lamb([part()])
     last = rank == world - 1
     what, on_last = "param_groups[0] cannot be optimized as flat tensors", f"rank {world - 1}"
+    mistyped: list[dict[str, Any]] = [{"numel": 2.0}, {"start": "0"}, {"offset": None}, {"shape": 4}, {"name": 3}]
     bad: list[tuple[Any, ...]] = [
         ([part(numel=3 if last else 2)], f"on {on_last}", f"ends at element {2 * world + 1} of a parameter that has"),
         ([part(start=11 if last else 0)], f"on {on_last}", "ends beyond params[0], which has 12 elements"),
@@ -436,9 +437,16 @@ def bad_layouts() -> None:
         ([part(shape=(2, world, 1) if last else (world, 2))], "shape of the whole parameter", on_last),
         ([part(), *[part(start=2, numel=0)] * last], f"{on_last} has 2 fragments of w"),
         ([part(start=-1 if last else 0)], "must be at least 0"),
+        *[
+            ([replace(part(), **wrong) if last else part()], f"on {on_last}", *map(repr, wrong.values()), "integers")
+            for wrong in mistyped
+        ],
+        ([("w", (world, 2), 2) if last else part()], f"on {on_last}", "no bighorn.Fragment"),
     ]
     for mine, *texts in bad:
         refused(partial(lamb, mine), what, *texts)
+    refused(lambda: lamb(part() if last else [part()]), f"on {on_last}", "list of Fragments for each flat tensor")  # type: ignore[arg-type]
+    lamb([part(), part(name="none", shape=(0,), numel=0, offset=0)])  # begins where the other does, and holds nothing
     refused(lambda: lamb([part()], dtype=torch.float64 if last else torch.float32), "torch.float64", on_last)
     refused(lambda: lamb([part()], stacked=True), "stacked")
     refused(lambda: lamb([part()], grad_centralization=True), "grad_centralization=True", "rows")

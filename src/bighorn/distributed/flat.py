@@ -7,8 +7,10 @@ Such a part begins and ends inside parameters, so the ranks add up sums over the
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -158,7 +160,9 @@ class FlatParams(NamedTuple):
                 Every rank raises.
         """
         group = FlatGroup(layout.process_group, tensors[0].device.type)
-        here = _Rank(_unfit_reason(layout, tensors), [list(each) for each in layout.fragments], str(tensors[0].dtype))
+        reason = _mistyped_reason(layout) or _unfit_reason(layout, tensors)
+        fragments = [] if reason is not None else [list(own) for own in layout.fragments]
+        here = _Rank(reason, fragments, str(tensors[0].dtype))
         everyone = group.gather(here)
         shapes = _whole_shapes(everyone, group.ranks, what)
         cut = {each.name for its in everyone for own in its.fragments for each in own if _cuts_rows(each)}
@@ -186,6 +190,25 @@ def _cuts_rows(fragment: Fragment) -> bool:
     return bool(fragment.numel and (fragment.offset % row or fragment.numel % row))
 
 
+def _mistyped_reason(layout: FlatLayout) -> str | None:
+    """The reason why the fragments are of wrong types, or None. If one rank raised here, the others would wait."""
+    lists: Any = layout.fragments
+    if not isinstance(lists, Sequence) or not all(isinstance(own, Sequence) for own in lists):
+        return (
+            f"flat_layout.fragments is {reprlib.repr(lists)}: give a list of Fragments for each flat tensor, in a list"
+        )
+    for each in (fragment for own in lists for fragment in own):
+        if not isinstance(each, Fragment):
+            return f"{each!r} in flat_layout is no bighorn.Fragment"
+        if not (
+            isinstance(each.name, str)
+            and isinstance(each.shape, Sequence)
+            and all(isinstance(number, Integral) for number in (each.numel, each.start, each.offset, *each.shape))
+        ):
+            return f"{each}: name must be a string, shape a tuple of integers, and numel, start and offset integers"
+    return None
+
+
 def _unfit_reason(layout: FlatLayout, tensors: Sequence[Tensor]) -> str | None:
     """The reason why a layout does not fit this rank's flat tensors, or None."""
     if len(layout.fragments) != len(tensors):
@@ -199,7 +222,7 @@ def _unfit_reason(layout: FlatLayout, tensors: Sequence[Tensor]) -> str | None:
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             return f"params[{i}] has another dtype or device than params[0]: put it in a group of its own"
         end, before = 0, "the flat tensor's start"
-        for each in sorted(own, key=lambda fragment: fragment.start):
+        for each in sorted(own, key=lambda fragment: (fragment.start, fragment.numel)):
             if (reason := _impossible(each)) is not None:
                 return f"{each}: {reason}"
             if each.start < end:

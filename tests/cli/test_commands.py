@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -43,6 +45,14 @@ def test_help_ends_with_an_example_that_parses(invoke: Invoke, name: str) -> Non
     words = shlex.split(example)
     assert words[:3] == ["Example:", "bighorn", name]
     command(name).make_context(name, words[3:])
+
+
+def test_a_help_that_cannot_be_written_ends_in_one_message(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(group, "get_help", full)
+    assert invoke("--help", code=1).output == "Error: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

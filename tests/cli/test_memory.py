@@ -238,6 +238,7 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
         (["--optimizers", "adamw", "--optimizer-option", "factor=matrix"], "those of torch take none."),
         (["--report", "no/../."], "is a folder"),
         (["--gpu-memory", "24"], "--gpu-memory '24' is not a size like 24GB, 80GiB or 512MB."),
+        (["--gpu-memory", f"{'9' * 400}GB"], "9GB' is not a size like"),
         (["--gpu-memory", "0GB"], "--gpu-memory '0GB' is not a size like"),
         (["--gpu-memory", "-1GB"], "--gpu-memory '-1GB' is not a size like"),
     ],

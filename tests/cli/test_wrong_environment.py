@@ -25,6 +25,7 @@ def test_variables_of_bighorn(
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment must be a number of processes"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment"),
         ({"WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE='' in the environment"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "the processes cannot meet: "),

@@ -39,11 +39,19 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
+    def main(self, *args: Any, **more: Any) -> Any:
+        """Run the command line; an error of the system ends in one message, or silently if it is a closed pipe."""
+        try:
+            return super().main(*args, **more)
+        except OSError as error:
+            click.ClickException(str(error)).show()
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; wrong input and failed writes end in one message, without a traceback."""
+        """Run the command; wrong input ends in one message, without a traceback."""
         try:
             return super().invoke(ctx)
-        except (InputError, OSError) as error:
+        except InputError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)

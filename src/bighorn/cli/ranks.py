@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import time
 import traceback
@@ -204,7 +205,7 @@ def _world_size() -> int:
         return 1
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, "1" if os.environ["WORLD_SIZE"] == "1" else "")
-        if not text.isdecimal() or int(text) < 1:
+        if not re.fullmatch(r"[1-9]\d{0,8}", text):
             raise InputError(
                 f"{name}={text!r} in the environment must be a number of processes, at least 1. Start several with "
                 "torchrun, or unset WORLD_SIZE."

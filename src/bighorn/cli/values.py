@@ -59,7 +59,7 @@ def bytes_in(flag: str, text: str) -> int:
         >>> bytes_in("--gpu-memory", "24GB"), bytes_in("--gpu-memory", "0.5 GiB")
         (24000000000, 536870912)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])(i?)B", text)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([MGT])(i?)B", text)
     if found is None or not float(found[1]):
         raise InputError(f"{flag} {text!r} is not a size like 24GB, 80GiB or 512MB.")
     power = "MGT".index(found[2]) + 2
@@ -144,7 +144,7 @@ def warmup_steps(warmup: str, total: int) -> int:
         >>> warmup_steps("10%", total=200), warmup_steps("15", total=200)
         (20, 15)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", warmup.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)(%?)", warmup.strip())
     if match is None or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
         raise InputError(f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%).")
     return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
@@ -188,6 +188,6 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
             raise InputError(f"--optimizer-option {text}: {name} is given twice.")
         try:
             options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # of brackets or signs, too many of them
             options[name] = value
     return options

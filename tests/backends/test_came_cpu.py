@@ -282,8 +282,10 @@ def test_nothing_is_written_without_commit() -> None:
         bucket.metrics,
     ]
     before = [tensor.clone() for tensor in everything]
+    kernel.prepare()
     kernel.step(1.0, torch.tensor(False))
     assert all(torch.equal(tensor, old) for tensor, old in zip(everything, before, strict=True))
+    kernel.prepare()
     kernel.step(1.0, torch.tensor(True))
     assert not torch.equal(bucket.params[-1], before[len(leaves) - 1])
 
@@ -351,7 +353,8 @@ def digest(threads: int) -> list[int]:
         summary = 0
         for _ in range(2 if average is None else 1):
             bucket.grads = [leaf.gradient(dtype) for leaf in leaves]
-            kernel = kernel or prepared(bucket)
+            kernel = kernel or cpu.Came([bucket])
+            kernel.prepare()
             kernel.step()
         for tensor in (*bucket.params, *(t for column in bucket.state.values() for t in column), bucket.metrics):
             summary = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, summary)
@@ -388,7 +391,9 @@ def in_shards(leaf: Leaf, parts: tuple[int, int]) -> list[Tensor]:
         g = leaf.gradient(torch.float32)
         for bucket, box in zip(buckets, boxes, strict=True):
             bucket.grads = [g.take(box)]
-        ranks = ranks or [prepared(bucket) for bucket in buckets]
+        ranks = ranks or [cpu.Came([bucket]) for bucket in buckets]
+        for rank in ranks:
+            rank.prepare()
         for sums in zip(*(rank.sharded_step() for rank in ranks), strict=True):
             total = torch.stack(sums).sum(dim=0)
             for part in sums:
@@ -413,6 +418,21 @@ def test_shards_are_the_whole_on_any_number_of_threads(
     assert size(results[0][0] - whole[0]) <= 1e-6 * size(whole[0])
     for norms in results[0][1:]:
         torch.testing.assert_close(norms, whole[1], rtol=1e-5, atol=0)
+
+
+def test_addresses_of_other_gradients_are_not_used() -> None:
+    """Another thread can bind its gradients between the list of gradients and that of their addresses."""
+    leaves, buckets = LEAVES["matrix"], []
+    for other in (False, True):
+        torch.manual_seed(0)
+        bucket = bucket_of([leaf.values(torch.float32) for leaf in leaves], DEFAULTS)
+        bucket.grads = [leaf.gradient(torch.float32) for leaf in leaves]
+        if other:
+            others = [torch.zeros_like(grad) for grad in bucket.grads]
+            bucket.known = others, [grad.data_ptr() for grad in others]
+        prepared(bucket).step()
+        buckets.append(bucket)
+    assert all(map(torch.equal, buckets[0].params, buckets[1].params))
 
 
 def test_eps_survives_where_denormals_are_flushed() -> None:

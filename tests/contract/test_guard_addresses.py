@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bighorn import Lamb
-from bighorn.optim.plan_cache import Changes, GuardInputs, PlanGuards
+from bighorn.optim.plan_cache import GuardInputs, PlanGuards, addresses
 
 
 def tensors() -> list[Tensor]:
@@ -24,10 +24,14 @@ class Whereabouts:
     """Guards that compare only parameters and state."""
 
     def __init__(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> None:
-        self.guards = PlanGuards(GuardInputs([], None, params, [], dicts))
+        self.guards = PlanGuards(inputs(params, dicts))
 
     def hold(self, params: list[Tensor], dicts: list[dict[str, Any]]) -> bool:
-        return self.guards.changes(GuardInputs([], None, params, [], dicts)) == Changes(None, [])
+        return self.guards.hold(inputs(params, dicts))
+
+
+def inputs(params: list[Tensor], dicts: list[dict[str, Any]]) -> GuardInputs:
+    return GuardInputs([], None, params, [], dicts, addresses(params, *map(dict.values, dicts)))
 
 
 def test_what_has_not_moved_is_there_in_new_lists_and_dicts() -> None:

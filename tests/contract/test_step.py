@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -312,3 +314,14 @@ def test_a_clip_brings_squares_back_into_float32(kind: Kind, backend: str) -> No
     assert int(optimizer.telemetry().skipped) == 0
     assert weight.isfinite().all()
     assert not weight.equal(torch.ones(64, 128))
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_gradients_are_let_go_after_the_step(skipped: bool, kind: Kind, backend: str) -> None:
+    p = Parameter(torch.ones(4, 3))
+    optimizer = kind([p], lr=0.01, skip_nonfinite=True, backend=backend)
+    for value in (1.0, math.inf if skipped else 1.0):
+        p.grad = torch.full_like(p, value)
+        optimizer.step()
+    grad, p.grad = weakref.ref(p.grad), None
+    assert grad() is None

@@ -152,7 +152,7 @@ def test_a_model_of_no_values(kind: Kind) -> None:
     assert optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"].shape == SHAPE
 
 
-@pytest.mark.parametrize("where", ["a parameter", "grad", "state"])
+@pytest.mark.parametrize("where", ["a parameter", "grad", "grad beside none", "state"])
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_freed_memory(where: str, backend: str, cached: bool, kind: Kind) -> None:
@@ -164,8 +164,11 @@ def test_freed_memory(where: str, backend: str, cached: bool, kind: Kind) -> Non
     freed, name = {
         "a parameter": (params[1].data, "w1 has"),
         "grad": (params[1].grad, "the gradient of w1 has"),
+        "grad beside none": (params[1].grad, "the gradient of w1 has"),
         "state": (optimizer.state[params[1]]["exp_avg"], "state 'exp_avg' of w1 has"),
     }[where]
+    if where == "grad beside none":
+        params[0].grad = None
     assert freed is not None
     freed.untyped_storage().resize_(0)
     unchanged(params, optimizer, f"^{name} no memory")

@@ -150,6 +150,8 @@ class Bucket(Generic[Options]):
             None for a row that takes no part in this step: its parameter, state, step count and metrics do not change.
             Slices of one parameter take part together. Every row has a gradient when a kernel is instantiated, and the
             later gradients of a row have the same dtype and strides.
+        known: A list of gradients, and their addresses, 0 for None. They are those of this step if the list is `grads`,
+            and a kernel that reads the pair has both of one step, also while another thread binds others.
         shards: Each row's shard of the whole tensor, also for its gradient; empty if every row is whole. A tensor of
             the state has some of its parameter's dims, and is sharded along these as the parameter is.
         param_ids: One 32-bit number per row, the same for all rows of a parameter, from which its random bits derive.
@@ -163,6 +165,7 @@ class Bucket(Generic[Options]):
     unique_steps: list[Tensor]
     metrics: Tensor
     grads: list[Any] = field(default_factory=list)
+    known: tuple[list[Any], list[int]] = ([], [])
     shards: list[Shard] = field(default_factory=list)
     param_ids: list[int] = field(default_factory=list)
     row_offsets: list[int] = field(default_factory=list)
@@ -170,6 +173,11 @@ class Bucket(Generic[Options]):
     def metrics_address(self, i: int) -> int:
         """Return the address of the metrics of row `i`."""
         return self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
+
+    def read_addresses(self) -> tuple[list[Any], list[int]]:
+        """Return `grads` and their addresses, if they are not known."""
+        grads = self.grads
+        return grads, [0 if grad is None else grad.data_ptr() for grad in grads]
 
     def with_grad(self) -> Bucket[Options]:
         """Return the rows that have a gradient, with copies of their metrics; the bucket itself if these are all."""

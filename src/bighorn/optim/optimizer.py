@@ -25,7 +25,7 @@ from bighorn.optim.checkpointing import check_structure, converted, loaded_state
 from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
 from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, infos_of, parameters
-from bighorn.optim.plan_cache import PlanCache, StepParams
+from bighorn.optim.plan_cache import PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.replaced_params import WithFlatTensors
 from bighorn.optim.settings import Settings
@@ -392,10 +392,9 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         parameters = [(*indices[id(param)], param) for param in mine.params]
         infos = list(infos_of(parameters, self.param_groups, self._flat, self.algorithm, self._settings))
         options = self._options_of({info.variant for info in infos})
-        plan, states = plan_builder.build(
-            mine.params, mine.expected(), infos, options, self._guard.version, self._init_state, self._settings.backend
-        )
-        plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads])
+        grads, version, backend = expected(mine.params, mine.grads), self._guard.version, self._settings.backend
+        plan, states = plan_builder.build(mine.params, grads, infos, options, version, self._init_state, backend)
+        plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads], mine.present)
         return plan, dict(zip(mine.params, states, strict=True))
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:

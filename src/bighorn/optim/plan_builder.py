@@ -121,7 +121,7 @@ def build(
         row_indices=row_indices,
         options_version=options_version,
     )
-    plan.bind(list(map(sharding.local, grads)))
+    plan.bind(list(map(sharding.local, grads)), [True] * len(grads))
     for bucket_plan, label in wrappers:
         _try_on_copies(bucket_plan.bucket, label)
     _add_kernels(plan, backends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ MOST_PLANS = 8
 """The most plans that are kept for each part of a step, for sets of parameters that alternate."""
 
 State = dict[str, Any]
-Guard = Callable[[Sequence[Tensor]], bool]
+Guard = Callable[[Sequence[Any]], bool]
 
 TensorGuards: Any = None
 with suppress(ImportError):
@@ -42,29 +42,31 @@ class StepParams(NamedTuple):
 
     params: list[Tensor]
     grads: list[Tensor | None]
+    present: list[bool]
+    """Whether each parameter has a gradient."""
+    plain: bool
+    """Whether no parameter is distributed, or another subclass of Tensor."""
 
     @classmethod
     def of(cls, params: list[Tensor], state: Mapping[Tensor, Any]) -> StepParams:
         """Return the parameters that have a gradient or state."""
-        grads = [param.grad for param in params]
-        takes_part = [g is not None or bool(state.get(p)) for p, g in zip(params, grads, strict=True)]
-        if not all(takes_part):
-            params, grads = list(itertools.compress(params, takes_part)), list(itertools.compress(grads, takes_part))
-        if not set(map(type, params)) <= PLAIN:
+        grads, plain = [param.grad for param in params], set(map(type, params)) <= PLAIN
+        if type(None) not in set(map(type, grads)):
+            present = [True] * len(grads)
+        else:
+            if not (all(state.values()) and in_order(state, params)):
+                takes_part = [g is not None or bool(state.get(p)) for p, g in zip(params, grads, strict=True)]
+                params = list(itertools.compress(params, takes_part))
+                grads = list(itertools.compress(grads, takes_part))
+            present = list(map(operator.is_not, grads, itertools.repeat(None)))
+        if not plain:
             grads = [g if g is None else sharding.aligned(g, p) for g, p in zip(grads, params, strict=True)]
-        return cls(params, grads)
+        return cls(params, grads, present, plain)
 
     def with_grad(self) -> StepParams:
         """Return the parameters that have a gradient."""
-        pairs = [(param, grad) for param, grad in zip(*self, strict=True) if grad is not None]
-        return StepParams([param for param, _ in pairs], [grad for _, grad in pairs])
-
-    def expected(self) -> list[Tensor]:
-        """The gradients; in place of a missing one, a tensor like its parameter, since most gradients are like that.
-
-        A gradient of another kind needs another plan when it arrives.
-        """
-        return [param.detach() if grad is None else grad for param, grad in zip(*self, strict=True)]
+        params, grads = itertools.compress(self.params, self.present), itertools.compress(self.grads, self.present)
+        return StepParams(list(params), list(grads), [True] * sum(self.present), self.plain)
 
     def divided(self, parts: list[list[Tensor]] | None) -> list[StepParams]:
         """Return the parameters of each part, or all of them; a part without gradients has no parameters.
@@ -73,20 +75,37 @@ class StepParams(NamedTuple):
             ValueError: A parameter that has a gradient is in none of the parts.
         """
         divided = [self] if parts is None else self._cut(parts)
-        return [part if any(grad is not None for grad in part.grads) else StepParams([], []) for part in divided]
+        return [part if any(part.present) else NOTHING for part in divided]
 
     def _cut(self, parts: list[list[Tensor]]) -> list[StepParams]:
         part_of = {id(param): i for i, part in enumerate(parts) for param in part}
         having = self.with_grad().params
         if missing := sum(id(param) not in part_of for param in having):
             raise ValueError(f"parts leave out {missing} of {len(having)} parameters that have a gradient")
-        cut = [StepParams([], []) for _ in parts]
-        for param, grad in zip(*self, strict=True):
+        members: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in parts]
+        for param, grad in zip(self.params, self.grads, strict=True):
             if id(param) in part_of:
-                part = cut[part_of[id(param)]]
-                part.params.append(param)
-                part.grads.append(grad)
-        return cut
+                members[part_of[id(param)]].append((param, grad))
+        return [
+            StepParams([p for p, _ in each], [g for _, g in each], [g is not None for _, g in each], self.plain)
+            for each in members
+        ]
+
+
+NOTHING = StepParams([], [], [], True)
+
+
+def in_order(state: Mapping[Tensor, Any], params: list[Tensor]) -> bool:
+    """Whether the state has these parameters alone, in this order."""
+    return len(state) == len(params) and all(map(operator.is_, state, params))
+
+
+def expected(params: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+    """The gradients; in place of a missing one, a tensor like its parameter, since most gradients are like that.
+
+    A gradient of another kind needs another plan when it arrives.
+    """
+    return [param.detach() if grad is None else grad for param, grad in zip(params, grads, strict=True)]
 
 
 @dataclass
@@ -102,14 +121,13 @@ class PlanCache:
         if plan is None or guards is None:
             return None
         inputs = GuardInputs.of(mine, groups, state)
-        changes = guards.changes(inputs)
-        if changes is not None and not any(changes):
-            plan.bind(inputs.grads)
+        if guards.hold(inputs) and (given := guards.grad_addresses(inputs, mine.present)) is not None:
+            plan.bind(inputs.grads, mine.present, given)
             return plan
         del self._plans[key]
-        if changes is None or not guards.renewed(inputs, changes):
+        if not guards.renewed(inputs):
             return None
-        plan.refresh(inputs.params, inputs.grads)
+        plan.refresh(inputs.params, inputs.grads, mine.present)
         self._plans[key] = plan, guards
         return plan
 
@@ -119,7 +137,7 @@ class PlanCache:
         """Store the plan of a step that has so many parts."""
         if len(self._plans) >= MOST_PLANS * parts:
             self._plans.clear()
-        guards = PlanGuards(GuardInputs.of(StepParams(mine.params, [*mine.expected()]), groups, state))
+        guards = PlanGuards(GuardInputs.of(mine._replace(grads=[*expected(mine.params, mine.grads)]), groups, state))
         self._plans[tuple(map(id, mine.params))] = plan, guards
 
 
@@ -132,34 +150,23 @@ class GuardInputs(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor | None]
     states: list[State]
+    addresses: list[int]
+    """The addresses of the parameters, and then of their state."""
 
     @classmethod
     def of(cls, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
         """Return the present values; of distributed tensors, the shards of this rank."""
-        (params, grads), layouts = mine, None
+        params, grads, layouts = mine.params, mine.grads, None
         # The state is in the order of the parameters unless a program has changed it; looking it up takes longer.
-        ordered = len(state) == len(params) and all(map(operator.is_, state, params))
-        states = list(state.values()) if ordered else [state[p] for p in params if p in state]
-        if not set(map(type, params)) <= PLAIN:
+        states = list(state.values()) if in_order(state, params) else [state[p] for p in params if p in state]
+        if not mine.plain:
             pairs = list(zip(params, grads, strict=True))
             layouts = [sharding.layout_of(param if grad is None else grad) for param, grad in pairs]
             params = list(map(sharding.local, params))
             grads = [grad if grad is None else sharding.local(grad) for grad in grads]
             states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
-        return cls([len(group["params"]) for group in groups], layouts, params, grads, states)
-
-    def state_addresses(self) -> list[int | None]:
-        """The addresses of the state."""
-        return addresses(list(itertools.chain.from_iterable(map(dict.values, self.states))))
-
-
-class Changes(NamedTuple):
-    """The changes since a plan was built or refreshed that it can be refreshed for."""
-
-    moved: list[int | None] | None
-    """The addresses of all parameters; None if they are the same."""
-    grads: list[tuple[int, Tensor]]
-    """The gradients of other kinds, or that have lost their memory, with their indices."""
+        kept = addresses(params, *map(dict.values, states))
+        return cls([len(group["params"]) for group in groups], layouts, params, grads, states, kept)
 
 
 class PlanGuards:
@@ -173,70 +180,70 @@ class PlanGuards:
         grads = [grad for grad in inputs.grads if grad is not None]
         self._groups_and_layouts = inputs[:2]
         self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # so no address is reused
-        self._param_addresses, self._state_addresses = addresses(inputs.params), inputs.state_addresses()
+        self._addresses = inputs.addresses
         self._params_alike = alike(inputs.params)
         self._grads_alike: Guard | None = alike(grads)
+        """The check of all gradients; None from a change of their kinds until all of them have been compared."""
         self._each_alike = list(map(alike_one, grads))
         self._no_memory = [address == 0 for address in addresses(grads)]
 
-    def changes(self, inputs: GuardInputs) -> Changes | None:
-        """Return what has changed; None if the plan must be built anew."""
-        if not self._same_params(inputs) or self._state_addresses != inputs.state_addresses():
-            return None
-        grads = []
-        if not self._same_grads(inputs.grads):
-            if not set(map(type, inputs.grads)) <= {*PLAIN, type(None)}:
-                return None
-            grads = self._changed_grads(inputs.grads)
-        moved = addresses(inputs.params)
-        return Changes(None if moved == self._param_addresses else moved, grads)
+    def hold(self, inputs: GuardInputs) -> bool:
+        """Whether parameters and state are the same, of the same kinds, at the same addresses."""
+        return (
+            self._groups_and_layouts == inputs[:2]
+            and self._addresses == inputs.addresses
+            and self._params_alike(inputs.params)
+        )
 
-    def renewed(self, inputs: GuardInputs, changes: Changes) -> bool:
+    def grad_addresses(self, inputs: GuardInputs, present: list[bool]) -> list[int] | None:
+        """Return the addresses of gradients, 0 for None; or None if one is of another kind, or has lost its memory."""
+        grads, complete = inputs.grads, all(present)
+        filled: list[Any] = grads if complete else expected(inputs.params, grads)
+        if self._grads_alike is None or not self._grads_alike(filled):
+            if self._changed_grads(grads):
+                return None
+            if complete:
+                self._grads_alike = alike(filled)
+        given = addresses(filled)
+        if given.count(0) != self._no_memory.count(True):
+            return None
+        return given if complete else list(map(operator.mul, given, present))
+
+    def renewed(self, inputs: GuardInputs) -> bool:
         """Whether the plan can be refreshed for these inputs; if so, the guards hold for them from now on.
 
         If not, the plan is built anew, which raises errors about parameters and gradients.
         """
-        if changes.moved is not None and overlap(inputs.params, changes.moved):
+        count, grads = len(inputs.params), inputs.grads
+        if self._groups_and_layouts != inputs[:2] or not self._params_alike(inputs.params):
             return False
-        if not all(fits(grad, inputs.params[i]) for i, grad in changes.grads):
+        if self._addresses[count:] != inputs.addresses[count:]:
             return False
-        self._param_addresses = changes.moved or self._param_addresses
-        for i, grad in changes.grads:
+        if self._addresses != inputs.addresses and overlap(inputs.params, inputs.addresses[:count]):
+            return False
+        changed = self._changed_grads(grads)
+        if changed and not set(map(type, grads)) <= {*PLAIN, type(None)}:
+            return False
+        if not all(fits(grad, inputs.params[i]) for i, grad in changed):
+            return False
+        self._addresses = inputs.addresses
+        for i, grad in changed:
             self._each_alike[i], self._no_memory[i], self._grads_alike = alike_one(grad), not grad.numel(), None
         return True
 
-    def _same_params(self, inputs: GuardInputs) -> bool:
-        return self._groups_and_layouts == inputs[:2] and self._params_alike(inputs.params)
-
     def _changed_grads(self, grads: list[Tensor | None]) -> list[tuple[int, Tensor]]:
-        each = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-        has_none = [address == 0 for address in addresses([grad for _, grad in each])]
+        """The gradients of other kinds, or that have lost their memory, with their indices."""
         return [
             (i, grad)
-            for (i, grad), no_memory in zip(each, has_none, strict=True)
-            if no_memory != self._no_memory[i] or not self._each_alike[i](grad)
+            for i, (grad, alike, no_memory) in enumerate(zip(grads, self._each_alike, self._no_memory, strict=True))
+            if grad is not None and not (alike(grad) and (address_or_0(grad) == 0) == no_memory)
         ]
 
-    def _same_grads(self, grads: list[Tensor | None]) -> bool:
-        """Whether the gradients are of the same kinds, and none of them has lost its memory."""
-        present, no_memory = [grad for grad in grads if grad is not None], self._no_memory
-        if len(present) < len(grads):
-            has_grad = [grad is not None for grad in grads]
-            no_memory = list(itertools.compress(no_memory, has_grad))
-            each_alike = itertools.compress(self._each_alike, has_grad)
-            same = all(alike(grad) for alike, grad in zip(each_alike, present, strict=True))
-        elif self._grads_alike is None:
-            same = not self._changed_grads(grads)
-            self._grads_alike = alike(present) if same else None
-        else:
-            same = self._grads_alike(present)
-        return same and no_memory.count(True) == addresses(present).count(0)
 
-
-def overlap(params: Sequence[Tensor], addresses: Sequence[int | None]) -> bool:
+def overlap(params: Sequence[Tensor], addresses: Sequence[int]) -> bool:
     """Whether parameters at these addresses share memory, or may have none. Those with gaps are not compared."""
     pairs = zip(params, addresses, strict=True)
-    spans = sorted((start or 0, param.nbytes) for param, start in pairs if is_dense(param, 0))
+    spans = sorted((start, param.nbytes) for param, start in pairs if is_dense(param, 0))
     freed = any(start == 0 < size for start, size in spans)
     return freed or any(start + size > following for (start, size), (following, _) in itertools.pairwise(spans))
 
@@ -254,12 +261,17 @@ def fits(grad: Tensor, param: Tensor) -> bool:
     )
 
 
-def addresses(tensors: Sequence[Any]) -> list[int | None]:
-    """The address of each tensor; None for anything that has none."""
+def addresses(*tensors: Iterable[Any]) -> list[int]:
+    """The address of each tensor in these collections; 0 for anything that has none."""
     try:
-        return list(map(Tensor.data_ptr, tensors))
+        return list(map(Tensor.data_ptr, itertools.chain.from_iterable(tensors)))
     except (RuntimeError, TypeError):  # a tensor of functorch, or a user's own entry in the state
-        return [address_of(thing) if isinstance(thing, Tensor) else None for thing in tensors]
+        return list(map(address_or_0, itertools.chain.from_iterable(tensors)))
+
+
+def address_or_0(thing: Any) -> int:
+    """The address of a tensor; 0 for anything that has none."""
+    return (address_of(thing) if isinstance(thing, Tensor) else None) or 0
 
 
 def alike(tensors: Sequence[Tensor]) -> Guard:

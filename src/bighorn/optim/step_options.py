@@ -7,6 +7,7 @@ again at construction.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +139,7 @@ class OptionGuard:
             if (keys := tuple(group)) != self._keys.get(index):
                 check_keys(group, algorithm, f"param_groups[{index}]")
                 self._keys[index] = keys
-            values = tuple([group.get(name, REMOVED) for name in algorithm.options])
+            values = tuple(map(group.get, algorithm.options, itertools.repeat(REMOVED)))
             if isinstance(group.get("lr"), Tensor) or not _same(values, self._seen.get(index)):
                 values = tuple([(defaults | group)[name] for name in algorithm.options])
                 with about(f"param_groups[{index}]"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -123,12 +126,21 @@ class BucketPlan:
         bucket.param_ids += [number] * count
         bucket.row_offsets += [i * binding.row_size for i in range(count)] if binding.stacked else [0]
 
-    def bind(self, grads: list[Tensor | None], *, missing: bool) -> None:
-        """Bind this step's gradients, of which some may be missing, and update the dense copies of parameters."""
-        bucket, mine = self.bucket, list(map(grads.__getitem__, self.indices))
+    @cached_property
+    def select(self) -> Callable[[list[Any]], list[Any]]:
+        """A function of values of all parameters of the plan that returns those of the bucket's parameters."""
+        if len(self.indices) == 1:
+            return lambda values: [values[self.indices[0]]]
+        getter = itemgetter(*self.indices)
+        return lambda values: list(getter(values))
+
+    def bind(self, grads: list[Tensor | None], present: list[bool] | None, addresses: list[int] | None) -> None:
+        """Bind this step's gradients, and update the dense copies of parameters; all are present if that is None."""
+        bucket, mine = self.bucket, self.select(grads)
         bucket.grads, bucket.unique_steps, self.bound = mine, self.all_unique_steps, self.bindings
-        if missing:
-            self.bound = [binding for binding, grad in zip(self.bindings, mine, strict=True) if grad is not None]
+        bucket.known = (mine, self.select(addresses)) if addresses is not None else ([], [])
+        if present is not None:
+            self.bound = list(itertools.compress(self.bindings, self.select(present)))
             bucket.unique_steps = [binding.step for binding in self.bound if binding.counts]
         if self.direct:
             return
@@ -150,7 +162,7 @@ class BucketPlan:
 
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
-        self.bucket.grads = []
+        self.bucket.grads, self.bucket.known = [], ([], [])
         for binding in self.bound if not self.direct else ():
             if binding.dense is not binding.view:
                 binding.view.copy_(binding.dense)
@@ -184,18 +196,23 @@ class StepPlan:
     stepped: list[bool] = field(default_factory=list)
     """Whether each parameter took part in the last step."""
 
-    def bind(self, grads: list[Tensor | None]) -> None:
-        """Bind this step's gradients to the buckets; None for a parameter that takes no part in the step."""
-        self.present = [grad is not None for grad in grads]
-        missing = not all(self.present)
-        for bucket_plan in self.buckets:
-            bucket_plan.bind(grads, missing=missing)
+    def bind(self, grads: list[Tensor | None], present: list[bool], addresses: list[int] | None = None) -> None:
+        """Bind this step's gradients to the buckets.
 
-    def refresh(self, shards: list[Tensor], grads: list[Tensor | None]) -> None:
+        Args:
+            grads: The gradients; None for a parameter that takes no part in the step.
+            present: Which of them are not None.
+            addresses: Their addresses, 0 for None. Default: None, for kernels to read them.
+        """
+        self.present, missing = present, None if all(present) else present
+        for bucket_plan in self.buckets:
+            bucket_plan.bind(grads, missing, addresses)
+
+    def refresh(self, shards: list[Tensor], grads: list[Tensor | None], present: list[bool]) -> None:
         """Bind this step's gradients, after parameters have moved, or gradients have become of other kinds."""
         for bucket_plan in self.buckets:
             bucket_plan.refresh(shards)
-        self.bind(grads)
+        self.bind(grads, present)
         sharded = [launch.kernel for launches in self.meshes.values() for launch in launches]
         for kernel in [*sharded, *(kernel for _, kernel in self.kernels)]:
             kernel.refresh()

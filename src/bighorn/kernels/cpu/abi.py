@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bighorn.kernels import options
-from bighorn.kernels.bucket import Bucket
 
 POINTER, DOUBLE = ctypes.c_void_p, ctypes.c_double
 INT32, INT64, UINT32, UINT64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
@@ -141,11 +140,11 @@ C_OPTIONS: dict[type, tuple[Any, list[tuple[str, Callable[[Any], Any]]]]] = {
 """The structure of each class of options, and the conversion of each of its fields."""
 
 
-def c_options(buckets: Sequence[Bucket[Any]]) -> ctypes.Array[Any]:
-    """Return the options of each bucket as the library reads them."""
-    structure, fields = C_OPTIONS[type(buckets[0].options)]
-    each = [structure(*[convert(getattr(b.options, name)) for name, convert in fields]) for b in buckets]
-    array: ctypes.Array[Any] = (structure * len(buckets))(*each)
+def c_options(each: Sequence[Any]) -> ctypes.Array[Any]:
+    """Return options as the library reads them."""
+    structure, fields = C_OPTIONS[type(each[0])]
+    rows = [structure(*[convert(getattr(options, name)) for name, convert in fields]) for options in each]
+    array: ctypes.Array[Any] = (structure * len(rows))(*rows)
     return array
 
 

@@ -15,7 +15,7 @@ from bighorn.kernels.bucket import Bucket, matrix_shape
 from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.came_shards import Shards
 from bighorn.kernels.cpu.library import address, loaded
-from bighorn.kernels.cpu.stepper import Stepper, words
+from bighorn.kernels.cpu.stepper import Bound, Stepper, words
 from bighorn.kernels.cpu.tensors import STATE_TYPES, weights
 from bighorn.kernels.options import CameOptions
 
@@ -72,43 +72,44 @@ class Came(Stepper[CameOptions]):
         if size > self.workspace.numel():
             self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 
-    def launch(self, grads: array[int], grad_scale: float) -> None:
+    def launch(self, bound: Bound, grad_scale: float) -> None:
         """Make one CAME step of all buckets, without counting it."""
-        self._run(grads, grad_scale, None, 0)
+        self._run(bound, grad_scale, None, 0)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
         """Make one step of shards, as `reference.Came.sharded_step`: the same rounds with the same number of sums."""
+        bound = self.take()
         if apply_mask is not None and not apply_mask:
             return
-        grads, scale, shards = self._grads(), float(grad_scale), self.shard_sums
+        scale, shards = float(grad_scale), self.shard_sums
         if self.means.needed:
-            self.centre(grads)
+            self.centre(bound)
             yield from self.means.reduced()
         table = self.shards if self.shards is not None else words(list(shards.table))  # None if all tensors are whole
         for sums in shards.sums:
             sums.zero_()
         for i, (sums, dtype) in enumerate(zip(shards.sums, shards.dtypes, strict=True)):
-            self._run(grads, scale, table, i)
+            self._run(bound, scale, table, i)
             sent = sums.to(dtype)
             yield sent
             if sent is not sums:
                 sums.copy_(sent)
-        self._run(grads, scale, table, len(shards.sums))
-        self.advance()
+        self._run(bound, scale, table, len(shards.sums))
+        self.advance(bound)
 
-    def _run(self, grads: array[int], grad_scale: float, shards: Tensor | None, index: int) -> None:
+    def _run(self, bound: Bound, grad_scale: float, shards: Tensor | None, index: int) -> None:
         beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
         with self.lock:
             loaded().bighorn_came_step(
-                self.how,
-                abi.c_options(self.buckets),
+                bound.how,
+                self.c_options(),
                 self.rows.data_ptr(),
                 None if shards is None else shards.data_ptr(),
                 self.gradients.data_ptr(),
-                address(grads),
+                address(bound.addresses),
                 address(beta2s),
-                address(self.order),
-                len(self.order),
+                address(bound.order),
+                len(bound.order),
                 grad_scale,
                 index,
                 self.workspace.data_ptr(),

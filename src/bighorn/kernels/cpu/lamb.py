@@ -12,7 +12,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.library import address, loaded, scratch
-from bighorn.kernels.cpu.stepper import Stepper
+from bighorn.kernels.cpu.stepper import Bound, Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.rounding import AUX_STATE
@@ -68,38 +68,39 @@ class Lamb(Stepper[LambOptions]):
         most = loaded().bighorn_lamb_chunks(self.rows.data_ptr(), self.gradients.data_ptr(), None, len(self.rows))
         self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
-    def launch(self, grads: array[int], grad_scale: float) -> None:
+    def launch(self, bound: Bound, grad_scale: float) -> None:
         """Make one LAMB step of all buckets, without counting it."""
-        self._run(grads, grad_scale, BOTH, None)
+        self._run(bound, grad_scale, BOTH, None)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
         """Make one step of shards, as `reference.Lamb.sharded_step`: in one round, after that of `RowMeans`."""
+        bound = self.take()
         if apply_mask is not None and not apply_mask:
             return
-        grads, scale = self._grads(), float(grad_scale)
+        scale = float(grad_scale)
         if self.means.needed:
-            self.centre(grads)
+            self.centre(bound)
             yield from self.means.reduced()
         needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
-        sums = torch.zeros(len(grads), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
-        self._run(grads, scale, FIRST, sums)
+        sums = torch.zeros(len(self.rows), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
+        self._run(bound, scale, FIRST, sums)
         sent = sums[:, :needed].clone(memory_format=torch.contiguous_format)
         yield sent.view(-1)
         sums[:, :needed] = sent
-        self._run(grads, scale, SECOND, sums)
-        self.advance()
+        self._run(bound, scale, SECOND, sums)
+        self.advance(bound)
 
-    def _run(self, grads: array[int], grad_scale: float, phase: int, sums: Tensor | None) -> None:
+    def _run(self, bound: Bound, grad_scale: float, phase: int, sums: Tensor | None) -> None:
         buffer = scratch()
         with self.lock:
             loaded().bighorn_lamb_step(
-                self.how,
-                abi.c_options(self.buckets),
+                bound.how,
+                self.c_options(),
                 self.rows.data_ptr(),
                 self.gradients.data_ptr(),
-                address(grads),
-                address(self.order),
-                len(self.order),
+                address(bound.addresses),
+                address(bound.order),
+                len(bound.order),
                 grad_scale,
                 self.partial.data_ptr(),
                 buffer.data_ptr(),

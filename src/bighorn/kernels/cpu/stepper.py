@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 import threading
 from array import array
 from collections.abc import Iterator
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
-from bighorn.kernels.cpu.abi import Gradient
+from bighorn.kernels.cpu.abi import Gradient, RunConfig, c_options
 from bighorn.kernels.cpu.library import address, loaded, run
 from bighorn.kernels.cpu.row_means import RowMeans
 from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout
 from bighorn.kernels.options import Options
+
+
+class Bound(NamedTuple):
+    """What a step of the rows uses; a thread keeps its own, since two may step at once."""
+
+    grads: list[Tensor | None]
+    """The gradients, which exist as long as their addresses are used."""
+    addresses: array[int]
+    """The address of each gradient, 0 for None."""
+    order: array[int]
+    """The indices of the rows that take part, the largest first."""
+    counts: array[int]
+    """The addresses of the step counts of these rows."""
+    how: RunConfig
+
 
 RACE = "two threads step one optimizer at once, and one of them has let go of the gradients"
 
@@ -52,10 +68,10 @@ class Stepper(Generic[Options]):
         self.gradients = words([gradient for _, gradient in self._new_gradients()])
         self.shards = self.make_shards()
         self.largest_first = array("q", sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
-        self.order = self.largest_first
-        """The indices of the rows that take part in this step."""
-        self.all_counts = self.counts = self._addresses_of_counts()
-        """The addresses of the step counts of all rows, and of those that take part in this step."""
+        self.all_counts = self._addresses_of_counts()
+        """The addresses of the step counts of all rows."""
+        self.bound: Bound | None = None
+        self.converted: tuple[list[Options], ctypes.Array[Any]] | None = None
         self.means.reserve(self.gradients)
         self.sums = torch.empty(sum(-(-size // CHUNK_ELEMS) for size in sizes), dtype=torch.float64, device="cpu")
         self.threads = 0
@@ -93,70 +109,74 @@ class Stepper(Generic[Options]):
 
     def prepare(self) -> None:
         """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
-        order = self._order_of(self._all_grads())
-        counts = self.all_counts if order is self.largest_first else self._addresses_of_counts()
-        how = run()
+        each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
+        grads, known = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
+        addresses, order, counts, how = array("Q", known), self.largest_first, self.all_counts, run()
+        if len(grads) < len(order):
+            raise RuntimeError(RACE)
+        # A gradient without elements has the address 0, too.
+        if 0 in known and not all(present := list(map(operator.is_not, grads, itertools.repeat(None)))):
+            order = array("q", filter(present.__getitem__, order))
+            counts = self._addresses_of_counts()
         with self.lock:
             if how.threads > self.threads:
                 self.reserve(how.threads)
                 self.threads = how.threads
-            self.how, self.order, self.counts = how, order, counts
+            self.bound = Bound(grads, addresses, order, counts, how)
 
     def reserve(self, threads: int) -> None:
         """Allocate memory for this number of threads, if an algorithm needs any."""
 
+    def take(self) -> Bound:
+        """Return what `prepare` has bound, and let go of it."""
+        bound, self.bound = self.bound, None
+        if bound is None:
+            raise RuntimeError(RACE)
+        return bound
+
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
-        grads, sums = self._grads(), self.sums.data_ptr()
+        bound, sums = self.bound, self.sums.data_ptr()
+        if bound is None:
+            raise RuntimeError(RACE)
         with self.lock:
-            gradients = self.gradients.data_ptr()
-            total = loaded().bighorn_square_sum(self.how, gradients, address(grads), len(grads), sums)
+            gradients, addresses = self.gradients.data_ptr(), bound.addresses
+            total = loaded().bighorn_square_sum(bound.how, gradients, address(addresses), len(addresses), sums)
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of all buckets, as `reference.Lamb.step`."""
+        bound = self.take()
         if apply_mask is not None and not apply_mask:
             return
-        grads = self._grads()
         if self.means.needed:
-            self.centre(grads)
-        self.launch(grads, float(grad_scale))
-        self.advance()
+            self.centre(bound)
+        self.launch(bound, float(grad_scale))
+        self.advance(bound)
 
-    def centre(self, grads: array[int]) -> None:
+    def centre(self, bound: Bound) -> None:
         """Compute the means of gradients that the loops do not compute."""
         with self.lock:
-            self.means.compute(self.how, self.gradients, grads)
+            self.means.compute(bound.how, self.gradients, bound.addresses)
 
-    def advance(self) -> None:
+    def c_options(self) -> ctypes.Array[Any]:
+        """Return the options of each bucket as the library reads them, converted if a bucket has others than before."""
+        held, options = self.converted, [bucket.options for bucket in self.buckets]
+        if held is None or not all(map(operator.is_, options, held[0])):
+            held = self.converted = options, c_options(options)
+        return held[1]
+
+    def advance(self, bound: Bound) -> None:
         """Count the step."""
-        loaded().bighorn_advance(address(self.counts), len(self.counts))
+        loaded().bighorn_advance(address(bound.counts), len(bound.counts))
 
-    def launch(self, grads: array[int], grad_scale: float) -> None:
-        """Step the rows in `order`, without counting the step; `grads` has an address for each row, 0 for None."""
+    def launch(self, bound: Bound, grad_scale: float) -> None:
+        """Step the rows that are bound, without counting the step."""
         raise NotImplementedError
 
     def _addresses_of_counts(self) -> array[int]:
-        return array("Q", [step.data_ptr() for bucket in self.buckets for step in bucket.unique_steps])
-
-    def _all_grads(self) -> list[Tensor | None]:
-        return list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
-
-    def _order_of(self, grads: list[Tensor | None]) -> array[int]:
-        if len(grads) < len(self.rows):
-            raise RuntimeError(RACE)
-        if type(None) not in set(map(type, grads)):
-            return self.largest_first
-        return array("q", [row for row in self.largest_first if grads[row] is not None])
-
-    def _grads(self) -> array[int]:
-        grads = self._all_grads()
-        order = self._order_of(grads)
-        if order is not self.order and order != self.order:
-            raise RuntimeError(RACE)
-        if order is self.largest_first:
-            return array("Q", map(Tensor.data_ptr, grads))  # type: ignore[arg-type]  # none is None
-        return array("Q", [0 if grad is None else grad.data_ptr() for grad in grads])
+        steps = itertools.chain.from_iterable([bucket.unique_steps for bucket in self.buckets])
+        return array("Q", map(Tensor.data_ptr, steps))
 
 
 def words(structures: list[Any]) -> Tensor:

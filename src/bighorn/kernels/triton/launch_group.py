@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from array import array
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Generic
@@ -19,7 +20,7 @@ from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, rng_key
 from bighorn.kernels.triton.centring import RowMeans
 from bighorn.kernels.triton.device import Launch, compiled
-from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order_of, keep_alive
+from bighorn.kernels.triton.tables import ABSENT, CachedTable, Uploads, in_order_of, keep_alive
 
 CHUNK = 8192  # elements per program
 
@@ -140,14 +141,19 @@ class LaunchGroup(Generic[Options]):
 
     def update_gradients(self) -> None:
         """Upload the addresses of this step's gradients, in the order of their parameters, if they have changed."""
-        grads = self.gradients()
+        each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
+        grads, addresses = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
+        grads, addresses = (list(map(values.__getitem__, self.flat_indices)) for values in (grads, addresses))
         self.copies = []
         for k in self.noncontiguous:
             if (g := grads[k]) is not None:
-                grads[k] = copy = in_order_of(self.params[k], g)
+                copy = in_order_of(self.params[k], g)
+                addresses[k] = copy.data_ptr()
                 self.copies.append(copy)
-        self.missing = any(g is None for g in grads)
-        self.grads = self.addresses.of_addresses(grads)
+        self.missing = 0 in addresses and type(None) in set(map(type, grads))
+        if self.missing:
+            addresses = [ABSENT if g is None else address for g, address in zip(grads, addresses, strict=True)]
+        self.grads = self.addresses.of(array("q", addresses))
 
     def square_sums(self) -> Tensor:
         """Return the sum of the gradients' squares for each chunk, float64; the first call compiles the kernel."""
@@ -197,11 +203,6 @@ class LaunchGroup(Generic[Options]):
             launch = self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
         if not compile_only:
             launch(programs, tables)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Return each row's gradient, without copies."""
-        grads = list(itertools.chain.from_iterable([bucket.grads for bucket in self.buckets]))
-        return list(map(grads.__getitem__, self.flat_indices))
 
     def program_table(self, programs: list[int]) -> Tensor:
         """Return the row of each program, from the number of programs of each row."""

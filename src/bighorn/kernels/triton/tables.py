@@ -77,15 +77,6 @@ class CachedTable:
                 self.table.record_stream(stream)
         return self.table
 
-    def of_addresses(self, grads: list[Tensor | None]) -> Tensor:
-        """Return the table of the addresses of gradients."""
-        present = [g for g in grads if g is not None]
-        found = array("Q", map(Tensor.data_ptr, present))
-        if len(present) < len(grads):
-            each = iter(found)
-            found = array("q", [ABSENT if g is None else next(each) for g in grads])
-        return self.of(found)
-
 
 def keep_alive(tables: tuple[Tensor, ...]) -> None:
     """Keep tables until the process ends: a graph has their addresses, and can be replayed at any time."""

@@ -89,6 +89,16 @@ def test_one_plan_serves_whichever_gradients_were_missing_when_it_was_built(
         optimizer.step()
 
 
+def test_a_stack_of_no_slices_counts_only_steps_with_a_gradient(kind: Kind, backend: str) -> None:
+    params = [Parameter(torch.zeros(0, 0)), Parameter(torch.zeros(0, 0))]
+    optimizer = kind([{"params": params, "stacked": True}], lr=0.01, backend=backend)
+    for missing in (None, params[1]):
+        for p in params:
+            p.grad = None if p is missing else torch.zeros(0, 0)
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [2, 1]
+
+
 def test_a_gradient_that_appears_later_joins_the_plan(kind: Kind, backend: str) -> None:
     """The state begins with the first gradient, as in torch.optim."""
     params = parameters(torch.float32)

@@ -112,12 +112,13 @@ class Stepper(Generic[Options]):
         each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
         grads, known = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
         addresses, order, counts, how = array("Q", known), self.largest_first, self.all_counts, run()
+        if sum([len(bucket.unique_steps) for bucket in self.buckets]) != len(counts):
+            counts = self._addresses_of_counts()
         if len(grads) < len(order):
             raise RuntimeError(RACE)
         # A gradient without elements has the address 0, too.
         if 0 in known and not all(present := list(map(operator.is_not, grads, itertools.repeat(None)))):
             order = array("q", filter(present.__getitem__, order))
-            counts = self._addresses_of_counts()
         with self.lock:
             if how.threads > self.threads:
                 self.reserve(how.threads)

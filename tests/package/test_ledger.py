@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ledger
 import ledger_counts
+import published
 from bighorn import Lamb, kernels
 from bighorn.kernels.cpu import library
 from ledger_steps import ROWS
@@ -179,3 +180,30 @@ def test_a_row_that_got_worse_needs_a_reason_until_it_is_as_good_again() -> None
     worse = ledger.updated(new, {ROW: {"calls": 80}}, MADE_WITH, "")
     assert worse["because"] == {ROW: {"reason": "", "before": {"calls": 70}}}
     assert ledger.updated(new, {ROW: {"calls": 50}}, MADE_WITH, "")["because"] == {}
+
+
+# ---- the tables that depend on it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", published.TABLES)
+def test_a_published_table_is_of_the_present_code(name: str) -> None:
+    """If not, measure it again: `python benchmarks/published.py NAME`, and then `python benchmarks/front.py`."""
+    try:
+        found = published.changed_since(name)
+    except LookupError as error:
+        if not (ledger.FILE.parents[2] / ".git").exists() or (ledger.FILE.parents[2] / ".git" / "shallow").exists():
+            pytest.skip(f"{error}: this is no full clone")
+        raise
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "count"),
+    [
+        ({"calls": 40}, {"calls": 41}, 1),
+        ({"opcodes": 1000}, {"opcodes": 985}, 1),
+        ({"opcodes": 1000}, {"opcodes": 991}, 0),
+    ],
+)
+def test_a_change_of_a_count_outdates_a_table(then: ledger.Counts, now: ledger.Counts, count: int) -> None:
+    assert len(published.changes({ROW: then}, {ROW: now}, [ROW])) == count

@@ -1,0 +1,109 @@
+"""The published tables of CPU steps: how each is measured, and whether it is of the present code.
+
+    python benchmarks/published.py [NAME ...]   # measure them again, half an hour; then run benchmarks/front.py
+
+Measure on a machine that does nothing else, from a clean tree: each file names its commit, and tests/package/test_ledger.py
+fails when a count of the ledger on which a table depends has changed by more than 1% since then.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ledger
+from ledger_counts import KERNELS
+from ledger_steps import ROWS
+
+RESULTS = ledger.FILE.parent
+CPU = [row for row in ROWS if " cpu " in row]
+FLOAT32 = [row for row in KERNELS if row.endswith("float32")]
+BFLOAT16 = [row for row in KERNELS if row.endswith("bfloat16")]
+MODELS = [row for row in CPU if row.endswith((" tiny", " efficientnet_b0", " large"))]
+
+
+class Table(NamedTuple):
+    """A file in results."""
+
+    command: str
+    """The arguments of `bighorn bench`."""
+    rows: list[str]
+    """The rows of the ledger whose counts its times depend on."""
+
+
+TABLES = {
+    "step-fp32": Table(
+        "--shapes tiny,efficientnet_b0,vit_small,resnet50,bert_base,bert_large,one --optimizers lamb,lamb-adam,came "
+        "--seconds 4",
+        [*MODELS, *FLOAT32],
+    ),
+    "step-fp32-peers": Table(
+        "--shapes vit_small,bert_base --optimizers lamb,lamb-foreach,timm,pytorch_optimizer",
+        ["lamb cpu large", "lamb kernel float32", "lamb foreach efficientnet_b0", "lamb foreach large"],
+    ),
+    "step-bf16": Table(
+        "--precision bf16 --shapes vit_small,bert_base --optimizers lamb,lamb-adam,came --seconds 2",
+        [*(row for row in CPU if row.endswith("tiny bf16")), *BFLOAT16],
+    ),
+    "step-8-threads": Table(
+        "--threads 8 --shapes tiny,vit_small,bert_base --optimizers lamb,lamb-adam,came --seconds 2",
+        [*MODELS, *FLOAT32],
+    ),
+    "step-clip": Table(
+        "--clip 1 --shapes bert_base --optimizers lamb,lamb-adam",
+        [*(row for row in CPU if row.endswith("clip")), *FLOAT32],
+    ),
+    "step-came": Table(
+        "--table came --shapes vit_small,resnet50,bert_base --seconds 2",
+        [row for row in (*CPU, *KERNELS) if row.startswith("came") and "first" not in row],
+    ),
+    "step-cliffs": Table("--table cliffs --seconds 3", [*CPU, *FLOAT32]),
+    "step-precision": Table(
+        "--table precision --precision bf16 --shapes vit_small,bert_base --seconds 2",
+        [*(row for row in CPU if row.endswith(("bf16", "int8"))), *KERNELS],
+    ),
+}
+OWN_TABLES = ("step-precision",)
+"""Those of `bench_tables.py`, which has tables that `bighorn bench` has not."""
+
+
+def changed_since(name: str) -> list[str]:
+    """Return the counts that have changed since a table was measured, as "ROW: COUNT THEN, NOW".
+
+    Raises:
+        LookupError: The commit, or a ledger in it, is not in this repository.
+    """
+    commit = json.loads((RESULTS / f"{name}.json").read_text())["commit"]
+    path = ledger.FILE.relative_to(Path(__file__).parents[1])
+    command = ["git", "-C", str(RESULTS), "show", f"{commit}:{path.as_posix()}"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise LookupError(f"{name}.json is of commit {commit}, which has no ledger here") from error
+    return changes(json.loads(text)["rows"], json.loads(ledger.FILE.read_text())["rows"], TABLES[name].rows)
+
+
+def changes(then: dict[str, Any], now: dict[str, Any], rows: list[str]) -> list[str]:
+    """Return the counts that are better or worse by more than the ledger's 1%."""
+    return [
+        f"{row}: {count} {then.get(row, {}).get(count, 0):,} then, {now[row].get(count, 0):,} now"
+        for row in rows
+        for count in dict.fromkeys(
+            [*ledger.worse(then.get(row, {}), now[row]), *ledger.worse(now[row], then.get(row, {}))]
+        )
+    ]
+
+
+def main() -> None:
+    for name in sys.argv[1:] or TABLES:
+        program = ["benchmarks/bench_tables.py"] if name in OWN_TABLES else ["-m", "bighorn.cli", "bench"]
+        arguments = [*TABLES[name].command.split(), "--json", f"benchmarks/results/{name}.json"]
+        print("bighorn bench", *arguments, flush=True)
+        subprocess.run([sys.executable, *program, *arguments], cwd=Path(__file__).parents[1], check=True)
+
+
+if __name__ == "__main__":
+    main()

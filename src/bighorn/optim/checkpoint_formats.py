@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bighorn.optim.param_groups import NO_OPTIONS, VERSION
 
 State = Mapping[str, Any]
@@ -37,7 +34,6 @@ class Format:
         implied: Options that the groups do not have, with the values for which our steps equal those of the optimizer.
         adds: Options that follow from the shapes of the state.
         state_left_out: Entries of the state that nothing depends on.
-        read: A function from the state of a parameter to the same state in tensors of our shapes.
         unsaved: Options that the checkpoints do not contain.
     """
 
@@ -55,7 +51,6 @@ class Format:
     implied: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     adds: Group = field(default_factory=dict)
     state_left_out: tuple[str, ...] = ()
-    read: Callable[[State], State] = dict
     unsaved: str = ""
 
     def recognises(self, groups: Iterable[Group], states: Iterable[State]) -> bool:
@@ -100,37 +95,7 @@ class Format:
     def state(self, group: Group, state: State) -> dict[str, Any]:
         """Convert the state of one parameter."""
         count = {"step": group["step"]} if "step" in group else {}
-        return {**count, **{key: value for key, value in self.read(state).items() if key not in self.state_left_out}}
-
-
-def _as_linear(state: State) -> dict[str, Any]:
-    """Return the state of a CAME of SANA's family: 8 bits decoded, and averages of columns in the shape of 1x1 filters.
-
-    8 bits are a list of chunks of rows, each with codes ("data" of SANA, "value" of OneTrainer), a scale and a minimum.
-    """
-    out = dict(state)
-    for name in ("exp_avg", "exp_avg_sq"):
-        if isinstance(out.get(name), (list, tuple)):
-            out[name] = torch.cat([_decoded(chunk) for chunk in out[name]])
-    for name in ("exp_avg_sq_col", "exp_avg_res_col"):
-        if isinstance(out.get(name), Tensor) and isinstance(out.get("exp_avg"), Tensor):
-            out[name] = out[name].reshape(out["exp_avg"].shape[1:])
-    return out
-
-
-def _decoded(chunk: Mapping[str, Any]) -> Tensor:
-    codes = chunk["data"] if "data" in chunk else chunk["value"]
-    values: Tensor = codes.float() * chunk["scale"] + chunk["min"]
-    return values
-
-
-def _is_linear(state: State) -> bool:
-    """Whether a parameter of more than 2 dims has the state of SANA's rule: averages of one dim, or no factors."""
-    momentum = state.get("exp_avg")
-    if not isinstance(momentum, Tensor) or momentum.dim() < 3:
-        return False
-    row = state.get("exp_avg_sq_row")
-    return "exp_avg_sq" in state or (isinstance(row, Tensor) and row.dim() == 1)
+        return {**count, **{key: value for key, value in state.items() if key not in self.state_left_out}}
 
 
 _TORCH: dict[str, Any] = {
@@ -155,15 +120,7 @@ _CAME_STEPS: dict[str, tuple[object, ...]] = {
     "bias_correction": (False,),
     "maximize": (False,),
 }
-_LINEAR: dict[str, Any] = {
-    "algorithm": "came",
-    "implied": _CAME_STEPS,
-    "adds": {"factor": "linear"},
-    "state_left_out": ("RMS",),
-    "read": _as_linear,
-}
-# There more elements than `min_8bit_size` have 8 bits, here as many or more.
-_BITS = {"min_8bit_size": lambda size: {"min_8bit_size": size + 1, "state_dtype": "int8"}}
+_IN_8_BITS = "its momentum is in 8 bits of another form; load the model alone"
 _FIXED = "give weight_decay a schedule that does not fall as lr does, and load with False"
 
 FORMATS = (
@@ -252,24 +209,10 @@ FORMATS = (
         unsaved="pre_norm and maximize; without adam_debias it divides lr by 1 - beta1^t, which is 1 after 100 steps",
     ),
     Format(
-        name="SANA's CAME8BitWrapper",
-        marks=_CAME | {"block_size", "min_8bit_size"},
-        becomes=_BITS,
-        left_out=("block_size",),
-        **_LINEAR,
-    ),
-    Format(
-        name="OneTrainer's CAME8bit",
-        marks=_CAME | {"quant_block_size", "min_8bit_size", "stochastic_rounding"},
-        becomes={**_BITS, "stochastic_rounding": lambda on: {"weight_rounding": "stochastic" if on else "nearest"}},
-        left_out=("quant_block_size",),
-        **_LINEAR,
-    ),
-    Format(name="SANA's CAMEWrapper", marks=_CAME, evidence=_is_linear, **_LINEAR),
-    Format(
         name="came-pytorch's CAME",
         algorithm="came",
         marks=_CAME,
+        refused={"block_size": _IN_8_BITS, "quant_block_size": _IN_8_BITS},  # of its variants in SANA and OneTrainer
         implied=_CAME_STEPS,
         adds={"factor": "last_two"},
         state_left_out=("RMS",),

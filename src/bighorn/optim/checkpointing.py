@@ -86,10 +86,7 @@ def converted(
     for group in groups:
         for key in group["params"]:
             if isinstance(states.get(key), dict) and states[key]:
-                try:
-                    states[key] = row.state(group, states[key])
-                except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-                    raise ValueError(f"state_dict is damaged: its state of {key!r} is not of {row.name}") from error
+                states[key] = row.state(group, states[key])
     warnings.warn(_note(row, groups, current, max_grad_norm), ConvertedStateWarning, stacklevel=3)
     return {**state_dict, "state": states, "param_groups": ours}
 

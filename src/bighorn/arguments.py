@@ -318,36 +318,50 @@ def _read(value: object) -> object:
     return value.item() if _is_tensor(value) and value.numel() == 1 and not value.is_complex() else value
 
 
-def betas(count: int) -> Callable[[str, object], tuple[object, ...]]:
-    """Return a check for `count` numbers in [0, 1)."""
-    each = between(0, 1, exclusive=True)
-    names = ", ".join(f"beta{i + 1}" for i in range(count))
+def beta(name: str, value: object) -> float:
+    """Return a number in [0, 1)."""
+    return number(name, _read(value), 0, 1, below=True)
+
+
+def came_beta1(name: str, value: object) -> float:
+    """Return a number in (0, 1), for CAME's first beta."""
+    exact = number(name, _read(value), 0, 1, below=True, span="in (0, 1)")
+    if exact == 0:
+        raise ValueError(
+            f"{name}={value!r} is out of range: CAME divides by how far the momentum misses the update, and without "
+            "momentum it never does; use a value in (0, 1), such as 0.9"
+        )
+    return exact
+
+
+def came_beta3(name: str, value: object) -> float:
+    """Return a number in [0, 1), for CAME's third beta."""
+    if _read(value) == 1:
+        raise ValueError(
+            f"{name}={value!r} is out of range: the averages of the instability, by which CAME divides, would stay at "
+            "0; use a value in [0, 1), such as 0.9999"
+        )
+    return beta(name, value)
+
+
+def _betas(*checks: Check) -> Check:
+    names = ", ".join(f"beta{i + 1}" for i in range(len(checks)))
 
     def check(name: str, value: object) -> tuple[object, ...]:
-        if not _are(value, count):
-            raise TypeError(f"{name} must be {count} numbers ({names}), not {value!r}")
-        return tuple(each(f"{name}[{i}]", _read(beta)) for i, beta in enumerate(value))
+        if not _are(value, len(checks)):
+            raise TypeError(f"{name} must be {len(checks)} numbers ({names}), not {value!r}")
+        return tuple(check(f"{name}[{i}]", value[i]) for i, check in enumerate(checks))
 
     return check
 
 
-def came_betas(name: str, value: object) -> tuple[object, ...]:
-    """Return three numbers in [0, 1), the first above 0."""
-    if _are(value, 3):
-        value = [_read(beta) for beta in value]
-    if _are(value, 3) and not any(_is_tensor(beta) for beta in value):
-        if value[2] == 1:
-            raise ValueError(
-                f"{name}[2]={value[2]!r} is out of range: the averages of the instability, by which CAME divides, "
-                "would stay at 0; use a value in [0, 1), such as 0.9999"
-            )
-        if value[0] == 0:
-            raise ValueError(
-                f"{name}[0]={value[0]!r} is out of range: CAME divides by how far the momentum misses the update, and "
-                "without momentum it never does; use a value in (0, 1), such as 0.9"
-            )
-        number(f"{name}[0]", value[0], 0, 1, above=True, below=True)
-    return betas(3)(name, value)
+def betas(count: int) -> Check:
+    """Return a check for `count` numbers in [0, 1)."""
+    return _betas(*[beta] * count)
+
+
+came_betas = _betas(came_beta1, beta, came_beta3)
+"""The check of CAME's betas: three numbers in [0, 1), the first above 0."""
 
 
 LEAST_EPS = 1.2e-38

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from numbers import Real
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
 from bighorn import ExponentialScale, FixedScale, LossScaler, WindowScale
+from bighorn.arguments import Check, number
 
-P = TypeVar("P", FixedScale, WindowScale, ExponentialScale)
+_check_scale = partial(
+    number, low=1, high=torch.finfo(torch.float32).max, span="that is at least 1 and that float32 can hold"
+)
 
 
 class LossScaleManager:
     """A loss scale that is updated by hand, or by the scaler that is made from it."""
 
-    def __init__(self, policy: FixedScale | WindowScale | ExponentialScale) -> None:
-        self.policy = policy
-        self._state = policy.start()
+    def __init__(self, policy: type[FixedScale | WindowScale | ExponentialScale], **values: tuple[str, Any]) -> None:
+        """Make the policy of values by our names, each with the name that the other system has for it."""
+        checks: dict[str, Check] = {**policy.CHECKS, "init_scale": _check_scale}
+        self.policy = policy(**{ours: checks[ours](name, value) for ours, (name, value) in values.items()})
+        self._state = self.policy.start()
         self._scaler: LossScaler | None = None
 
     def get_loss_scale(self) -> float:
@@ -44,15 +48,3 @@ class LossScaleManager:
             raise RuntimeError("the scaler that was made of this manager moves the scale: call its update() alone")
         after = self.policy.next(self._state, torch.tensor(bool(overflow), device="cpu"))
         self._state = after._replace(scale=after.scale.clamp(min=1))
-
-
-def translated(policy: type[P], **arguments: tuple[str, Any]) -> P:
-    """Return a policy from (name in the other system, value) by our names; errors contain the other names."""
-    name, value = arguments["init_scale"]
-    if isinstance(value, Real) and value < 1:
-        raise ValueError(f"{name}={value!r} is out of range: a loss scale must be at least 1")
-    try:
-        return policy(**{ours: value for ours, (_, value) in arguments.items()})
-    except (TypeError, ValueError) as error:
-        ours, rest = re.findall(r"^(\w+)(.*)", str(error))[0]
-        raise type(error)(arguments[ours][0] + rest) from None

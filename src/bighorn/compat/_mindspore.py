@@ -1,17 +1,76 @@
-"""The common part of the optimizers of MindSpore and MindFormers: their groups, and calls with gradients."""
+"""The common part of the optimizers of MindSpore and MindFormers: their checks, groups, and calls with gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from bighorn.arguments import about
-from bighorn.compat import _checks
+import bighorn
+from bighorn.arguments import Check, about, flag, hint, is_real, number
+
+GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
+
+check_rate = bighorn.Lamb.algorithm.options["lr"]
+"""The check of a learning rate in any form, or of a schedule."""
+
+
+class ElementError(TypeError, ValueError):
+    """An element of `params` of a wrong type, which is a TypeError and a ValueError."""
+
+
+def floating(name: str, value: object, check: Check) -> float:
+    """Return a float that a check accepts. Integers are refused, as in MindSpore."""
+    if not isinstance(value, float):
+        raise TypeError(f"{name} must be a float, not {value!r} ({type(value).__name__})")
+    return float(check(name, value))
+
+
+def check_decay(name: str, value: object, high: float = math.inf) -> float | Callable[[int], Any]:
+    """Return a number that is not negative, or a schedule."""
+    if callable(value) and not isinstance(value, type):
+        return value
+    if not is_real(value):
+        raise TypeError(f"{name} must be a number or a schedule, not {value!r} ({type(value).__name__})")
+    return number(name, value, 0, high)
+
+
+def check_params(params: Any) -> list[Any]:
+    """Return parameters, (name, parameter) pairs or groups in a list; each group is checked when it is added."""
+    if isinstance(params, (str, Mapping, set, Parameter)) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be a list of parameters or of groups, not {type(params).__name__}")
+    listed = list(params)
+    if all(isinstance(item, dict) for item in listed):
+        return listed
+    for i, item in enumerate(listed):
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            item = item[1]
+        if not isinstance(item, Parameter):
+            raise ElementError(
+                f"params[{i}] must be a torch.nn.Parameter or a (name, Parameter) pair, or all of params groups, "
+                f"not {type(item).__name__}"
+            )
+    return listed
+
+
+def _converted(group: dict[str, Any], most_decay: float = math.inf) -> dict[str, Any]:
+    """Convert a group with MindSpore's keys to one of ours."""
+    for key in group:
+        if key not in GROUP_KEYS:
+            raise ValueError(f"unknown key {key!r}{hint(key, GROUP_KEYS)}. Known: {', '.join(GROUP_KEYS)}")
+    ours = dict(group)
+    if "params" in group:
+        ours["params"] = check_params(group["params"])
+    if "weight_decay" in group:
+        ours["weight_decay"] = check_decay("weight_decay", group["weight_decay"], most_decay)
+    if "grad_centralization" in group:  # in MindSpore it applies to convolutions only
+        ours["grad_centralization"] = "conv" if flag("grad_centralization", group["grad_centralization"]) else False
+    return ours
 
 
 class MindSporeOptimizer(Optimizer):
@@ -48,7 +107,7 @@ class MindSporeOptimizer(Optimizer):
             param_group: A group, as in `params` of the constructor.
         """
         with about(f"group {len(self.param_groups)}"):
-            super().add_param_group(_checks.mindspore_group(param_group, self.MOST_DECAY))
+            super().add_param_group(_converted(param_group, self.MOST_DECAY))
 
     def _step_with(self, gradients: object) -> int:
         """Step with these gradients instead of those in `.grad`, and return the number of parameters."""

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
-from bighorn.arguments import knows_its_keywords, number
-from bighorn.compat import _checks
-from bighorn.compat._mindspore import MindSporeOptimizer
+from bighorn.arguments import between, came_beta1, came_beta3, flag, knows_its_keywords, number, positive
+from bighorn.compat._mindspore import MindSporeOptimizer, check_decay, check_params, check_rate, floating
 from bighorn.schedules import RelativeStep
 
 __all__ = ["Came"]
@@ -79,26 +78,25 @@ class Came(MindSporeOptimizer, bighorn.Came):
             raise TypeError(f"eps must be three floats in a tuple, not {eps!r} ({type(eps).__name__})")
         if len(eps) != 3:
             raise ValueError(f"eps={eps!r} must be three floats: for squared gradient, parameter scale, instability")
-        eps1, eps2, eps3 = (_checks.floating(f"eps[{i}]", value, 0, inside=True) for i, value in enumerate(eps))
-        params = _checks.parameters(params)
+        eps1, eps2, eps3 = (floating(f"eps[{i}]", value, positive) for i, value in enumerate(eps))
+        params = check_params(params)
         learning_rate = _learning_rate(learning_rate, relative_step, warmup_init)
         if learning_rate is None and not all(isinstance(group, dict) for group in params):
             raise ValueError("learning_rate is missing: give one, or set relative_step=True")
-        betas = _checks.a_float("beta1", beta1), 0.999, _checks.a_float("beta3", beta3)
-        with _checks.renamed({"lr": "learning_rate", "betas[0]": "beta1", "betas[2]": "beta3"}):
-            super().__init__(
-                params,
-                learning_rate,
-                betas,  # decay_rate replaces the second
-                (eps1, eps3),
-                _checks.weight_decay("weight_decay", weight_decay, 1),
-                clip_threshold=clip_threshold,
-                factor="last_two",
-                decay_rate=_checks.floating("decay_rate", decay_rate, 0, 1),
-                scale_parameter=scale_parameter,
-                scale_eps=eps2,
-                state_dtype=torch.float16 if _checks.flag("compression", compression) else None,
-            )
+        beta1, beta3 = floating("beta1", beta1, came_beta1), floating("beta3", beta3, came_beta3)
+        super().__init__(
+            params,
+            learning_rate,
+            (beta1, 0.999, beta3),  # decay_rate replaces the second
+            (eps1, eps3),
+            check_decay("weight_decay", weight_decay, 1),
+            clip_threshold=clip_threshold,
+            factor="last_two",
+            decay_rate=floating("decay_rate", decay_rate, between(0, 1)),
+            scale_parameter=scale_parameter,
+            scale_eps=eps2,
+            state_dtype=torch.float16 if flag("compression", compression) else None,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; `lr` is not one of them with relative_step.
@@ -163,11 +161,11 @@ class Came(MindSporeOptimizer, bighorn.Came):
 
 def _learning_rate(learning_rate: Any, relative_step: object, warmup_init: object) -> Any:
     """Return the learning rate, or the schedule for `relative_step`."""
-    warmup_init = _checks.flag("warmup_init", warmup_init)
-    if not _checks.flag("relative_step", relative_step):
+    warmup_init = flag("warmup_init", warmup_init)
+    if not flag("relative_step", relative_step):
         if warmup_init:
             raise ValueError("warmup_init=True warms up the learning rate of relative_step: set relative_step=True too")
-        return learning_rate
+        return None if learning_rate is None else check_rate("learning_rate", learning_rate)
     if learning_rate is not None:
         raise ValueError(f"relative_step=True computes the learning rate: leave learning_rate={learning_rate!r} out")
     return RelativeStep(warmup_init)

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import bighorn
-from bighorn.arguments import knows_its_keywords
-from bighorn.compat import _checks
+from bighorn.arguments import flag, knows_its_keywords
 
 __all__ = ["Lamb"]
 
@@ -67,4 +66,4 @@ class Lamb(bighorn.Lamb):
 
 
 def _second_moment(amsgrad: object) -> Literal["adam", "amsgrad"]:
-    return "amsgrad" if _checks.flag("amsgrad", amsgrad) else "adam"
+    return "amsgrad" if flag("amsgrad", amsgrad) else "adam"

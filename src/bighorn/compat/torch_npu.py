@@ -10,8 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
-from bighorn.arguments import knows_its_keywords, number
-from bighorn.compat import _checks
+from bighorn.arguments import flag, knows_its_keywords, number
 
 __all__ = ["NpuFusedLamb"]
 
@@ -55,7 +54,7 @@ class NpuFusedLamb(Lamb):
         adam: bool = False,
         use_global_grad_norm: bool = False,
     ) -> None:
-        clips = _checks.flag("use_global_grad_norm", use_global_grad_norm)
+        clips = flag("use_global_grad_norm", use_global_grad_norm)
         super().__init__(
             params,
             lr,

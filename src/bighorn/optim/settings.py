@@ -133,7 +133,9 @@ class Settings:
         """Raise if an exclusion needs names and parameters have none."""
         for name in EXCLUSIONS:
             if needs_names(getattr(self, name)):
-                raise ValueError(f"{name} needs names: pass model.named_parameters() as params, or names=model")
+                raise ValueError(
+                    f"{name} needs names: pass model.named_parameters() as params, or names=model (in Lamb and Came)"
+                )
 
     def check_exclusions(self, names: Sequence[str]) -> None:
         """Raise for exclusions that match no parameter name, unless a process group is set: a rank may lack it."""

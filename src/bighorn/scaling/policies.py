@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bighorn.arguments import integer, knows_its_keywords, number
+from bighorn.arguments import Check, integer, knows_its_keywords, number
 
 
 class ScaleState(NamedTuple):
@@ -36,7 +36,7 @@ def check_scale(name: str, value: object) -> float:
     return number(name, value, FLOAT32.tiny, FLOAT32.max, span="above 0 that float32 can hold")
 
 
-CHECKS: dict[str, Callable[[str, object], float]] = {
+CHECKS: Mapping[str, Check] = {
     "init_scale": check_scale,
     "growth_factor": partial(number, low=1, high=FLOAT32.max, above=True, span="above 1 that float32 can hold"),
     "backoff_factor": partial(number, low=0, high=1, above=True, below=True),
@@ -49,6 +49,8 @@ CHECKS: dict[str, Callable[[str, object], float]] = {
 @dataclass(frozen=True)
 class ScalePolicy(ABC):
     """An initial scale, and a pure transition from the state of one step to that of the next."""
+
+    CHECKS: ClassVar[Mapping[str, Check]] = CHECKS
 
     init_scale: float
 

@@ -9,6 +9,7 @@ import difflib
 import inspect
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -67,6 +68,27 @@ def hint(name: object, known: Iterable[object]) -> str:
     same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(meant, meant)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def misspells(key: str, options: Sequence[str]) -> bool:
+    """Whether a key resembles an option. A key that has an option's whole name as a part, as `max_lr`, does not."""
+    spelt = [letters(option) for option in options]
+    if letters(key) in spelt or ELSEWHERE.get(key.lower()) in options:
+        return True
+    near = difflib.get_close_matches(letters(key), spelt, n=1, cutoff=0.8)
+    return bool(near) and not any(key.startswith(f"{option}_") or key.endswith(f"_{option}") for option in options)
+
+
+def letters(text: str) -> str:
+    """Keep letters and digits only, so that `weightDecay` and `weight-decay` resemble `weight_decay`."""
+    return re.sub("[^a-z0-9]", "", text.lower())
+
+
+def nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
+    """The three names that are most similar to some patterns."""
+    words = " ".join(patterns)
+    likest = sorted(names, key=lambda name: difflib.SequenceMatcher(None, words, name).ratio(), reverse=True)
+    return ", ".join(map(repr, likest[:3]))
 
 
 def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "option") -> TypeError:

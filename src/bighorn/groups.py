@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bighorn.names import Exclusion, check_exclusion, common_prefix, excludes, nearest, unwrapped
+from bighorn.arguments import nearest
+from bighorn.names import Exclusion, check_exclusion, common_prefix, excludes, unwrapped
 
 __all__ = ["Rule", "by_rules", "report", "zero_initialized"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
+
+from bighorn.arguments import letters, nearest
 
 VECTORS: Final = "ndim<2"
 """The word that excludes biases and the scales of norms by their shape, in place of a regular expression."""
@@ -113,7 +113,8 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     if exclusion is None or callable(exclusion) or not names:
         return
     used = [pattern for pattern in exclusion if pattern == VECTORS or any(re.search(pattern, name) for name in names)]
-    idle = [pattern for pattern in exclusion if _letters(pattern) not in map(_letters, used)]
+    # Lists for BERT spell one name in several ways: LayerNorm, layer_norm.
+    idle = [pattern for pattern in exclusion if letters(pattern) not in map(letters, used)]
     if not idle:
         return
     patterns = f"{', '.join(map(repr, idle))} {'matches' if len(idle) == 1 else 'match'}"
@@ -124,27 +125,7 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     )
     if not used:
         raise ValueError(f"{text}: correct the patterns, or leave {option} out")
-    warnings.warn(text, stacklevel=_callers_level())
-
-
-def _callers_level() -> int:
-    """The stack level, for `warnings.warn` in the calling function, of the code that called into bighorn."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("bighorn", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _letters(pattern: str) -> str:
-    """Keep letters and digits only, since lists for BERT spell one name in several ways: LayerNorm, layer_norm."""
-    return re.sub("[^a-z0-9]", "", pattern.lower())
-
-
-def nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
-    """The three names that are most similar to some patterns."""
-    words = " ".join(patterns)
-    likest = sorted(names, key=lambda name: difflib.SequenceMatcher(None, words, name).ratio(), reverse=True)
-    return ", ".join(map(repr, likest[:3]))
+    warnings.warn(text, stacklevel=7)  # in the call of Lamb or Came, beyond two constructors and torch's two wrappers
 
 
 def named(params: object, names: Names | None) -> list[Any]:

@@ -373,8 +373,9 @@ def test_order_params_is_checked() -> None:
             Lamb([*both, {"order_params": ordered}])
     with pytest.raises(ValueError, match="given 2 times"):
         Lamb([*both, {"order_params": [a, b]}, {"order_params": [b, a]}])
-    with pytest.warns(UserWarning, match="mean nothing there: lr"):
+    with pytest.warns(UserWarning, match="mean nothing there: lr") as caught:
         Lamb([*both, {"order_params": [a, b], "lr": 0.1}])
+    assert caught[0].filename == __file__
     with pytest.raises(ValueError, match="constructor"):
         Lamb(both).add_param_group({"order_params": [a, b]})
 

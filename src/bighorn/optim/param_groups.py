@@ -6,8 +6,6 @@ keeps there; it is kept, saved and loaded, as torch does with all keys.
 
 from __future__ import annotations
 
-import difflib
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.arguments import ELSEWHERE, NOT_OURS, OF_SGD, asked_for, brief, checked, integer, refuse_unknown
+from bighorn.arguments import NOT_OURS, OF_SGD, asked_for, brief, checked, integer, misspells, refuse_unknown
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, listed, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
@@ -41,9 +39,6 @@ FORMAT = 1
 
 NO_OPTIONS = (*LABELS, COUNT, VERSION)
 """All keys besides options that mean something here. Every method of saving keeps groups, hence the last two."""
-
-NEAR = 0.8
-"""The likeness, as `difflib` computes it, from which a key is treated as a misspelt option."""
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -175,22 +170,8 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
                     f"{where} got {key!r}, an option of {name} but not of this optimizer: remove it, or use {name}"
                 )
         written_by_tools = not given and key in OF_SGD
-        if (key in NOT_OURS and not written_by_tools) or _misspells(key, options):
+        if (key in NOT_OURS and not written_by_tools) or misspells(key, options):
             refuse_unknown([key], options, where)
-
-
-def _misspells(key: str, options: Sequence[str]) -> bool:
-    """Whether a key resembles an option. A key that has an option's whole name as a part, as `max_lr`, does not."""
-    letters = {_letters(option): option for option in options}
-    if _letters(key) in letters or ELSEWHERE.get(key.lower()) in options:
-        return True
-    near = difflib.get_close_matches(_letters(key), letters, n=1, cutoff=NEAR)
-    return bool(near) and not any(key.startswith(f"{option}_") or key.endswith(f"_{option}") for option in options)
-
-
-def _letters(key: str) -> str:
-    """Keep letters and digits only, so that `weightDecay` and `weight-decay` resemble `weight_decay`."""
-    return re.sub("[^a-z0-9]", "", key.lower())
 
 
 def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
@@ -300,7 +281,7 @@ def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:
     if ignored:
         warnings.warn(
             f"the group with order_params has other keys too, which mean nothing there: {', '.join(ignored)}",
-            stacklevel=4,
+            stacklevel=6,
         )
     ordered = listed(orders[0]["order_params"], "order_params")
     tensors = [item[1] if isinstance(item, tuple) else item for item in ordered]

@@ -17,8 +17,8 @@ from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
-from bighorn.optim.describe import Table
 from bighorn.optim.optimizer import KernelOptimizer
+from bighorn.optim.reports import Table
 from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateDtype, StateSpec, moments_dtype, moments_spec
 
 

@@ -1,23 +1,58 @@
-"""The reports of an optimizer, as methods: metrics of the last step, bytes of state, and the choice of backends."""
+"""The reports of an optimizer: its repr, the backend of each tensor, bytes of state, and metrics of the last step."""
 
 from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from bighorn.optim import describe, explain
+from bighorn import kernels
+from bighorn.arguments import shortened
+from bighorn.distributed.sharding import local
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.settings import Settings
+from bighorn.optim.state import STEP_BYTES, local_view, real_view, same_layout
 from bighorn.optim.step_options import OptionGuard, ScheduledOptions, attach_all
 from bighorn.optim.step_plan import StepPlan
+
+MOST_NAMES = 4
+"""The number of names that a line lists."""
+
+
+class Table:
+    """Telemetry that prints as a table, and as a dict by parameter."""
+
+    names: tuple[str, ...]
+    skipped: Tensor
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """Return the metrics of each parameter as numbers, by its name and theirs. The host waits for the device."""
+        columns = {name: column.tolist() for name, column in self._columns().items()}
+        return {name: {key: column[i] for key, column in columns.items()} for i, name in enumerate(self.names)}
+
+    def _columns(self) -> Mapping[str, Tensor]:
+        metrics = [field.name for field in fields(self) if field.name not in ("names", "skipped")]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in metrics}
+
+    def __repr__(self) -> str:
+        heads = ["", *self._columns()]
+        rows = [[name, *(f"{value:.4g}" for value in row.values())] for name, row in self.as_dict().items()]
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in (heads, *rows)
+        ]
+        return "\n".join([f"{type(self).__name__}, {int(self.skipped)} steps skipped", *(x.rstrip() for x in lines)])
 
 
 class Reports(Optimizer):
@@ -35,8 +70,14 @@ class Reports(Optimizer):
 
     def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of telemetry: labels, three metrics of each, the learning rate, and a count of skipped steps."""
+        pieces = [plan.figures() for plan in self._last]
+        table = torch.zeros(0, 4, dtype=torch.float32, device="cpu")
+        if pieces:
+            table = torch.cat([piece.to(pieces[0].device) for piece in pieces])
+        first, second, third, lr = table.unbind(dim=1)
+        labels = tuple([label for plan in self._last for label in plan.step_labels()])
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
-        return (*explain.figures(self._last), skipped)
+        return labels, first, second, third, lr, skipped
 
     @classmethod
     def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:
@@ -68,11 +109,18 @@ class Reports(Optimizer):
         for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
             options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
-        return explain.bytes_of_state(optimizer._param_infos(optimizer.param_groups))
+        sizes: dict[str, int] = {}
+        for info in optimizer._param_infos(optimizer.param_groups):
+            if isinstance(info.param, Parameter) and not info.param.requires_grad:
+                continue
+            state = {name: spec.like(local_view(info.param)) for name, spec in info.spec.items()}
+            size = STEP_BYTES + sum(tensor.nbytes for tensor in info.state_here(state).values())
+            sizes[info.label] = sizes.get(info.label, 0) + size
+        return sizes
 
     def __repr__(self) -> str:
         """The options that are not the constructor's defaults."""
-        return describe.written(type(self), self.param_groups, self._scheduled, self._settings)
+        return _written(type(self), self.param_groups, self._scheduled, self._settings)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
@@ -92,9 +140,97 @@ class Reports(Optimizer):
         attach_all(groups, scheduled, self.defaults, self.algorithm)
         OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
         infos = list(self._param_infos(groups))
-        kernels = explain.explained(infos, groups, self.algorithm, self._settings.backend)
-        more = describe.options_of_groups(infos, scheduled, groups, self._settings)
+        kernels = _explained(infos, groups, self.algorithm, self._settings.backend)
+        more = _options_of_groups(infos, scheduled, groups, self._settings)
         lines: list[str] = []
         for index, mine in sorted(kernels.items()):
             lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
         return "\n".join(lines)
+
+
+def _written(kind: type, groups: Sequence[Group], scheduled: Sequence[ScheduledOptions], settings: Settings) -> str:
+    """Return the constructor with the options that are not its defaults: those of the optimizer, then of each group."""
+    base = next(each for each in kind.__mro__ if "algorithm" in vars(each))
+    defaults = {name: parameter.default for name, parameter in inspect.signature(base).parameters.items()}
+    defaults |= base.algorithm.group_only  # type: ignore[attr-defined]  # found by this attribute
+    own = [f"{name}={value!r}" for name, value in vars(settings).items() if _differs(value, defaults.get(name))]
+    lines = [f"{kind.__name__}({', '.join(own)})"]
+    for index, group in enumerate(groups):
+        schedules = {name: option.schedule for name, option in scheduled[index].items()} if scheduled else {}
+        values = {name: value for name, value in (group | schedules).items() if name in defaults and name != "params"}
+        shown = [f"{n}={_short(v)}" for n, v in values.items() if n == "lr" or _differs(v, defaults[n])]
+        elements = sum(param.numel() for param in group["params"])
+        lines.append(f"  group {index}: {len(group['params'])} tensors, {elements:,} elements: {', '.join(shown)}")
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    """The repr, without the values of a tensor on a device, for which the host would wait."""
+    far = isinstance(value, Tensor) and value.device.type != "cpu"
+    return f"a tensor on {value.device}" if isinstance(value, Tensor) and far else repr(value)
+
+
+def _differs(value: object, default: object) -> bool:
+    if callable(value) or isinstance(value, Tensor):
+        return value is not default
+    return type(value) is not type(default) or value != default
+
+
+def _options_of_groups(
+    infos: Iterable[ParamInfo], scheduled: Sequence[ScheduledOptions], groups: Sequence[Group], settings: Settings
+) -> dict[int, str]:
+    """Return what holds for each group beside its kernels: schedules, exclusions and what needs all gradients."""
+    excluded: dict[int, dict[str, list[str]]] = defaultdict(lambda: {"weight decay": [], "trust ratio": []})
+    for info in infos:
+        if not info.variant.decays:
+            excluded[info.variant.group]["weight decay"].append(info.label)
+        if not info.variant.adapts:
+            excluded[info.variant.group]["trust ratio"].append(info.label)
+    found = {}
+    for index, group in enumerate(groups):
+        parts = [f"{name} by {option.schedule!r}, now {group[name]:g}" for name, option in scheduled[index].items()]
+        parts += [f"no {what} for {shortened(names, MOST_NAMES)}" for what, names in excluded[index].items() if names]
+        if settings.max_grad_norm is not None:
+            parts.append(f"gradients clipped to a 2-norm of {settings.max_grad_norm:g} over all groups")
+        if settings.skip_nonfinite:
+            parts.append("steps skipped where gradients are not finite")
+        if parts:
+            found[index] = "; ".join(parts)
+    return found
+
+
+def _explained(
+    infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str
+) -> dict[int, list[str]]:
+    """Return lines by group, one for each kind of tensor: its backend, the reason, and what makes its steps slower.
+
+    Raises:
+        ValueError: The requested backend does not serve a tensor.
+    """
+    kinds: dict[tuple[int, str, str, str, str, str], list[Tensor]] = {}
+    for info in infos:
+        view, index = info.here(local_view(info.param)), info.variant.group
+        options = algorithm.kernel_options(groups[index], info.variant)
+        name, why = kernels.pick(backend, view, options, info.row_shard)
+        kind = index, name, str(view.device), str(view.dtype), why, _slower(info, view, name)
+        kinds.setdefault(kind, []).append(view)
+    lines: dict[int, list[str]] = {}
+    for (index, name, device, dtype, why, slower), tensors in kinds.items():
+        lines.setdefault(index, []).append(
+            f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
+            f"{dtype.removeprefix('torch.')} on {device} ({why}){slower}"
+        )
+    return lines
+
+
+def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
+    """Return what makes the steps of a parameter slower, with the remedy; empty if nothing does."""
+    if not info.fits_kernels(view):
+        way = "read and written in pieces" if backend == kernels.SERVES_STRIDED else "copied at each step"
+        return f"; slower, {way}: its memory has gaps or another order, as p.data = p.data.contiguous() has not"
+    grad = info.param.grad
+    if grad is None or grad.layout is not torch.strided or grad.shape != info.param.shape or info.flat:
+        return ""
+    if same_layout(real_view(local(grad).resolve_conj()), view):
+        return ""
+    return "; slower: its gradient has other strides than the parameter, which torch.empty_like(p) would have"

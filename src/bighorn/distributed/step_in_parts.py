@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 Parts = list[list[Tensor]]
 Wait = Callable[[int], None]
@@ -18,6 +18,24 @@ class StepsInParts(Protocol):
 
     def step_in_parts(self, parts: Parts, wait: Wait) -> None:
         """Take one step; `wait(i)` returns when the gradients of `parts[i]` may be read, earlier parts first."""
+
+
+def whole_step_reason(optimizer: Optimizer) -> str | None:
+    """The reason why an optimizer needs all gradients at once, or None."""
+    if isinstance(optimizer, StepsInParts):
+        return None
+    if isinstance(optimizer, LBFGS):
+        return "its direction is one for all of them; use another"
+    if isinstance(optimizer, SparseAdam):
+        return "it takes sparse gradients, which have no buckets; use another"
+    if type(optimizer).__module__.startswith("torch.distributed."):
+        return "each of its steps exchanges parameters between ranks; use the optimizer that it wraps"
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return (
+            "its step() is not one of torch.optim, so whether it counts steps or keeps sums across parameters is not "
+            "known; give it a method step_in_parts(parts, wait), or use one of Bighorn's or of torch.optim"
+        )
+    return None
 
 
 def step_in_parts(

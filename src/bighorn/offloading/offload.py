@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from bighorn import arguments
 from bighorn.distributed import sharding
 from bighorn.distributed.gradient_release import StepsAhead
-from bighorn.distributed.refusals import whole_step_reason
+from bighorn.distributed.step_in_parts import whole_step_reason
 from bighorn.offloading.copies import AcceleratorCopies, Copies
 from bighorn.offloading.optimizer import OffloadedOptimizer
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
 from bighorn import FixedScale, LossScaler, WindowScale, schedules
-from bighorn.arguments import flag, integer, knows_its_keywords, number, positive
+from bighorn.arguments import Check, flag, integer, knows_its_keywords, number, positive
 from bighorn.compat._loss_scale import LossScaleManager
 from bighorn.compat._mindspore import MindSporeOptimizer, check_decay, check_params, check_rate, floating
 
@@ -116,27 +116,22 @@ def _is_norm(name: str, param: Tensor) -> bool:
 
 # ---- schedules --------------------------------------------------------------------------------------------
 
-CHECKS: dict[str, Callable[[str, object], object]] = {
-    "learning_rate": partial(floating, check=positive),
-    "end_learning_rate": partial(floating, check=number),
-    "max_lr": partial(floating, check=positive),
-    "min_lr": partial(floating, check=number),
-    "decay_rate": partial(floating, check=positive),
-    "power": partial(floating, check=positive),
-    "decay_steps": partial(integer, least=1),
-    "warmup_steps": partial(integer, least=1),
-    "is_stair": flag,
-    "update_decay_steps": flag,
-}
-"""The check of each argument; a name has the same meaning in every schedule."""
-
 
 class LearningRateSchedule(schedules.Schedule):
     """A schedule of ours with MindSpore's arguments."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "learning_rate": partial(floating, check=positive),
+        "end_learning_rate": partial(floating, check=number),
+        "max_lr": partial(floating, check=positive),
+        "min_lr": partial(floating, check=number),
+        "decay_rate": partial(floating, check=positive),
+        "power": partial(floating, check=positive),
+        "decay_steps": partial(integer, least=1),
+        "warmup_steps": partial(integer, least=1),
+        "is_stair": flag,
+        "update_decay_steps": flag,
+    }
 
     @abstractmethod
     def native(self) -> schedules.Schedule:

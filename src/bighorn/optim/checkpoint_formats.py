@@ -28,8 +28,7 @@ class Format:
         evidence: Whether the state of a parameter shows the format. If given, that of one parameter must.
         becomes: Options that have other names here, each with a function from its value to the options here.
         joined: Options that are several keys there, in their order.
-        refused: Options that have no counterpart, each with the remedy if it is set.
-        required: Options that have no counterpart if they are not set, each with the remedy.
+        refused: Options that have no counterpart if they are on or off, each with the remedy.
         left_out: Keys that affect how the optimizer computes, but not the result.
         implied: Options that the groups do not have, with the values for which our steps equal those of the optimizer.
         adds: Options that follow from the shapes of the state.
@@ -45,8 +44,7 @@ class Format:
     evidence: Callable[[State], bool] | None = None
     becomes: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    required: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[tuple[str, bool], str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     implied: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     adds: Group = field(default_factory=dict)
@@ -68,12 +66,9 @@ class Format:
         Raises:
             ValueError: An option has no counterpart.
         """
-        for keys, unwanted in ((self.refused, True), (self.required, False)):
-            for key, remedy in keys.items():
-                if key in group and bool(group[key]) is unwanted:
-                    raise ValueError(
-                        f"a checkpoint of {self.name} has {key}={group[key]!r}, which is not known: {remedy}"
-                    )
+        for (key, on), remedy in self.refused.items():
+            if key in group and bool(group[key]) is on:
+                raise ValueError(f"a checkpoint of {self.name} has {key}={group[key]!r}, which is not known: {remedy}")
         converted = [self.becomes[key](value) for key, value in group.items() if key in self.becomes]
         joined = {option: tuple(group[key] for key in keys) for option, keys in self.joined.items()}
         return {key: value for options in [*converted, joined, self.adds] for key, value in options.items()}
@@ -85,7 +80,7 @@ class Format:
     @property
     def _gone(self) -> set[str]:
         several = [key for keys in self.joined.values() for key in keys]
-        return {*self.becomes, *several, *self.refused, *self.required, *self.left_out, "max_grad_norm", "step"}
+        return {*self.becomes, *several, *(key for key, _ in self.refused), *self.left_out, "max_grad_norm", "step"}
 
     def group(self, group: Group) -> dict[str, Any]:
         """Convert a group, without the count of steps, which each parameter has here."""
@@ -155,7 +150,9 @@ FORMATS = (
             "caution": lambda on: {"cautious": on},
             "decoupled_decay": lambda on: {"decay_mode": "decoupled" if on else "ratio"},
         },
-        refused={"corrected_weight_decay": "give weight_decay a schedule that falls as lr does, and load with False"},
+        refused={
+            ("corrected_weight_decay", True): "give weight_decay a schedule that falls as lr does, and load with False"
+        },
         left_out=("foreach", "max_lr_snapshot"),
         implied={"adam": (False,), "weight_norm_bounds": (None,), "second_moment": ("adam",), "maximize": (False,)},
     ),
@@ -192,9 +189,9 @@ FORMATS = (
         marks=frozenset({"lr", "betas", "eps", "weight_decay", "weight_decouple", "rectify", "grad_averaging"}),
         becomes={"weight_decouple": lambda on: {"decay_mode": "decoupled" if on else "ratio"}},
         refused={
-            "rectify": "Bighorn has no rectified step; load the model alone",
-            "fixed_decay": _FIXED,
-            "adanorm": "Bighorn has no AdaNorm; load the model alone",
+            ("rectify", True): "Bighorn has no rectified step; load the model alone",
+            ("fixed_decay", True): _FIXED,
+            ("adanorm", True): "Bighorn has no AdaNorm; load the model alone",
         },
         left_out=("foreach", "max_grad_norm", "adam_debias", "adanorm_r"),
         implied={
@@ -212,7 +209,10 @@ FORMATS = (
         name="came-pytorch's CAME",
         algorithm="came",
         marks=_CAME,
-        refused={"block_size": _IN_8_BITS, "quant_block_size": _IN_8_BITS},  # of its variants in SANA and OneTrainer
+        refused={
+            ("block_size", True): _IN_8_BITS,  # of SANA's variant
+            ("quant_block_size", True): _IN_8_BITS,  # of OneTrainer's
+        },
         implied=_CAME_STEPS,
         adds={"factor": "last_two"},
         state_left_out=("RMS",),
@@ -222,8 +222,11 @@ FORMATS = (
         algorithm="came",
         marks=frozenset({"lr", "betas", "eps1", "eps2", "weight_decay", "weight_decouple", "ams_bound"}),
         joined={"eps": ("eps1", "eps2")},
-        refused={"ams_bound": "Bighorn has no AMSGrad for CAME; load the model alone", "fixed_decay": _FIXED},
-        required={"weight_decouple": "Bighorn's CAME has decoupled decay alone; load the model alone"},
+        refused={
+            ("ams_bound", True): "Bighorn has no AMSGrad for CAME; load the model alone",
+            ("fixed_decay", True): _FIXED,
+            ("weight_decouple", False): "Bighorn's CAME has decoupled decay alone; load the model alone",
+        },
         left_out=("foreach",),
         implied={name: values for name, values in _CAME_STEPS.items() if name != "maximize"},
         adds={"factor": "last_two"},

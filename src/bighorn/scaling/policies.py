@@ -56,7 +56,7 @@ class ScalePolicy(ABC):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
+            object.__setattr__(self, field.name, self.CHECKS[field.name](field.name, getattr(self, field.name)))
 
     def start(self) -> ScaleState:
         """Return the state before the first step, on the CPU."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
-from bighorn.arguments import integer, knows_its_keywords
+from bighorn.arguments import Check, integer, knows_its_keywords
 from bighorn.schedules.checks import CHECKS, check_value
 
 
@@ -20,9 +21,11 @@ class Schedule(ABC):
         ValueError: An argument, the step or the value at that step is not finite or out of range.
     """
 
+    CHECKS: ClassVar[Mapping[str, Check]] = CHECKS
+
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, CHECKS[field.name](field.name, getattr(self, field.name)))
+            object.__setattr__(self, field.name, self.CHECKS[field.name](field.name, getattr(self, field.name)))
 
     def __call__(self, step: int) -> float:
         """Return the value at a step, counted from 0."""

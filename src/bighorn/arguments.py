@@ -191,20 +191,6 @@ def is_real(value: object) -> TypeGuard[Real]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def real_number(name: str, value: object) -> float:
-    """Return a real number as a float; one that is too large for a float becomes infinite.
-
-    Raises:
-        TypeError: The value is not a real number.
-    """
-    if not is_real(value):
-        raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
 def number(
     name: str,
     value: object,
@@ -230,7 +216,12 @@ def number(
         TypeError: The value is not a real number.
         ValueError: The value is out of range.
     """
-    exact = real_number(name, value)
+    if not is_real(value):
+        raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__})")
+    try:
+        exact = float(value)
+    except OverflowError:
+        exact = math.inf
     if not math.isfinite(exact) or not low <= exact <= high or (above and exact == low) or (below and exact == high):
         least = f"above {low:g}" if above else f"at least {low:g}"
         interval = f"in {'[('[above]}{low:g}, {high:g}{'])'[below]}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import os
 import zlib
 from dataclasses import replace
@@ -27,7 +26,7 @@ from bighorn.kernels.cpu.tensors import TYPES
 from bighorn.kernels.options import Factor
 from bighorn.kernels.reference import came as specification
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
-from tests.support.came_kernel_cases import CENTRED, DEFAULTS, OPTIONS, Grad, Leaf, bucket_of
+from tests.support.came_kernel_cases import DEFAULTS, OPTIONS, Grad, Leaf, bucket_of
 
 STATUS = kernels.status()["cpu"]
 pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
@@ -204,13 +203,10 @@ def steps(
 
 
 @pytest.mark.parametrize("factor", LEAVES)
-@pytest.mark.parametrize("name", [*OPTIONS, *CENTRED])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_equals_the_float64_reference(factor: Factor | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = replace(DEFAULTS, factor=factor, **{**OPTIONS, **CENTRED}[name])
-    leaves = LEAVES[factor]
-    if options.centre:  # centring leaves only rounding noise of a constant
-        leaves = tuple(leaf for leaf in leaves if leaf.grad == "normal" and math.prod(leaf.shape[1:]) > 1)
-    steps(leaves, options, monkeypatch, count=5 if name in ("published", "everything") else 3)
+    options = replace(DEFAULTS, factor=factor, **OPTIONS[name])
+    steps(LEAVES[factor], options, monkeypatch, count=5 if name in ("published", "everything") else 3)
 
 
 @pytest.mark.parametrize("factor", ["matrix", "last_two"])
@@ -248,11 +244,10 @@ def test_every_instruction_set(level: str, factor: Factor | None, monkeypatch: p
         steps(leaves, options, monkeypatch, DTYPES[dtypes], count=2)
 
 
-@pytest.mark.parametrize("centre", [False, True])
-def test_narrow_matrices_of_each_width(centre: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual widths have loops of their own; with `centre` these are also the lengths of short rows."""
+def test_narrow_matrices_of_each_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual widths have loops of their own."""
     leaves = tuple(Leaf(f"width-{width}", (1500, width)) for width in range(1, 18))
-    steps(leaves, replace(DEFAULTS, centre=centre), monkeypatch, count=2)
+    steps(leaves, DEFAULTS, monkeypatch, count=2)
 
 
 def test_the_comparison_sees_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> None:

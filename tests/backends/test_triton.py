@@ -118,36 +118,6 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
     return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}
 
 
-ROWS = (600, 9), (40, 33), (5, 6, 7), (70, 2050), (3, 5000), (1, 4100), (2, 131_100), (0, 3), (3, 0)
-"""Rows of dim 0 that are short, longer than a tile or than 64 tiles, many, odd and empty."""
-
-
-@interpreted
-@pytest.mark.parametrize("misaligned", [False, True])
-@pytest.mark.parametrize("cautious", [False, True])
-def test_rows_of_any_length_are_centred(cautious: bool, misaligned: bool) -> None:
-    ours, exact = (bucket(*ROWS, centre=True, cautious=cautious, maximize=True) for _ in "12")
-    for each in (ours, exact):
-        for i, g in enumerate(each.grads):
-            g += torch.linspace(-9, 9, len(g)).view(-1, *[1] * (g.dim() - 1))  # the means
-            if misaligned:
-                each.grads[i] = torch.cat([g.flatten()[:1], g.flatten()])[1:].view(g.shape)
-    stepped(ours, 0.5)
-    kernels.BACKENDS["reference"].lamb([exact]).step(0.5)
-    for mine, true in zip(everything(ours), everything(exact), strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-5, atol=2e-6)
-
-
-@interpreted
-@pytest.mark.parametrize("shape", [(4, 9), (3, 5000)], ids=str)
-def test_a_row_of_equal_elements_is_0_once_it_is_centred(shape: tuple[int, int]) -> None:
-    of = bucket(shape, centre=True)
-    before = of.state["exp_avg"][0].clone()
-    of.grads = [torch.linspace(0.1, 0.7, shape[0])[:, None].expand(shape)]
-    stepped(of)
-    assert of.state["exp_avg"][0].equal(before * OPTIONS.betas[0])
-
-
 @interpreted
 @pytest.mark.parametrize("decay_mode", ["ratio", "decoupled", "l2"])
 @pytest.mark.parametrize("adapt", [True, False])
@@ -306,7 +276,7 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lamb.unsupported_reason(GPU.double(), OPTIONS) is None
     assert "decoded to float32" in str(lamb.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
     assert lamb.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
-    assert lamb.unsupported_reason(GPU, replace(OPTIONS, cautious=True, centre=True)) is None
+    assert lamb.unsupported_reason(GPU, replace(OPTIONS, cautious=True)) is None
     assert lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
     long = torch.empty(2, 2**31, device="meta")
     assert "32 bits" in str(lamb.unsupported_reason(long, replace(OPTIONS, blocks=True)))

@@ -87,16 +87,11 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows with many partial sums
     "narrow": (((2100, 20), (2100, 32)), {}),  # tiles of few columns
     "narrow-int8": (((2100, 31), (40, 5)), {"average": INT8}),
-    "centred": (((257, 9), (5, 260), (3, 2100)), {"centre": True}),
-    "centred-last-two": (((2, 17, 300), (3, 2, 4, 5), (9, 6)), {"factor": "last_two", "centre": True}),
-    "centred-unfactored": (((3, 4, 5), (40, 300)), {"factor": None, "centre": True}),
-    "centred-narrow-int8": (((2100, 31), (40, 5)), {"average": INT8, "centre": True}),
-    "centred-int8-last-two": (((3, 30, 50), (2, 3, 17, 20)), {"factor": "last_two", "average": INT8, "centre": True}),
 }
 
 
 @interpreted
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "matrix", "int8", "unfactored", "centred-unfactored"))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "matrix", "int8", "unfactored"))
 def test_numbers_may_be_tensors(kind: str) -> None:
     """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
     shapes, options = KINDS[kind]
@@ -186,6 +181,6 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "broken", lambda _: None)
     assert came.unsupported_reason(GPU, OPTIONS) is None
     assert came.unsupported_reason(GPU[0], replace(OPTIONS, factor="last_two")) is None
-    assert came.unsupported_reason(GPU, replace(OPTIONS, centre=True)) is None
+    assert came.unsupported_reason(GPU, OPTIONS) is None
     name, reason = kernels.pick("auto", GPU, replace(OPTIONS, factor="last_two"))
     assert (name, "4900 matrices of 3 x 3 are too many" in reason) == ("foreach", True)

@@ -32,7 +32,6 @@ DEFAULTS = CameOptions(
     scale_parameter=False,
     scale_eps=1e-3,
     maximize=False,
-    centre=False,
     factor="matrix",
 )
 
@@ -135,10 +134,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "betas": (0.8, 0.5, 0.99),
     },
 }
-CENTRED: dict[str, dict[str, Any]] = {
-    "centred": {"centre": True},
-    "centred-everything": {**OPTIONS["everything"], "centre": True},
-}
 
 
 @dataclass(frozen=True)
@@ -156,26 +151,11 @@ class Case:
         return [leaf.gradient(dtype) for leaf in self.leaves]
 
 
-def cases() -> list[Case]:
-    plain = [
-        Case(f"{factor}-{name}", replace(DEFAULTS, factor=factor, **options), leaves)
-        for factor, leaves in LEAVES.items()
-        for name, options in OPTIONS.items()
-    ]
-    centred = [
-        # Centring leaves only rounding noise of a constant gradient or that of a single column.
-        Case(
-            f"{factor}-{name}",
-            replace(DEFAULTS, factor=factor, **options),
-            tuple(leaf for leaf in (*MAIN, *EMPTY) if leaf.name != "pointwise"),
-        )
-        for factor in LEAVES
-        for name, options in CENTRED.items()
-    ]
-    return plain + centred
-
-
-CASES = cases()
+CASES = [
+    Case(f"{factor}-{name}", replace(DEFAULTS, factor=factor, **options), leaves)
+    for factor, leaves in LEAVES.items()
+    for name, options in OPTIONS.items()
+]
 
 
 # ---- buckets -------------------------------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         came_codes_kernels,
         came_kernels,
         came_unfactored_kernels,
-        centring_kernels,
         common_kernels,
         lamb_kernels,
     )
@@ -71,7 +70,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         came_codes_kernels,
         came_kernels,
         came_unfactored_kernels,
-        centring_kernels,
         common_kernels,
         lamb_kernels,
     ):

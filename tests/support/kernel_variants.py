@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -106,13 +106,11 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
             yield Lamb, x, g, {**mode, "state_dtype": moments, "second_moment": "amsgrad"}
     for x, g, moments, mode in itertools.product((F32, BF16, F16), (F32, BF16), (F32, BF16, "int8"), modes):
         yield Lamb, x, g, {**mode, "state_dtype": moments, "cautious": True}
-        if mode == modes[0]:
-            yield Lamb, x, g, {**mode, "state_dtype": moments, "grad_centralization": True}
     for g, moments, mode in itertools.product((F64, F32), (None, F32, BF16), modes):
         yield Lamb, F64, g, {**mode, "state_dtype": moments}
     for x, mode in itertools.product((F32, BF16, F16, F64), (*modes, {"second_moment": "amsgrad"})):
         moments = BF16 if x.itemsize == 2 else None
-        options = {"state_dtype": moments, "cautious": True, "grad_centralization": True}
+        options = {"state_dtype": moments, "cautious": True}
         yield Lamb, x, x, {**mode, **options}
     for x, g, moments, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
         yield Lamb, x, g, {"state_dtype": moments, "weight_rounding": rounding}
@@ -124,23 +122,18 @@ def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
     """Yield the same for CAME as `lamb_options` does for LAMB."""
     for x, g, average in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, "int8")):
         yield Came, x, g, {"state_dtype": average}
-        if x in (F32, g) and average != F16:
-            yield Came, x, g, {"state_dtype": average, "grad_centralization": True}
-    for g, average, centre in itertools.product((F64, F32), (None, F32, BF16, F16), (False, True)):
-        yield Came, F64, g, {"state_dtype": average, "grad_centralization": centre}
+    for g, average in itertools.product((F64, F32), (None, F32, BF16, F16)):
+        yield Came, F64, g, {"state_dtype": average}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
         yield Came, x, g, {"state_dtype": average, "weight_rounding": rounding}
 
 
 def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:
     """Take one step of a matrix and a vector."""
-    shapes = ((4, 5), (3,), (2, 2049)) if "grad_centralization" in options else ((4, 5), (3,))
-    params = [Parameter(torch.zeros(shape, dtype=x)) for shape in shapes]
+    params = [Parameter(torch.zeros(shape, dtype=x)) for shape in ((4, 5), (3,))]
     if options["state_dtype"] == "int8":
         options = {**options, "min_8bit_size": 1}
-    group = {"params": params, "grad_centralization": options.get("grad_centralization", False)}
-    options = {name: value for name, value in options.items() if name != "grad_centralization"}
-    optimizer = kind([group], lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend="triton", **options)
+    optimizer = kind(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend="triton", **options)
     set_gradients(params, [torch.zeros(param.shape, dtype=g) for param in params])
     optimizer.step()
 
@@ -153,9 +146,7 @@ def make_shards() -> None:
         ends: list[Cuts] = [{dim: [min(end, 11) for end in each] for dim, each in cut.items()} for cut in cuts]
         for average in (F32, torch.int8) if all(set(cut) == {0} for cut in cuts) else (F32,):
             whole = test_triton_came.bucket(*small, factor=factor, average=average, **options)
-            for centre in (False, True):
-                centred = replace(whole, options=replace(whole.options, centre=centre))
-                came.Came(on_ranks(centred, ends)[:1])
+            came.Came(on_ranks(whole, ends)[:1])
         if not options:
             double = test_triton_came.bucket(*small, factor=factor, dtype=F64, average=F64)
             came.Came(on_ranks(double, ends)[:1])

@@ -202,7 +202,6 @@ class CameOptions:
     scale_parameter: bool = False
     scale_eps: float = 1e-3
     maximize: bool = False
-    centre: bool = False
     factor: Literal["matrix", "last_two"] | None = "matrix"
 
 
@@ -268,8 +267,6 @@ def came_step(tensor: CameTensor, g: Floats, o: CameOptions) -> CameFigures:
         return CameFigures(0.0, 1.0, 1.0)
     if o.maximize:
         g = [-a for a in g]
-    if o.centre:
-        g = _centralised(g, rows=tensor.shape[0])
     if o.decay_rate is not None:
         b2 = 1 - tensor.t ** (-o.decay_rate)
 

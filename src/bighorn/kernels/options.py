@@ -86,7 +86,6 @@ class LambOptions:
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
     cautious: Annotated[bool, Option(flag, INT32)]
     maximize: Annotated[bool, Option(flag, INT32)]
-    centre: bool
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
     rounding_seed: Annotated[int, Option(count, UINT64)] = 0
     blocks: bool = False
@@ -109,7 +108,6 @@ class CameOptions:
     scale_parameter: Annotated[bool, Option(flag, INT32)]
     scale_eps: Annotated[float, Option(positive, DOUBLE)]
     maximize: Annotated[bool, Option(flag, INT32)]
-    centre: bool
     factor: Factor | None
     """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
     the leading dims; None: the second moment is unfactored."""

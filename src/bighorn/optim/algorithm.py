@@ -113,7 +113,6 @@ class Algorithm(ABC, Generic[Options]):
             # A tensor on a device stays a tensor, so that the host does not wait for its value.
             "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
             "weight_decay": group["weight_decay"] if variant.decays else 0.0,
-            "centre": variant.centres,
             **{name: group[name] for name in self.passed_on},
         }
 

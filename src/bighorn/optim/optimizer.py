@@ -232,8 +232,9 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         check_step_param(param, indices, begun, lambda at, which: self._param_info(*at, which).label)
         schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices)
-        for _, kernel in plan.kernels:
-            kernel.step()
+        for launch in plan.kernels:
+            launch.centre()
+            launch.kernel.step()
         plan.step_shards(1.0, None)
         plan.release()
         begun.plans[param] = plan
@@ -283,7 +284,10 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             initialises = fresh and bool(self.state) and only_initialises(self.param_groups, params, plans)
             for part, plan in enumerate(plans):
                 wait(part)
-                for device, kernel in plan.kernels if not initialises else ():
+                for launch in plan.kernels if not initialises else ():
+                    kernel, device, _, centring = launch
+                    if centring:
+                        launch.centre()
                     kernel.step(
                         scale.to(device) if isinstance(scale, Tensor) else scale,
                         None if mask is None else mask.to(device),
@@ -361,9 +365,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                     plan.set_options(self._options_of(plan.variants()), self._guard.version)
                 plans.append(plan)
             for plan in plans:
-                for _, kernel in plan.kernels:
-                    kernel.prepare()
-                for launch in itertools.chain.from_iterable(plan.meshes.values()):
+                for launch in plan.launches():
                     launch.kernel.prepare()
         except BaseException:
             if not begun:

@@ -22,10 +22,10 @@ from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Variant
 from bighorn.optim.param_info import ParamInfo
 from bighorn.optim.state import REAL_DTYPES, is_dense, local_view, overlaps, refuse_freed
-from bighorn.optim.step_plan import BucketPlan, ParamBinding, ShardLaunch, StepPlan
+from bighorn.optim.step_plan import BucketPlan, Launch, ParamBinding, StepPlan
 
 State = dict[str, Any]
-Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None], list[Bucket[Any]]]
+Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None, bool], list[BucketPlan]]
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
 Picked = dict[tuple[object, ...], str]
@@ -96,7 +96,9 @@ def build(
         key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, turned, *mine)
         if key not in bucket_plans:
             bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
-            backends.setdefault((name, dense.device, info.summed_over), []).append(bucket_plans[key].bucket)
+            backends.setdefault((name, dense.device, info.summed_over, info.variant.centres), []).append(
+                bucket_plans[key]
+            )
         bucket_plan = bucket_plans[key]
         if not solid:
             wrappers.append((bucket_plan, info.label))
@@ -105,13 +107,14 @@ def build(
         binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts, turned)
         bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
         plain = not (info.stacked or info.flat or info.param.is_complex() or turned)
-        bucket_plan.direct &= plain and used is view and not grad.is_neg()
+        bucket_plan.direct &= plain and used is view and not (grad.is_neg() or info.variant.centres)
         bindings.append((binding, bucket_plan))
     _check_disjoint([(info, binding) for info, (binding, _) in zip(infos, bindings, strict=True)])
 
-    for (_, device, _), buckets in backends.items():
-        for bucket in buckets:
-            bucket.metrics = torch.zeros(len(bucket.params), 3, dtype=torch.float32, device=device)
+    for (_, device, *_), used_by in backends.items():
+        for bucket_plan in used_by:
+            rows = len(bucket_plan.bucket.params)
+            bucket_plan.bucket.metrics = torch.zeros(rows, 3, dtype=torch.float32, device=device)
     labels, row_indices = _report_rows(infos, bindings, list(bucket_plans.values()), len(params))
     plan = StepPlan(
         buckets=list(bucket_plans.values()),
@@ -158,14 +161,16 @@ def _report_rows(
 
 def _add_kernels(plan: StepPlan, backends: Backends) -> None:
     """Make the kernels of a plan, which is bound to gradients."""
-    sharded_dims = [dims for _, _, dims in backends if isinstance(dims, ShardedDims)]
-    for (name, device, dims), buckets in backends.items():
+    sharded_dims = [dims for _, _, dims, _ in backends if isinstance(dims, ShardedDims)]
+    for (name, device, dims, centres), used_by in backends.items():
+        buckets = [bucket_plan.bucket for bucket_plan in used_by]
         kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
+        launch = Launch(kernel, device, dims, used_by if centres else [])
         if dims is None:
-            plan.kernels.append((device, kernel))
+            plan.kernels.append(launch)
         else:
             ranks: RankSums = dims if isinstance(dims, FlatGroup) else _reduce_group(dims, sharded_dims)
-            plan.meshes.setdefault(ranks, []).append(ShardLaunch(kernel, device, dims))
+            plan.meshes.setdefault(ranks, []).append(launch)
 
 
 def _reduce_group(dims: ShardedDims, all_dims: list[ShardedDims]) -> ReduceGroup:

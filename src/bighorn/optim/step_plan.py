@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ShardedDims
-from bighorn.kernels import Bucket, Kernel, ShardKernel
+from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
+from bighorn.optim.centring import Centred, centre, square_sum
 from bighorn.optim.flat_tensors import FlatView
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import real_view
@@ -89,9 +90,21 @@ class ParamBinding:
 
     def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the rows of a gradient."""
-        if grad is None:
-            return (None,) * len(self.rows)
-        return self.slices(self.turn(self.here(real_view(grad.resolve_conj()).resolve_neg())))
+        return (None,) * len(self.rows) if grad is None else self.slices(self.grad_view(grad))
+
+    def grad_view(self, grad: Tensor) -> Tensor:
+        """Return a gradient as `view` is of the parameter."""
+        return self.turn(self.here(real_view(grad.resolve_conj()).resolve_neg()))
+
+    @cached_property
+    def centred_grad(self) -> Tensor:
+        """The memory of the gradient without the means of its rows, in the dtype of the arithmetic."""
+        return torch.empty_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
+
+    def centred(self, grad: Tensor | None) -> Centred:
+        """Return a gradient whose means are to be subtracted."""
+        shard, view = self.shard or Shard.whole(tuple(self.dense.shape)), None if grad is None else self.grad_view(grad)
+        return Centred(view, self.centred_grad, shard, 1 + self.stacked)
 
 
 @dataclass
@@ -109,6 +122,8 @@ class BucketPlan:
     """The step counts of all parameters."""
     bound: list[ParamBinding] = field(default_factory=list)
     """The parameters that take part in this step."""
+    centred: list[Centred] = field(default_factory=list)
+    """This step's gradients, if the means of their rows are to be subtracted."""
 
     def add(self, binding: ParamBinding, moments: dict[str, Tensor], number: int) -> None:
         """Add the rows of a parameter; `number` is its parameter id."""
@@ -144,7 +159,16 @@ class BucketPlan:
             bucket.unique_steps = [binding.step for binding in self.bound if binding.counts]
         if self.direct:
             return
-        bucket.grads = [row for b, grad in zip(self.bindings, mine, strict=True) for row in b.grad_rows(grad)]
+        pairs = list(zip(self.bindings, mine, strict=True))
+        if self.variant.centres:
+            self.centred = [binding.centred(grad) for binding, grad in pairs]
+            bucket.grads = [
+                row
+                for binding, grad in pairs
+                for row in (binding.grad_rows(None) if grad is None else binding.slices(binding.centred_grad))
+            ]
+        else:
+            bucket.grads = [row for binding, grad in pairs for row in binding.grad_rows(grad)]
         for binding in self.bound:
             if binding.dense is not binding.view:
                 binding.dense.copy_(binding.view)
@@ -162,18 +186,39 @@ class BucketPlan:
 
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
-        self.bucket.grads, self.bucket.known = [], ([], [])
+        self.bucket.grads, self.bucket.known, self.centred = [], ([], []), []
         for binding in self.bound if not self.direct else ():
             if binding.dense is not binding.view:
                 binding.view.copy_(binding.dense)
 
 
-class ShardLaunch(NamedTuple):
-    """A kernel for shards, with its device and the ranks that hold the others."""
+class Launch(NamedTuple):
+    """A kernel on its device."""
 
-    kernel: ShardKernel
+    kernel: Any
     device: torch.device
-    dims: ShardedDims | FlatGroup
+    dims: ShardedDims | FlatGroup | None
+    """The ranks that hold the other shards; None for tensors that this rank holds completely."""
+    centring: list[BucketPlan]
+    """The kernel's buckets, if the means of their gradients' rows are subtracted before a step."""
+
+    def centred(self) -> list[Centred]:
+        """This step's gradients whose means are to be subtracted."""
+        return [each for bucket_plan in self.centring for each in bucket_plan.centred]
+
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of this rank's gradients."""
+        return square_sum(self.centred(), self.device) if self.centring else self.kernel.square_sum()
+
+    def centre(self) -> None:
+        """Subtract the means from the gradients of whole tensors."""
+        for _ in centre(self.centred()):
+            raise AssertionError("no other rank has elements of their rows")
+
+    def centred_step(self, step: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Subtract the means from the gradients of shards, and then make a step of these."""
+        yield from centre(self.centred())
+        yield from step
 
 
 @dataclass
@@ -181,9 +226,9 @@ class StepPlan:
     """Everything about a step of some parameters that stays the same until one of them moves."""
 
     buckets: list[BucketPlan]
-    kernels: list[tuple[torch.device, Kernel]]
+    kernels: list[Launch]
     """Kernels for tensors that this rank holds completely."""
-    meshes: dict[RankSums, list[ShardLaunch]]
+    meshes: dict[RankSums, list[Launch]]
     """Kernels for shards, by reduce group."""
     labels: list[list[str]]
     """The labels of the rows of each parameter."""
@@ -213,9 +258,12 @@ class StepPlan:
         for bucket_plan in self.buckets:
             bucket_plan.refresh(shards)
         self.bind(grads, present)
-        sharded = [launch.kernel for launches in self.meshes.values() for launch in launches]
-        for kernel in [*sharded, *(kernel for _, kernel in self.kernels)]:
-            kernel.refresh()
+        for launch in self.launches():
+            launch.kernel.refresh()
+
+    def launches(self) -> Iterator[Launch]:
+        """All kernels, those for whole tensors first."""
+        return itertools.chain(self.kernels, *self.meshes.values())
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
         """Set options of which only numbers have changed."""
@@ -229,18 +277,19 @@ class StepPlan:
 
     def square_sums(self) -> list[Tensor]:
         """The sums of the squares of all gradients, over all ranks that hold shards of them."""
-        sums = [kernel.square_sum() for _, kernel in self.kernels]
+        sums = [launch.square_sum() for launch in self.kernels]
         for reduce_group, launches in self.meshes.items():
-            sums.append(reduce_group.total([(launch.dims, launch.kernel.square_sum()) for launch in launches]))
+            sums.append(reduce_group.total([(launch.dims, launch.square_sum()) for launch in launches]))
         return sums
 
     def step_shards(self, scale: Tensor | float, apply_mask: Tensor | None) -> None:
         """Step all shards; the kernels of a reduce group share each reduction round."""
         for reduce_group, launches in self.meshes.items():
-            running = [
-                (dims, kernel.sharded_step(on_device(scale, device), on_device(apply_mask, device)))
-                for kernel, device, dims in launches
-            ]
+            running = []
+            for launch in launches:
+                kernel, device, dims, centring = launch
+                step = kernel.sharded_step(on_device(scale, device), on_device(apply_mask, device))
+                running.append((dims, launch.centred_step(step) if centring else step))
             while parts := [(dims, part) for dims, step in running if (part := next(step, None)) is not None]:
                 reduce_group.all_reduce(parts)
 

@@ -37,10 +37,7 @@ class Gradient(ctypes.Structure):
 
     _fields_ = [
         ("layout", POINTER),
-        ("means", POINTER),
         ("size", INT64),
-        ("fan", INT64),
-        ("whole_fan", INT64),
         ("type", INT32),
     ]
 

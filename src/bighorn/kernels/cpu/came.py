@@ -82,9 +82,6 @@ class Came(Stepper[CameOptions]):
         if apply_mask is not None and not apply_mask:
             return
         scale, shards = float(grad_scale), self.shard_sums
-        if self.means.needed:
-            self.centre(bound)
-            yield from self.means.reduced()
         table = self.shards if self.shards is not None else words(list(shards.table))  # None if all tensors are whole
         for sums in shards.sums:
             sums.zero_()

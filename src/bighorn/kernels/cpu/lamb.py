@@ -73,14 +73,11 @@ class Lamb(Stepper[LambOptions]):
         self._run(bound, grad_scale, BOTH, None)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """Make one step of shards, as `reference.Lamb.sharded_step`: in one round, after that of `RowMeans`."""
+        """Make one step of shards, as `reference.Lamb.sharded_step` in one round."""
         bound = self.take()
         if apply_mask is not None and not apply_mask:
             return
         scale = float(grad_scale)
-        if self.means.needed:
-            self.centre(bound)
-            yield from self.means.reduced()
         needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
         sums = torch.zeros(len(self.rows), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
         self._run(bound, scale, FIRST, sums)

@@ -69,9 +69,6 @@ def declare(library: ctypes.CDLL) -> None:
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
-    library.bighorn_row_means_units.argtypes = [address, count]
-    library.bighorn_row_means_units.restype = count
-    library.bighorn_row_means.argtypes = [run, address, address, count, address]
     library.bighorn_lamb_chunks.argtypes = [address, address, address, count]
     library.bighorn_lamb_chunks.restype = count
     library.bighorn_lamb_step.argtypes = [

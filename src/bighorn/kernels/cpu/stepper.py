@@ -16,7 +16,6 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu.abi import Gradient, RunConfig, c_options
 from bighorn.kernels.cpu.library import address, loaded, run
-from bighorn.kernels.cpu.row_means import RowMeans
 from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout
 from bighorn.kernels.options import Options
 
@@ -52,7 +51,6 @@ class Stepper(Generic[Options]):
         """The layouts of gradients by row, kept alive: the tables have only their addresses."""
         self.grad_kinds: dict[int, object] = {}
         """The dtypes and strides of gradients by row."""
-        self.means = RowMeans(buckets)
         self.positions = [position_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
         self.memories = [
             memory_layout(state, x)
@@ -72,7 +70,6 @@ class Stepper(Generic[Options]):
         """The addresses of the step counts of all rows."""
         self.bound: Bound | None = None
         self.converted: tuple[list[Options], ctypes.Array[Any]] | None = None
-        self.means.reserve(self.gradients)
         self.sums = torch.empty(sum(-(-size // CHUNK_ELEMS) for size in sizes), dtype=torch.float64, device="cpu")
         self.threads = 0
         """The number of threads for which `reserve` was called, since the tables were made or refreshed."""
@@ -95,7 +92,7 @@ class Stepper(Generic[Options]):
             if kind is not None and kind != self.grad_kinds.get(row):
                 layout = memory_layout(bucket.state["exp_avg"][i], grad)
                 self.grad_kinds[row], self.layouts[row] = kind, layout
-                yield row, describe_gradient(bucket, i, grad, layout, self.means.each[row])
+                yield row, describe_gradient(grad, layout)
 
     @staticmethod
     def make_row(
@@ -150,15 +147,8 @@ class Stepper(Generic[Options]):
         bound = self.take()
         if apply_mask is not None and not apply_mask:
             return
-        if self.means.needed:
-            self.centre(bound)
         self.launch(bound, float(grad_scale))
         self.advance(bound)
-
-    def centre(self, bound: Bound) -> None:
-        """Compute the means of gradients that the loops do not compute."""
-        with self.lock:
-            self.means.compute(bound.how, self.gradients, bound.addresses)
 
     def c_options(self) -> ctypes.Array[Any]:
         """Return the options of each bucket as the library reads them, converted if a bucket has others than before."""

@@ -34,20 +34,9 @@ def unsupported(param: Tensor) -> str | None:
     return None
 
 
-def describe_gradient(
-    bucket: Bucket[Options], i: int, g: Tensor, layout: array[int] | None, means: Tensor | None
-) -> Gradient:
-    """Return the structure of the gradient of row `i` of a bucket; `means` is from `RowMeans`."""
-    x = bucket.params[i]
-    whole = bucket.shards[i].shape if bucket.shards else x.shape
-    return Gradient(
-        layout=layout.buffer_info()[0] if layout else None,
-        means=None if means is None else means.data_ptr(),
-        size=x.numel(),
-        fan=x.numel() // x.shape[0] if bucket.options.centre and x.numel() else 0,
-        whole_fan=math.prod(whole[1:]),
-        type=TYPES[g.dtype],
-    )
+def describe_gradient(g: Tensor, layout: array[int] | None) -> Gradient:
+    """Return the structure of a gradient."""
+    return Gradient(layout=layout.buffer_info()[0] if layout else None, size=g.numel(), type=TYPES[g.dtype])
 
 
 def weights(bucket: Bucket[Options], i: int, positions: array[int] | None, memory: array[int] | None) -> Weights:

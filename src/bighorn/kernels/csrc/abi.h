@@ -34,15 +34,10 @@ typedef double *RoundSums[3];
 
 /* The memory layout of one row's gradient; its address is new at each step.
  * layout: offsets of the elements in the order of the state (numbers.h); NULL: they are in that order.
- * means: the means on which elements are centred, one for every `fan` elements; NULL: the loops compute them.
- * fan: the number of consecutive elements that are centred on their mean; 0: gradients are not centred.
- * whole_fan: this number in the whole tensor, of which the row can be a shard. */
+ */
 #define GRADIENT_FIELDS(FIELD, S)     \
     FIELD(S, const int64_t *, layout) \
-    FIELD(S, double *, means)         \
     FIELD(S, int64_t, size)           \
-    FIELD(S, int64_t, fan)            \
-    FIELD(S, int64_t, whole_fan)      \
     FIELD(S, int32_t, type)
 
 /* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits.

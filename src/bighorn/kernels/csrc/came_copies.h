@@ -11,9 +11,8 @@ static inline int is_copied(const CameRow *row, const Gradient *gradient) {
     return is_transposed(gradient->layout) || is_transposed(row->weights.memory);
 }
 
-/* Whether a tile holds all elements that are centred together, and has whole rows. */
 static inline int copies_grad(const CameGrid *g, const Gradient *gradient) {
-    return is_transposed(gradient->layout) && g->tiles_across == 1 && (!gradient->fan || gradient->fan == g->width);
+    return is_transposed(gradient->layout) && g->tiles_across == 1;
 }
 
 static inline int copies_weights(const CameGrid *g, const CameRow *row) {

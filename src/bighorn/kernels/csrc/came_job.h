@@ -61,10 +61,7 @@ typedef struct {
 } CameTileSums;
 
 /* The buffer of one of the pieces of a gradient that a loop reads together. */
-typedef struct {
-    real values[PIECE_ELEMS];
-    GradientMean last;
-} CameGradBuffer;
+typedef real CameGradBuffer[PIECE_ELEMS];
 
 /* A thread's buffers; those of columns are behind this structure. They are in the workspace, because a thread of Python
  * can have a stack of only 64 KB. */

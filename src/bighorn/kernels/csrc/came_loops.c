@@ -13,22 +13,17 @@ enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(real) }; /* elements that stay in the
 
 /* ---- elements in place or in a buffer -------------------------------------------------------------------- */
 
-/* Marks the means as unknown. The values are not cleared, since that would take longer than a small tensor's step. */
-static void start_buffers(CameGradBuffer *buffers, int count) {
-    for (int k = 0; k < count; k++) buffers[k].last.row = -1;
-}
-
 /* Whether loops read elements of a type in place: the type of the arithmetic and, in float32, bfloat16. */
 #define IS_BFLOAT16(type) (REAL_TYPE == FLOAT32 && (type) == BFLOAT16)
 static int is_ready(int type) { return type == REAL_TYPE || IS_BFLOAT16(type); }
 
-/* Returns elements [start, start + n), centred and scaled. */
+/* Returns elements [start, start + n), scaled. */
 static const real *grad_at(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
-    return load_grad(job->gradient, job->grad, job->grad_scale, start, n, buffer->values, &buffer->last);
+    return load_grad(job->gradient, job->grad, job->grad_scale, start, n, *buffer);
 }
 
 NO_INLINE const void *grad_in_buffer(const CameJob *job, int64_t start, int n, CameGradBuffer *buffer) {
-    return centred_grad(job->gradient, job->grad, start, n, buffer->values, &buffer->last);
+    return read_grad(job->gradient, job->grad, start, n, *buffer);
 }
 
 /* As `grad_at`, but types that are ready are returned in place: not scaled, and of the type that `grad_type` returns.
@@ -225,7 +220,6 @@ static double squares(const CameJob *job, int64_t index) {
     const CameTile t = tile_at(g, index);
     CameGradBuffer *buffers = job->scratch->gradients;
     CameTileSums *sums = &job->scratch->sums;
-    start_buffers(buffers, INTERLEAVED_ROWS);
     came_begin_tile(job, &t, sums);
     if (is_narrow(g)) {
         add_squares(job, &t, buffers, &t, sums);
@@ -252,7 +246,6 @@ static double update_square_sum(const CameJob *job, int64_t index, CameColumns *
     CameGradBuffer *buffers = job->scratch->gradients;
     CameFactors f;
     double total = 0;
-    start_buffers(buffers, INTERLEAVED_ROWS);
     came_set_columns(job, &job->square, &t, columns);
     for (CamePiece s = {0}; next_piece(&job->grid, &t, &s);) {
         const void *g[INTERLEAVED_ROWS];
@@ -272,7 +265,6 @@ static void ratios(const CameJob *job, int64_t index, CameColumns *columns) {
     CameGradBuffer buffer;
     CameFactors f;
     CameTileSums *sums = &job->scratch->sums;
-    start_buffers(&buffer, 1);
     came_set_columns(job, &job->known, &t, columns);
     came_begin_tile(job, &t, sums);
     for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
@@ -356,7 +348,6 @@ static void momentum(const CameJob *job, int64_t index, real clip, int apart, Ca
     CameGradBuffer *buffers = job->scratch->gradients;
     CameTileSums *sums = &job->scratch->sums;
     CameFactors f;
-    start_buffers(buffers, INTERLEAVED_ROWS);
     came_set_columns(job, &job->square, &t, columns);
     came_begin_tile(job, &t, sums);
     for (CamePiece s = {0}; next_piece(&job->grid, &t, &s);) {
@@ -393,7 +384,6 @@ static void momentum_apart(const CameJob *job, real clip, int64_t first, int64_t
     int64_t known = -1; /* the matrix of `root_mean` */
     real root_mean = 0;
     CameGradBuffer buffer;
-    start_buffers(&buffer, 1);
     for (int64_t block = first; block < last; block++) {
         const int64_t at = block % per_row * CODEC_BLOCK_ELEMS, start = block / per_row * row->inner + at;
         const int n = (int)(row->inner - at < CODEC_BLOCK_ELEMS ? row->inner - at : CODEC_BLOCK_ELEMS);
@@ -485,7 +475,6 @@ static double second_moment(const CameJob *job, int64_t index) {
     const real shift = (real)((1 - job->beta2) * job->eps1);
     CameGradBuffer buffer;
     double total = 0;
-    start_buffers(&buffer, 1);
     for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *restrict g = grad_at(job, s.start, s.n, &buffer);
         real *restrict v = (real *)job->row->exp_avg_sq + s.start, sum = 0;
@@ -504,7 +493,6 @@ static void momentum_and_apply(const CameJob *job, int64_t index, real clip, rea
     const CameRow *row = job->row;
     CameGradBuffer buffer;
     real m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
-    start_buffers(&buffer, 1);
     for (CamePiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const real *restrict g = grad_at(job, s.start, s.n, &buffer);
         const real *restrict v = (const real *)row->exp_avg_sq + s.start;

@@ -127,8 +127,7 @@ static LambChunk chunk_at(const LambStep *s, const LambLocals *l, int64_t row, i
     };
 }
 
-/* Reserves memory for copies of a window, if the row is transposed and the scratch has space for whole rows of `fan`
- * elements, which are centred together. */
+/* Reserves memory for copies of a window, if the row is transposed and the scratch has space for them. */
 static void plan_copies(const LambStep *s, int64_t row, char *scratch, int64_t bytes, LambLocals *l, LayerInfo *info) {
     const Gradient *g = &s->gradients[row];
     const Weights *w = &s->rows[row].weights;
@@ -136,7 +135,7 @@ static void plan_copies(const LambStep *s, int64_t row, char *scratch, int64_t b
     const int64_t x_bytes = is_transposed(w->memory) ? dtype_bytes(w->type) : 0;
     l->grad_copy = l->weights_copy = NULL;
     if (!g_bytes && !x_bytes) return;
-    int64_t most = (bytes - CACHE_LINE_BYTES - 2 * g->fan * g_bytes) / (g_bytes + x_bytes);
+    int64_t most = (bytes - CACHE_LINE_BYTES) / (g_bytes + x_bytes);
     if (most > STAGED_ELEMS) most = STAGED_ELEMS;
     info->window = most / CHUNK_ELEMS;
     if (info->window <= 0) {
@@ -146,7 +145,7 @@ static void plan_copies(const LambStep *s, int64_t row, char *scratch, int64_t b
     const int64_t elements = info->window * CHUNK_ELEMS;
     if (x_bytes) l->weights_copy = scratch;
     if (g_bytes) l->grad_copy = scratch + elements * x_bytes;
-    const int64_t used = elements * x_bytes + (elements + 2 * g->fan) * g_bytes;
+    const int64_t used = elements * (x_bytes + g_bytes);
     info->used_bytes = (used + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
     l->row = s->rows[row];
     l->row.weights.memory = NULL;
@@ -184,13 +183,12 @@ static void open_window(const void *step, int64_t row, int64_t first, int64_t la
     const Gradient *g = &s->gradients[row];
     LambLocals *l = locals;
     const LambReals f = reals_of(&l->factors);
-    int64_t start = start_of(&s->rows[row], g->size, first), end = start_of(&s->rows[row], g->size, last);
+    const int64_t start = start_of(&s->rows[row], g->size, first), end = start_of(&s->rows[row], g->size, last);
     if (l->weights_copy) {
         copy_weights(s, row, first, last, l, STRIDED_GATHER);
         l->row.weights.data = l->weights_copy - start * dtype_bytes(l->row.weights.type);
     }
     if (!l->grad_copy || (second && !reads_grad_again(&f))) return;
-    if (g->fan) start = start / g->fan * g->fan, end = (end + g->fan - 1) / g->fan * g->fan;
     s->strided->copy(g->layout, s->grads[row], g->type, start, end - start, l->grad_copy, STRIDED_GATHER);
     l->grad = l->grad_copy - start * dtype_bytes(g->type);
 }

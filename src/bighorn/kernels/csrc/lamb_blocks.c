@@ -130,12 +130,12 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
     if (block->n % LANES) block->x = padded(block->x_buffer, block->x, block->n * 4, sizeof block->x_buffer);
 }
 
-FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambChunk *b, const LambReals *f, GradientMean *last) {
+FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambChunk *b, const LambReals *f) {
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
         return;
     }
-    const float *g = centred_grad(b->gradient, b->grad, block->start, block->n, block->g_buffer, last);
+    const float *g = read_grad(b->gradient, b->grad, block->start, block->n, block->g_buffer);
     if (block->n % LANES) g = padded(block->g_buffer, g, block->n * 4, sizeof block->g_buffer);
     block->g = decayed_grad(f, FLOAT32, block->n, g, block->x, block->g_buffer);
 }
@@ -257,21 +257,19 @@ static int type_of(const LambChunk *b, const LambReals *f) {
 }
 
 /* Computes the u, or the masked r, of a block again, from weights that have not changed. */
-static void load_block_update(LambQuantBlock *block, const LambChunk *b, const LambReals *f, const int type,
-                              GradientMean *last) {
+static void load_block_update(LambQuantBlock *block, const LambChunk *b, const LambReals *f, const int type) {
     load_block_weights(block, type);
-    if (reads_grad_again(f)) load_block_grad(block, b, f, last);
+    if (reads_grad_again(f)) load_block_grad(block, b, f);
     FOR_FORMS(block, update_as, *f);
 }
 
 /* Computes the sums again in double, if squares leave the range of float32. */
 static LayerSums careful_sums(const LambChunk *b, const LambReals *f) {
     LayerSums sums = {0};
-    GradientMean last = {-1, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        load_block_update(&block, b, f, FLOAT32, &last);
+        load_block_update(&block, b, f, FLOAT32);
         for (int i = 0; i < block.n; i++) {
             const double x = ((const float *)block.x)[i], u = block.u[i];
             add_sums(&sums, (LayerSums){x * x, u * u, u * x, f->cautious && u != 0});
@@ -286,7 +284,6 @@ static LayerSums step_block(const LambChunk *b, const LambReals *f, const float 
     const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}, {0}, {0}};
-    GradientMean last = {-1, 0};
     LambQuantBlock blocks[2];
     for (CodecPart part = first_codec_part(inner, b->start, end); part.size > 0;) {
         int count = 0;
@@ -294,7 +291,7 @@ static LayerSums step_block(const LambChunk *b, const LambReals *f, const float 
             LambQuantBlock *next = &blocks[count++];
             load_block(next, b->row, part, update ? update + (part.start - b->start) : NULL);
             load_block_weights(next, type);
-            load_block_grad(next, b, f, &last);
+            load_block_grad(next, b, f);
             FOR_FORMS(next, advance_as, *f);
         }
         for (int i = 0; i < count; i++) {
@@ -328,11 +325,10 @@ static void apply(const LambChunk *b, const LambFactors *factors, double step, c
     const float *stored = update;
     /* Without gradients, weights alone have to be bfloat16. */
     const int type = reads_grad_again(&f) ? type_of(b, &f) : is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
-    GradientMean last = {-1, 0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        if (!stored) load_block_update(&block, b, &f, type, &last);
+        if (!stored) load_block_update(&block, b, &f, type);
         apply_update(f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
     }
 }

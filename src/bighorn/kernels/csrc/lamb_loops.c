@@ -51,10 +51,10 @@ static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
     p->v_max = row->max_exp_avg_sq ? at(row->max_exp_avg_sq, type, start) : NULL;
 }
 
-/* Returns the gradient of a piece, centred and with the decay, in the type of the arithmetic. */
+/* Returns the gradient of a piece, with the decay, in the type of the arithmetic. */
 static const real *piece_grad(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n,
-                              real *buffer, GradientMean *last) {
-    const real *g = centred_grad(b->gradient, b->grad, start, n, buffer, last);
+                              real *buffer) {
+    const real *g = read_grad(b->gradient, b->grad, start, n, buffer);
     return p->x_type == REAL_TYPE ? decayed_grad(f, REAL_TYPE, n, g, p->x, buffer)
                                   : decayed_grad(f, BFLOAT16, n, g, p->x, buffer);
 }
@@ -176,14 +176,13 @@ static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, cons
 
 FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambChunk *b, const LambReals *f, int second_moment,
                                            const enum LambUpdateUse after, real step, int64_t start, int n,
-                                           real *stored, GradientMean *last) {
+                                           real *stored) {
     LambPiece p;
     real buffer[PIECE_ELEMS];
     LayerSums sums;
     load_piece(&p, b->row, start, n);
     int half = has_bfloat16_grads(b, f, after);
-    const void *g =
-        half ? at((void *)b->grad, BFLOAT16, start) : (const void *)piece_grad(b, f, &p, start, n, buffer, last);
+    const void *g = half ? at((void *)b->grad, BFLOAT16, start) : (const void *)piece_grad(b, f, &p, start, n, buffer);
     if (REAL_TYPE == FLOAT64) switch (p.state_type) {
             case FLOAT64: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT64); break;
             case FLOAT32: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT32); break;
@@ -209,13 +208,12 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambChunk *b, const LambReals *
 FORCE_INLINE_TEMPLATE LayerSums step_block(const LambChunk *b, const LambReals *f, int second_moment,
                                            const enum LambUpdateUse after, real step, real *update) {
     LayerSums sums = {0};
-    GradientMean last = {-1, 0};
     real buffer[PIECE_ELEMS]; /* for a masked r that is not stored */
     const int unstored = after == UPDATE_MASK && !update, piece = unstored ? PIECE_ELEMS : piece_of(b, f, after);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
         real *stored = unstored ? buffer : after == UPDATE_KEEP || after == UPDATE_MASK ? update + done : NULL;
-        add_sums(&sums, step_piece(b, f, second_moment, after, step, b->start + done, n, stored, &last));
+        add_sums(&sums, step_piece(b, f, second_moment, after, step, b->start + done, n, stored));
     }
     return sums;
 }
@@ -296,10 +294,9 @@ FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, r
 
 #define MASK_LOOP(x_type, state_type) mask_loop(*f, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, out)
 
-static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out,
-                       GradientMean *last) {
+static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out) {
     real buffer[PIECE_ELEMS];
-    const real *g = piece_grad(b, f, p, start, n, buffer, last);
+    const real *g = piece_grad(b, f, p, start, n, buffer);
     FOR_TYPES(p, MASK_LOOP, MASK_LOOP);
 }
 
@@ -316,7 +313,6 @@ static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *
 static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const int again = reads_grad_again(&f) && !update, piece = again ? PIECE_ELEMS : piece_of(b, &f, UPDATE_FORGET);
-    GradientMean last = {-1, 0};
     real masked_r[PIECE_ELEMS];
     for (int64_t done = 0; done < b->size; done += piece) {
         const int n = (int)(b->size - done < piece ? b->size - done : piece);
@@ -324,7 +320,7 @@ static void apply(const LambChunk *b, const LambFactors *factors, double step, c
         LambPiece p;
         load_piece(&p, b->row, b->start + done, n);
         if (again) {
-            mask_again(b, &f, &p, b->start + done, n, masked_r, &last);
+            mask_again(b, &f, &p, b->start + done, n, masked_r);
             FOR_TYPES(&p, APPLY_MASKED, APPLY_MASKED);
         } else {
             FOR_TYPES(&p, APPLY_LOOP, APPLY_PAIRS);

@@ -1,5 +1,4 @@
-/* The interface between square_sum.c and row_means.c (threads) and square_sum_loops.c (arithmetic, once per instruction
- * set). */
+/* The interface between square_sum.c (threads) and square_sum_loops.c (arithmetic, once per instruction set). */
 #ifndef BIGHORN_SQUARE_SUM_H
 #define BIGHORN_SQUARE_SUM_H
 
@@ -7,7 +6,6 @@
 
 typedef struct {
     double (*square_sum)(const Gradient *gradient, const void *data, int64_t start, int64_t size);
-    double (*sum)(const Gradient *gradient, const void *data, int64_t start, int64_t size);
 } SquareSumLoops;
 
 #endif

@@ -1,6 +1,6 @@
 #include "square_sum.h"
 
-/* Returns the sum of the squares of elements [start, start + size), neither centred nor scaled. */
+/* Returns the sum of the squares of elements [start, start + size), not scaled. */
 static double square_sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
     real buffer[PIECE_ELEMS];
     double total = 0;
@@ -15,8 +15,4 @@ static double square_sum(const Gradient *gradient, const void *data, int64_t sta
     return total;
 }
 
-static double sum(const Gradient *gradient, const void *data, int64_t start, int64_t size) {
-    return grad_sum(gradient, data, start, size);
-}
-
-const SquareSumLoops PER_ISA(square_sum_loops) = {.square_sum = square_sum, .sum = sum};
+const SquareSumLoops PER_ISA(square_sum_loops) = {.square_sum = square_sum};

@@ -115,7 +115,6 @@ class Batch:
         self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
         self.g = together([as_vector(grad) for i in rows if (grad := bucket.grads[i]) is not None])
         self.grad_scale = -grad_scale if o.maximize else grad_scale
-        self.mean = self.g.mean(dim=tuple(range(2, self.g.dim())), keepdim=True, dtype=self.dtype) if o.centre else None
         self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x)) + 1
         self.axis = row_axis(x, o.factor) if o.factor else -1
         if o.weight_rounding == "stochastic":
@@ -264,8 +263,6 @@ class Batch:
     def gradient(self, at: Index) -> Tensor:
         """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""
         g = self.g[at].to(self.dtype)
-        if self.mean is not None:
-            g = g - part(self.mean, at)
         if isinstance(self.grad_scale, float) and self.grad_scale == 1:
             return g
         return torch.mul(g, self.grad_scale, out=self.scratch.like("gradient", g))

@@ -234,15 +234,9 @@ class Batch:
     def _gradients(self, scale: Tensor | float) -> Iterator[list[Tensor]]:
         """Yield the gradients of each piece as the moments use them, without l2 decay; only copies are written to."""
         o, grads = self.bucket.options, [grad for grad in self.bucket.grads[self.rows] if grad is not None]
-        means: Iterator[list[Tensor]] = itertools.repeat([])
-        if o.centre:
-            wholes = [g.mean(dim=tuple(range(1, g.dim())), keepdim=True, dtype=self.dtype).expand_as(g) for g in grads]
-            means = (piece for _, piece in self._pieces(wholes))
-        plain = not o.centre and o.decay_mode != "l2" and isinstance(scale, float) and scale == 1
-        for (_, piece), mean in zip(self._pieces(grads), means, strict=False):
+        plain = o.decay_mode != "l2" and isinstance(scale, float) and scale == 1
+        for _, piece in self._pieces(grads):
             g = self.space.load(G, [each.contiguous().view(-1) for each in piece], self.dtype, copy=not plain)
-            for each, its_mean in zip(g, mean, strict=False):
-                each.view(its_mean.shape).sub_(its_mean)
             if not plain:
                 torch._foreach_mul_(g, scale)
             yield g

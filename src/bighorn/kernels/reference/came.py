@@ -16,7 +16,7 @@ from bighorn.kernels.arithmetic import one_minus_power, rsqrt_of_ratio, square_s
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
-from bighorn.kernels.reference.stepper import Rule, Stepper, Sums, mean_of_rows
+from bighorn.kernels.reference.stepper import Rule, Stepper, Sums
 
 
 class Came(Stepper[CameOptions]):
@@ -38,8 +38,6 @@ def came(
 
     if o.maximize:
         g = -g
-    if o.centre:
-        g = g - (yield from mean_of_rows(g, shard))
     b2 = beta2 if o.decay_rate is None else 1 - t**-o.decay_rate
 
     if o.factor is None:

@@ -13,7 +13,7 @@ from bighorn.kernels.arithmetic import one_minus_power, square_sum
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
-from bighorn.kernels.reference.stepper import Rule, Stepper, mean_of_rows
+from bighorn.kernels.reference.stepper import Rule, Stepper
 
 
 class Lamb(Stepper[LambOptions]):
@@ -32,8 +32,6 @@ def lamb(
 
     if o.maximize:
         g = -g
-    if o.centre:
-        g = g - (yield from mean_of_rows(g, shard))
     if o.decay_mode == "l2" and o.weight_decay != 0:
         g = g + o.weight_decay * x
 

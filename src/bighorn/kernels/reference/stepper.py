@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
@@ -141,13 +140,3 @@ class Row:
             write(self.figures, figures, self.apply_mask)
             for name, tensor in {"x": self.x, **self.state}.items():
                 write(tensor, new[name], self.apply_mask)
-
-
-def mean_of_rows(a: Tensor, shard: Shard) -> Sums[Tensor]:
-    """Return the mean over all dims but the first, which are kept as 1."""
-    inner = tuple(range(1, a.dim()))
-    sums = a.sum(dim=inner, keepdim=True)
-    if shard.splits(inner):
-        (all_sums,) = yield [shard.spread(sums, inner)]
-        sums = shard.cut(all_sums, inner)
-    return sums / math.prod(shard.shape[1:])

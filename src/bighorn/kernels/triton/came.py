@@ -60,8 +60,8 @@ class Came(Stepper[CameOptions]):
         if bucket.shards:
             split = split_of(bucket.shards[i], o.factor)
         if o.factor is None:
-            return None, o.weight_rounding, o.centre, split
-        return each.wide, o.weight_rounding, o.centre, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
+            return None, o.weight_rounding, split
+        return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
 
     @staticmethod
     def option_values(options: CameOptions) -> list[float]:

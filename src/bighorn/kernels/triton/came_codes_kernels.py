@@ -6,7 +6,6 @@ import triton.language as tl
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import came_tiling_kernels as tiling
-from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 
@@ -14,7 +13,7 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def came_codes(
     rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, FACTORED: tl.constexpr, _SOURCES: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, FACTORED: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
     pack = tl.program_id(0)
@@ -28,11 +27,9 @@ def came_codes(
     where = codec.code_blocks(block, stop, inner, 1, layout.PACK)
     offsets, mask = where[0], where[1]
 
-    means = centring.means_from(row_ptr, block, tl.cdiv(inner, codec.CODES), CENTRE, COMPUTE)
-    positions, exist = tl.arange(0, layout.PACK)[:, None], where[3][:, None]
     pointer = common.at(tl.load(grads_ptr + index), 0, G)
     scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
-    g = centring.gradient(pointer, offsets, mask, means, positions, exist, scale, 1)
+    g = common.gradient(pointer, offsets, mask, scale, 1)
     clip = common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE)
     if FACTORED:
         height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)

@@ -25,7 +25,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate."""
@@ -35,14 +35,12 @@ def came_squares(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
-    _, _, matrix, line, _ = tiling.corner(row_ptr, tile, TALL, WIDE)
     g = tl.load(grads_ptr + index)
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
     scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
-        square_tile((common.at(g, start, G), means), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
+        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
     else:
-        square_tile((common.at(g, start, G), means), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
+        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
     if tl.load(option_ptr + layout.SCALE_EPS) >= 0:
         squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
         tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)
@@ -57,7 +55,7 @@ def square_tile(
     total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
+        value = common.gradient(g, offsets, mask, scale, VECTOR)
         tiling.store_lines(row_parts, i, shape[0], tl.sum(value * value, 1), ROWS)
         total += value * value
     tiling.store_columns(col_parts, shape[1], tl.sum(total, 0), WIDE)
@@ -119,7 +117,7 @@ def came_lines(
 def came_update_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
@@ -140,15 +138,10 @@ def came_update_squares(
         tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
     )
     scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
-        total = update_squares(
-            (common.at(g, start, G), means), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK
-        )
+        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK)
     else:
-        total = update_squares(
-            (common.at(g, start, G), means), shape, scale, row_averages, root, c, 1, WIDE, 2 * layout.FEW
-        )
+        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, 1, WIDE, 2 * layout.FEW)
     tl.store(sums_ptr + tile * layout.SUM + layout.U_SQUARES, total)
 
 
@@ -161,7 +154,7 @@ def update_squares(
     total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
+        value = common.gradient(g, offsets, mask, scale, VECTOR)
         u = scaling.update(value, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         total += u * u
     return tl.sum(total.to(tl.float64))
@@ -189,7 +182,7 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scal
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
-    G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
@@ -215,8 +208,7 @@ def came_average(
         common.number(option_ptr + layout.BETA1_REST, COMPUTE),
         root,
     )
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
-    pointers = (common.at(g, start, G), means), common.at(m, start, S)
+    pointers = common.at(g, start, G), common.at(m, start, S)
     scales, parts = scaling.scales_of(row_ptr, start), (row_parts, col_parts)
     if tiling.aligned(m, shape, VECTOR):
         if g % 16 == 0:
@@ -249,7 +241,7 @@ def average(
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
-        g = scaling.gradient(pointers[0], offsets, mask, i, shape, scale, G_VECTOR, ROWS)
+        g = common.gradient(pointers[0], offsets, mask, scale, G_VECTOR)
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         if tl.int8 != S:
             m = common.write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m

@@ -49,12 +49,9 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
         sizes = [dtype.itemsize for dtype in (x, g, m)]
         # Elements of a tile that a thread has in registers: with 8 of 16 bits, too few bytes would be in flight; with
-        # 16, int8's codes spill beside random bits or means (ptxas of CUDA 13.1 and later), and 4 of float64 beside
-        # means.
-        crowded = min(sizes) == 1 and (options.weight_rounding == "stochastic" or options.centre)
-        elements = 16 if max(sizes) == 2 and not crowded else 8
-        if x == torch.float64:
-            elements = 2 if options.centre else 4
+        # 16, int8's codes spill beside random bits (ptxas of CUDA 13.1 and later).
+        crowded = min(sizes) == 1 and options.weight_rounding == "stochastic"
+        elements = 4 if x == torch.float64 else 16 if max(sizes) == 2 and not crowded else 8
         return {
             **constants_of(x, g, m, options),
             "FACTORED": options.factor is not None,
@@ -106,8 +103,6 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """Make one CAME step: the second moment and the size of u, then the average with its residual, then x."""
         self.given = options, scale, apply_mask, compile_only
-        if self.row_means:
-            self.centre(self.row_means, apply_mask, compile_only=compile_only)
         if self.factored:
             self.squares()
             self.average_lines(residual=False)

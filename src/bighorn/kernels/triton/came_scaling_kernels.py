@@ -5,7 +5,6 @@ import triton.language as tl
 
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_tiling_kernels as tiling
-from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 
@@ -79,20 +78,6 @@ def row_mean(row_ptr, matrix, line_sums_ptr, WIDE: tl.constexpr):
 
 
 # ---- blocks of elements ----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def tile_means(row_ptr, shape, matrix, line, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """Return the means of the rows of gradients from a tile's first line on; a row can be several lines."""
-    first = matrix * tl.load(row_ptr + layout.HEIGHT) + line
-    return centring.means_from(row_ptr, first, tl.load(row_ptr + common.INNER) // shape[2], CENTRE, COMPUTE)
-
-
-@triton.jit
-def gradient(g, offsets, mask, i, shape, scale, VECTOR: tl.constexpr, ROWS: tl.constexpr):
-    """Return the gradient of the lines from the tile's `i`-th on; `g` are a pointer and the means of rows."""
-    lines = (i + tl.arange(0, ROWS))[:, None]
-    return centring.gradient(g[0], offsets, mask, g[1], lines, lines < shape[0], scale, VECTOR)
 
 
 @triton.jit

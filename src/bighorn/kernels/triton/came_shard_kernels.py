@@ -12,7 +12,7 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def came_known_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr,
+    G: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums, along the split dim, of g^2 divided by the averages that are not split."""
@@ -34,11 +34,10 @@ def came_known_squares(
             row_parts,
         )
     g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
-    means = scaling.tile_means(row_ptr, shape, matrix, line, CENTRE, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
-        known_squares((common.at(g, start, G), means), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
+        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
     else:
-        known_squares((common.at(g, start, G), means), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * layout.FEW)
+        known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, 1, WIDE, 2 * layout.FEW)
 
 
 @triton.jit
@@ -51,7 +50,7 @@ def known_squares(
     total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = scaling.gradient(g, offsets, mask, i, shape, scale, VECTOR, ROWS)
+        value = common.gradient(g, offsets, mask, scale, VECTOR)
         if SPLIT == "rows":
             value *= scaling.row_factors(known, i, shape, 1.0, ROWS)[:, None]
         else:

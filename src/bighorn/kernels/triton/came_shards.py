@@ -112,7 +112,6 @@ class CameShardLaunchGroup(CameLaunchGroup):
     ) -> Iterator[Tensor]:
         """Make one step; it yields sums, which must be added up over all ranks, in place, before it continues."""
         self.given = options, scale, apply_mask, compile_only
-        yield from self.centre_shards(apply_mask, compile_only=compile_only)
         if self.factored:
             self.find_present()
             self.squares()

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
-from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
@@ -14,7 +13,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_second_moment(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, CENTRE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
@@ -33,8 +32,7 @@ def came_second_moment(
         common.number(option_ptr + layout.EPS1, COMPUTE),
     )
     whole = common.vectorised(v, size, BLOCK)
-    means = centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE, COMPUTE)
-    pointers = common.at(g, start, G), common.at(v, start, COMPUTE), means
+    pointers = common.at(g, start, G), common.at(v, start, COMPUTE)
     if g % 16 == 0:
         total = second_moment(pointers, numbers, 0, whole, common.UNMASKED, common.UNMASKED, BLOCK)
     else:
@@ -59,7 +57,7 @@ def second_moment(
     total = tl.zeros((common.LANES,), tl.float64)
     for i in range(first, stop, BLOCK):
         offsets, mask = common.block(i, stop, BLOCK)
-        g = centring.gradient(pointers[0], offsets, mask, pointers[2], offsets, mask, scale, G_VECTOR)
+        g = common.gradient(pointers[0], offsets, mask, scale, G_VECTOR)
         v = beta2 * common.read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)
         u = scaling.unfactored(g, common.write(pointers[1], offsets, mask, v, VECTOR))
         total += common.folded(u.to(tl.float64) * u.to(tl.float64))
@@ -70,7 +68,7 @@ def second_moment(
 def came_move(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, scalars_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
-    ROUNDING: tl.constexpr, CUT: tl.constexpr, CENTRE: tl.constexpr,
+    ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average of an unfactored tensor, unless `came_codes` has done so, and step the parameter."""
@@ -96,7 +94,6 @@ def came_move(
         common.at(g, start, G),
         common.at(m, start, S),
         common.at(v, start, COMPUTE),
-        centring.means_from(row_ptr, start, tl.load(row_ptr + common.INNER), CENTRE, COMPUTE),
     )
     scales, rng_key = (
         scaling.scales_of(row_ptr, start),
@@ -126,7 +123,7 @@ def move(
                 common.read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + scale_index, mask=mask), "linear"
             )
         else:
-            g = centring.gradient(pointers[1], offsets, mask, pointers[4], offsets, mask, scale, G_VECTOR)
+            g = common.gradient(pointers[1], offsets, mask, scale, G_VECTOR)
             u = scaling.unfactored(g, common.read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip
             m = beta1 * common.widened(common.read(pointers[2], offsets, mask, VECTOR)) + beta1_rest * u  # CAME-m
             m = common.write(pointers[2], offsets, mask, m, VECTOR)

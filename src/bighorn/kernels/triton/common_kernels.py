@@ -180,6 +180,12 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr = 1):
 
 
 @triton.jit
+def gradient(pointer, offsets, mask, scale, VECTOR: tl.constexpr):
+    """Return a block of a gradient times `scale`, in its dtype; 0 outside the mask."""
+    return read(pointer, offsets, mask, VECTOR).to(scale.dtype) * scale
+
+
+@triton.jit
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return the stored values."""
     # torch rounds float64 to 16 bits in two steps; the interpreter of Triton 3.7 makes it 0 in one. Triton 3.3 does not

@@ -1,4 +1,4 @@
-"""LAMB in Triton: the host side. Four launches step the whole model, and one or two more centre gradients."""
+"""LAMB in Triton: the host side. Four launches step the whole model."""
 
 from __future__ import annotations
 
@@ -108,8 +108,6 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
             for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
                 pass
             return
-        if self.row_means:
-            self.centre(self.row_means, apply_mask, compile_only=compile_only)
         self.moments(options, scale, apply_mask, compile_only=compile_only)
         self.apply(options, scale, apply_mask, compile_only=compile_only)
 
@@ -117,7 +115,6 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
     ) -> Iterator[Tensor]:
         """See `LaunchGroup.sharded_step`; the sums of a tensor's chunks are added up together."""
-        yield from self.centre_shards(apply_mask, compile_only=compile_only)
         self.moments(options, scale, apply_mask, compile_only=compile_only)
         first, stop = self.common.FIRST.value, self.common.STOP.value
         totals = self.shard_totals(apply_mask, first, stop, self.width, self.width, compile_only)
@@ -147,8 +144,7 @@ class LambLaunchGroup(LaunchGroup[LambOptions]):
         tables = rows, grads, options, apply_mask, self.sums if totals is None else totals, factors
         self.launch(self.kernels.lamb_norms, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
         second = rows, grads, program_to_row, options, apply_mask, factors, scale
-        centre = self.constants["G_AGAIN"] is not None and self.constants["CENTRE"]
-        self.launch(self.kernels.lamb_apply, self.second, second, compile_only, CENTRE=centre)
+        self.launch(self.kernels.lamb_apply, self.second, second, compile_only)
 
 
 class Lamb(Stepper[LambOptions]):
@@ -165,7 +161,7 @@ class Lamb(Stepper[LambOptions]):
         """See `Stepper.kind`."""
         del i
         o = bucket.options
-        return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks, o.centre, o.cautious
+        return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks, o.cautious
 
     @staticmethod
     def option_values(options: LambOptions) -> list[float]:

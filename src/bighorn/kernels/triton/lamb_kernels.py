@@ -9,7 +9,6 @@ float32. Sums of squares, and numbers that exist once per tensor, are in float64
 import triton
 import triton.language as tl
 
-from bighorn.kernels.triton import centring_kernels as centring
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import lamb_layout as layout
@@ -36,7 +35,7 @@ def lamb_moments(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr, factors_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr, CAUTIOUS: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
@@ -53,7 +52,7 @@ def lamb_moments(
     whole = aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
-        (common.at(g, start, G), means_of(row_ptr, first, M_FORM, CENTRE, COMPUTE)),
+        common.at(g, start, G),
         codec.moment_at(m, tl.load(row_ptr + layout.EXP_AVG_SCALE), start, S, M_FORM),
         codec.moment_at(v, tl.load(row_ptr + layout.EXP_AVG_SQ_SCALE), start, V, V_FORM),
         common.at(v_max, start, V),
@@ -115,7 +114,7 @@ def moments(
         where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, M_FORM, AT_ONCE)
         offsets, mask = where[0], where[1]
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        g = gradient(pointers[1], where, positions[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
+        g = gradient(pointers[1], where, x, scale, decay, DECAY_MODE, G_VECTOR)
         m = beta1 * codec.read_moment(pointers[2], where, M_FORM, VECTOR) + beta3 * g  # LAMB-m
         v = beta2 * codec.read_moment(pointers[3], where, V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
         m = codec.write_moment(pointers[2], where, m, 0, M_FORM, VECTOR)
@@ -208,7 +207,7 @@ def lamb_apply(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, apply_mask_ptr, factors_ptr, grad_scale_ptr,
     X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CENTRE: tl.constexpr,
+    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the second pass: x, in reverse order, since the last chunks of the first pass may still be in cache.
@@ -253,7 +252,7 @@ def lamb_apply(
         apply(pointers, numbers, positions, whole, size, 1, 1, M_FORM, V_FORM, ROUNDING, DECAY_MODE, BLOCK)
     else:
         g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
-        again = (common.at(g, start, G_AGAIN), means_of(row_ptr, first, M_FORM, CENTRE, COMPUTE)), scale
+        again = common.at(g, start, G_AGAIN), scale
         masked = pointers[0], pointers[1], pointers[2], again
         if g % 16 == 0:
             apply(
@@ -284,7 +283,7 @@ def apply(
         v = codec.read_moment(pointers[2], where, V_FORM, VECTOR)
         if len(pointers) == 4:
             again, scale = pointers[3]
-            g = gradient(again, where, positions[0], x, scale, decay, M_FORM, DECAY_MODE, G_VECTOR)
+            g = gradient(again, where, x, scale, decay, DECAY_MODE, G_VECTOR)
         if DECAY_MODE == "decoupled":
             x *= shrink
         u = ratio(m, v, m_factor, root_eps)
@@ -325,25 +324,9 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def means_of(row_ptr, first, FORM: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """Return the means of the rows of gradients from a chunk's first element on, by element or by block of codes."""
-    inner = tl.load(row_ptr + common.INNER)
-    if FORM == "":
-        return centring.means_from(row_ptr, first, inner, CENTRE, COMPUTE)
-    else:
-        return centring.means_from(row_ptr, first // codec.CODES, tl.cdiv(inner, codec.CODES), CENTRE, COMPUTE)
-
-
-@triton.jit
-def gradient(
-    g, where, first, x, scale, decay, FORM: tl.constexpr, DECAY_MODE: tl.constexpr, VECTOR: tl.constexpr
-):  # fmt: skip
-    """Return a block of g as the moments take it; `g` are a pointer and the means of rows."""
-    if FORM == "":
-        positions, exist = where[0], where[1]
-    else:
-        positions, exist = (where[2] - (first // codec.CODES).to(tl.int32))[:, None], where[3][:, None]
-    value = centring.gradient(g[0], where[0], where[1], g[1], positions, exist, scale, VECTOR)
+def gradient(pointer, where, x, scale, decay, DECAY_MODE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return a block of g as the moments take it."""
+    value = common.gradient(pointer, where[0], where[1], scale, VECTOR)
     if DECAY_MODE == "l2":
         value += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
     return value

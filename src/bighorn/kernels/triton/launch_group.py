@@ -6,7 +6,7 @@ import itertools
 import math
 import zlib
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
@@ -18,7 +18,6 @@ from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, rng_key
-from bighorn.kernels.triton.centring import RowMeans
 from bighorn.kernels.triton.device import Launch, compiled
 from bighorn.kernels.triton.tables import ABSENT, CachedTable, Uploads, in_order_of, keep_alive
 
@@ -45,7 +44,6 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
     return {
         **{name: TYPES[dtype] for name, dtype in (("X", x), ("G", g), ("S", m))},
         "ROUNDING": options.weight_rounding,
-        "CENTRE": options.centre,
         "CHUNK": CHUNK,
         "G_BLOCK": LANES.value * 16 // g.itemsize,
     }
@@ -78,10 +76,6 @@ class LaunchGroup(Generic[Options]):
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]
         self.program_to_row = self.program_table(self.chunks)
-        self.row_means: RowMeans | None = None
-        if buckets[indices[0][0]].options.centre:
-            shards = [shard_of(buckets[index], i) for index, i in indices]
-            self.row_means = RowMeans(self.params, shards, uploads, self.program_table)
         self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
         self.addresses = CachedTable(torch.int64, uploads)
         self.copies: list[Tensor] = []
@@ -137,7 +131,7 @@ class LaunchGroup(Generic[Options]):
 
     def holders(self) -> list[object]:
         """Return the objects whose attributes are this group's tables."""
-        return [self, self.addresses, *([self.row_means] if self.row_means else [])]
+        return [self, self.addresses]
 
     def update_gradients(self) -> None:
         """Upload the addresses of this step's gradients, in the order of their parameters, if they have changed."""
@@ -161,23 +155,6 @@ class LaunchGroup(Generic[Options]):
         tables = self.rows, self.grads, self.program_to_row, sums
         self.launch(self.common.square_sums, self.program_to_row.numel(), tables, compile_only=False)
         return sums
-
-    def centre(self, of: RowMeans, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """Compute the means of the rows of gradients, which the kernels after it subtract."""
-        from bighorn.kernels.triton import centring_kernels as kernels
-
-        if self.uploads.recording:
-            keep_alive((of.means,))  # kernels find them by an address in the table of rows
-        for kernel, to_row in ((kernels.row_sums, of.tile_to_row), (kernels.row_means, of.piece_to_row)):
-            tables = self.rows, self.grads, to_row, apply_mask, of.partials
-            self.launch(kernel, to_row.numel(), tables, compile_only)
-
-    def centre_shards(self, apply_mask: Tensor, *, compile_only: bool = False) -> Generator[Tensor, None, None]:
-        """Compute these means for shards, if any; it yields the sums of rows that extend over several ranks."""
-        if self.row_means:
-            self.row_means.means.zero_()  # those of tensors without a gradient are not computed
-            self.centre(self.row_means, apply_mask, compile_only=compile_only)
-            yield from self.row_means.added_up()
 
     def shard_totals(
         self, apply_mask: Tensor, first: int, stop: int, stride: int, columns: int, compile_only: bool
@@ -223,8 +200,7 @@ class LaunchGroup(Generic[Options]):
             row.append(max(1, math.prod(x.shape[1:])))
             row += random_columns(bucket, i) if needs_rng_key(bucket) else [0] * 6
             row += own
-            last = self.row_means.columns[len(rows)] if self.row_means else []
-            rows.append(row + [0] * (width - len(row) - len(last)) + last)
+            rows.append(row + [0] * (width - len(row)))
             unique_steps.add(step)
             first = stop
         return rows

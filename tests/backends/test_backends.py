@@ -30,8 +30,9 @@ from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
 LOW = (torch.bfloat16, torch.float16)
 STEPS = 3
 
-# Relative to (the step, the parameter, a moment). The specification gives the first two float32 figures.
-TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (1e-14, 5e-16, 2e-15)}
+# Relative to (the step, the parameter, a moment). The specification gives the first two float32 figures. In float64 the
+# powers of beta differ by an ulp, and 1 - 0.9999 ** 3 has lost four digits: make attack was 2% above 1e-14.
+TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (2e-14, 5e-16, 2e-15)}
 
 LOOSE: dict[Kind, float] = {Lamb: 1.0, Came: 4.0}
 """CAME's step is a product of five rounded factors, so more of their rounding shows if it cancels x or if x was 0."""

@@ -2,8 +2,8 @@
 
     python benchmarks/published.py [NAME ...]   # measure them again, half an hour; then run benchmarks/front.py
 
-Measure on a machine that does nothing else, from a clean tree: each file names its commit. `tests/package/test_ledger.py`
-fails when a count of the ledger on which a table depends has changed by more than 1% since then.
+Measure on a machine that does nothing else, from a clean tree: each file names its commit. A test of the ledger fails
+when a count on which a table depends has changed by more than 1% since then.
 """
 
 from __future__ import annotations

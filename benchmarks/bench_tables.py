@@ -1,23 +1,28 @@
 """`bighorn bench` with the tables of this project's pages: `python benchmarks/bench_tables.py --table lambrrr`.
 
 `precision` is the table of docs/precision-results.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU, for
-docs/lambrrr-todo.md: its baseline is a loop over the tensors, and another row is the same loop compiled. All options
-of `bighorn bench` are known.
+docs/lambrrr-todo.md: its baseline is a loop over the tensors, and another row is the same loop compiled. `cliffs` is
+the table of docs/speed.md with other layouts, dtypes and uses of a step; `--shapes` takes its sets too. `gpu` has the
+columns "of copy" of docs/gpu-results.md too. All options of `bighorn bench` are known.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, float64
 from torch.optim import Optimizer
 
+import traffic
 from baseline_lamb import BaselineLamb, Step, compiled_loop, loop
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.errors import InputError
+from bighorn.cli.measure import MORE_SETS
 from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped
+from cliffs import CLIFFS
 
 
 def _loop() -> Build:
@@ -58,6 +63,14 @@ OWN_TABLES = {
         shapes=("vit_small", "bert_base"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
     ),
+    "cliffs": BenchTable(
+        baseline="adamw",
+        peers=("adamw-foreach", "lamb", "lamb-cautious", "came"),
+        shapes=("vit_small", *CLIFFS),
+        columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
+        devices=("cpu",),
+    ),
+    "gpu": replace(TABLES["gpu"], columns=(*TABLES["gpu"].columns, *traffic.COLUMNS)),
     # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
     # timm's Lamb, which takes part as itself where it is installed.
     "lambrrr": BenchTable(
@@ -72,9 +85,11 @@ OWN_TABLES = {
 def main() -> None:
     PEERS.update(OWN_PEERS)
     TABLES.update(OWN_TABLES)
-    from bighorn.cli.bench import bench  # the choices of its options are the tables that are known by now
+    MORE_SETS.update(CLIFFS)
+    COLUMNS.update(traffic.COLUMNS, compile=compile_seconds)
+    from bighorn.cli.bench import INSTRUMENTS, bench  # the choices of its options are the tables that are known by now
 
-    COLUMNS["compile"] = compile_seconds
+    INSTRUMENTS["cuda"] = replace(INSTRUMENTS["cuda"], step_times=traffic.step_times)
     try:
         bench(prog_name="python benchmarks/bench_tables.py")
     except InputError as error:

@@ -47,7 +47,7 @@ def tests(marks: str, *options: str) -> Sequence[str]:
 def bench(precision: str) -> Sequence[str]:
     figures = f"RESULTS/bench-{precision}.json"
     options = ["--shapes", SHAPES, "--precision", precision, "--seconds", "1", "--json", figures]
-    return ["-m", "bighorn.cli", "bench", "--device", "cuda", *options]
+    return ["benchmarks/bench_tables.py", "--device", "cuda", *options]
 
 
 STEPS = {

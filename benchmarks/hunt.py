@@ -21,10 +21,11 @@ from rich.progress import track
 from torch import Tensor
 from torch.optim import Optimizer
 
+import cliffs
 from bighorn import Came, Lamb
-from bighorn.cli import cliffs, files
+from bighorn.cli import files
 from bighorn.cli.environment import provenance
-from bighorn.cli.measure import LR, beside, draw, rounds
+from bighorn.cli.measure import LR, Copy, beside, contiguous, draw, nothing, rounds
 
 MOST_ELEMENTS = 4_000_000
 MOST_SLICES = 64
@@ -40,8 +41,8 @@ def misaligned(drawn: Tensor) -> Tensor:
     return torch.cat([drawn.flatten()[:1], drawn.flatten()])[1:].view(drawn.shape)
 
 
-LAYOUTS: dict[str, cliffs.Copy] = {
-    "contiguous": cliffs.contiguous,
+LAYOUTS: dict[str, Copy] = {
+    "contiguous": contiguous,
     "channels_last": cliffs.channels_last,
     "transposed": cliffs.transposed,
     "with_gaps": cliffs.with_gaps,
@@ -152,9 +153,10 @@ def measured(case: Trial, seconds: float) -> dict[str, Any]:
     optimizer.step()
     baseline.step()
     change = CHANGES[case.change]
-    ours = cliffs.nothing if change is None else change(params)
-    of_baseline = cliffs.nothing if change is None or case.change == "alternating" else change(theirs)
-    return beside(*rounds(baseline, optimizer, seconds, (of_baseline, ours)))
+    ours = nothing if change is None else change(params)
+    of_baseline = nothing if change is None or case.change == "alternating" else change(theirs)
+    of_adamw, own = rounds(baseline, optimizer, seconds, (of_baseline, ours))
+    return beside(of_adamw, own)
 
 
 def outliers(results: Sequence[tuple[Trial, dict[str, Any]]]) -> list[tuple[float, Trial, dict[str, Any]]]:

@@ -1,5 +1,6 @@
 """`bighorn bench --device cuda` without a GPU: the tests simulate the device's queue and two clocks."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 import torch._dynamo  # optimizers import it: its annotations are unions with `torch.device`, which a fixture replaces
 from torch import Tensor
 
+import traffic
 from bighorn import Came, Lamb
-from bighorn.cli import bench, cuda, measure, peers, traffic
-from bighorn.cli.cliffs import Change
+from bighorn.cli import bench, cuda, measure, peers
+from bighorn.cli.measure import Change
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
 
@@ -94,7 +96,7 @@ class Launches(torch.optim.SGD):
 def test_what_the_host_lacks_is_not_device_time(device: Device) -> None:
     """Issue 19: 1.15 ms on the host and 0.5 on the device, after a sweep of 0.4, were counted as more than 0.5."""
     baseline, optimizer = Launches(device, 1.15e-3, 0.5e-3), Launches(device, 0.2e-3, 0.75e-3)
-    found = cuda.compare(baseline, optimizer, 0)
+    found = cuda.step_times(baseline, optimizer, 0)
     assert found["baseline_ms"]["median"] == pytest.approx(0.5)
     assert found["ms"]["median"] == pytest.approx(0.75)
     assert found["ratio"]["median"] == pytest.approx(1.5)
@@ -105,7 +107,7 @@ def test_what_the_host_lacks_is_not_device_time(device: Device) -> None:
 
 def test_wall_time_is_the_slower_of_host_and_device(device: Device) -> None:
     baseline, optimizer = Launches(device, 1.15e-3, 0.5e-3), Launches(device, 0.2e-3, 0.75e-3)
-    found = cuda.compare(baseline, optimizer, 0)
+    found = cuda.step_times(baseline, optimizer, 0)
     assert found["baseline_wall_ms"]["median"] == pytest.approx(1.15 + 0.5 / 50)
     assert found["wall_ms"]["median"] == pytest.approx(0.75 + 0.2 / 50)
     assert found["wall_ratio"]["median"] == pytest.approx(0.754 / 1.16)
@@ -123,22 +125,22 @@ def test_host_time_starts_on_an_idle_device(device: Device) -> None:
 
 def test_the_sleep_covers_the_host_three_times(device: Device) -> None:
     timer = cuda.DeviceTimer(lambda: device.enqueue(2e-3, 1e-3), 2e-3, cuda.scratch())
-    assert timer.seconds() == pytest.approx(1e-3)
+    assert timer() == pytest.approx(1e-3)
     assert device.sleeps[-1] == pytest.approx(6e-3)
 
 
 def test_a_late_host_has_its_sample_refused_and_sleeps_longer(device: Device) -> None:
     timer = cuda.DeviceTimer(lambda: device.enqueue(10e-3, 1e-3), 1e-3, cuda.scratch())
-    assert timer.seconds() == pytest.approx(1e-3)
+    assert timer() == pytest.approx(1e-3)
     assert timer.refused == 2
     assert device.sleeps[-3:] == pytest.approx([3e-3, 6e-3, 12e-3])
-    assert timer.seconds() == pytest.approx(1e-3)
+    assert timer() == pytest.approx(1e-3)
     assert timer.refused == 2  # the longer sleep stays
 
 
 def test_a_step_that_waits_for_the_device_has_no_device_time(device: Device) -> None:
     baseline, optimizer = Launches(device, 1e-3, 1e-3), Launches(device, 1e-3, 2e-3, waits=True)
-    found = cuda.compare(baseline, optimizer, 0)
+    found = cuda.step_times(baseline, optimizer, 0)
     assert (found["ms"], found["baseline_ms"], found["ratio"]) == (None, None, None)
     assert (found["host_ahead"], found["rounds"]) == (False, 0)
     assert found["refused_samples"] == cuda.TRIES
@@ -147,13 +149,13 @@ def test_a_step_that_waits_for_the_device_has_no_device_time(device: Device) -> 
 
 
 @pytest.mark.parametrize(("seconds", "rounds", "repeats"), [(0, 5, 3), (1e9, 40, 7)])
-def test_rounds_are_bounded(device: Device, seconds: float, rounds: int, repeats: int) -> None:
-    optimizer = Launches(device, 1e-4, 1e-4)
-    timer = cuda.DeviceTimer(optimizer.step, 1e-4, cuda.scratch())
-    found = cuda.device_rounds(timer, timer, seconds)
-    assert found is not None
-    assert [len(times) for times in found] == [rounds] * 2
-    assert [len(times) for times in cuda.wall_rounds(optimizer, optimizer, seconds)] == [repeats] * 2
+def test_rounds_are_bounded(
+    device: Device, seconds: float, rounds: int, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, walls = Launches(device, 1e-4, 1e-4), itertools.count()
+    monkeypatch.setattr(cuda, "wall_seconds", lambda *_: 1.0 + next(walls))
+    assert cuda.step_times(optimizer, optimizer, seconds)["rounds"] == rounds
+    assert next(walls) == 2 * repeats
 
 
 def test_changes_come_before_each_step_and_take_no_time(device: Device) -> None:
@@ -168,7 +170,7 @@ def test_changes_come_before_each_step_and_take_no_time(device: Device) -> None:
         return change
 
     optimizers = Launches(device, 0.2e-3, 1e-3), Launches(device, 0.2e-3, 2e-3)
-    found = cuda.compare(*optimizers, 0, [change_of(mine) for mine in seen])
+    found = cuda.step_times(*optimizers, 0, [change_of(mine) for mine in seen])
     assert found["ms"]["median"] == pytest.approx(2)
     assert found["baseline_ms"]["median"] == pytest.approx(1)
     assert found["wall_ms"]["median"] == pytest.approx(2.2)
@@ -179,8 +181,8 @@ def test_changes_come_before_each_step_and_take_no_time(device: Device) -> None:
 
 
 def test_the_speed_of_a_copy(device: Device) -> None:
-    assert cuda.copy_speed() == pytest.approx(2 * cuda.SWEEP_BYTES / COPY_SECONDS)
-    assert device.sleeps[1:] == pytest.approx([cuda.LEAST_SLEEP] * cuda.COPIES, rel=1e-3)
+    assert traffic.copy_speed() == pytest.approx(2 * cuda.SWEEP_BYTES / COPY_SECONDS)
+    assert device.sleeps[1:] == pytest.approx([cuda.LEAST_SLEEP] * traffic.COPIES, rel=1e-3)
 
 
 # --- The table ---------------------------------------------------------------------------------------------------
@@ -193,16 +195,16 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     seconds = {"Lamb": 3e-3}
     facts = {"device": "H900"}
 
-    def compare(
+    def step_times(
         first: torch.optim.Optimizer, second: torch.optim.Optimizer, _: float, changes: Sequence[Change]
     ) -> dict[str, Any]:
         baseline, optimizer = (
             Launches(device, 0.25e-3, seconds.get(type(each).__name__, 2e-3), type(each).__name__ == "Waits")
             for each in (first, second)
         )
-        return cuda.compare(baseline, optimizer, 0, changes)
+        return cuda.step_times(baseline, optimizer, 0, changes)
 
-    known = bench.Instrument(lambda: facts, compare, lambda _: 1_500_000, 0, cuda.copy_speed)
+    known = bench.Instrument(lambda: facts, step_times, lambda _: 1_500_000, 0)
     monkeypatch.setitem(bench.INSTRUMENTS, "cuda", known)
     monkeypatch.setattr(torch, "device", lambda _: CPU)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # it asks for `torch.device` in CUDA builds
@@ -238,17 +240,12 @@ def test_the_table_of_a_gpu(invoke: Invoke) -> None:
     [result] = content["results"]
     adamw, lamb = result["optimizers"]
     assert (adamw["ratio"]["median"], lamb["ratio"]["median"]) == pytest.approx((1.0, 1.5))
-    assert result["copy_bytes_per_s"] == pytest.approx([2 * cuda.SWEEP_BYTES / COPY_SECONDS] * 2)
-    once = 4 * (3 * 142 + 2 * 2 * 142) + 2 * 4 * 3  # weights twice, gradients, both moments twice, three steps
-    assert lamb["bytes_once"] == lamb["bytes_moved"] == once  # without Triton on the CPU, no passes are known
-    assert lamb["of_copy_once"] == pytest.approx(once / 3e-3 / result["copy_bytes_per_s"][0])
-    [heading] = [line for line in output.splitlines() if "of copy" in line]
-    words = "optimizer ms ratio p10-p90 wall ms wall ratio host of copy of copy, once temporaries error"
+    [heading] = [line for line in output.splitlines() if "wall ratio" in line]
+    words = "optimizer ms ratio p10-p90 wall ms wall ratio host temporaries error"
     assert heading.split() == words.split()
     [row] = [line for line in output.splitlines() if line.startswith(" Lamb")]
     assert row.split()[1:8] == ["3.00", "1.50", "1.50-1.50", "3.00", "1.50", "0.25", "ms"]
     assert "1.5 MB" in row
-    assert "A copy's GB/s, read and written: 2,147 before, 2,147 after." in output
 
 
 class Waits(torch.optim.SGD):
@@ -260,7 +257,7 @@ def test_a_row_without_device_time(invoke: Invoke, monkeypatch: pytest.MonkeyPat
     with_peers(monkeypatch, waits=lambda params, lr, _: Waits(params, lr=lr))
     content, output = bench_json(invoke, "--report", "bench.html")
     _, waits, _ = content["results"][0]["optimizers"]
-    assert (waits["ms"], waits["of_copy"], waits["host_ahead"]) == (None, None, False)
+    assert (waits["ms"], waits["host_ahead"]) == (None, False)
     assert waits["wall_ms"]["median"] == pytest.approx(2.25)
     [row] = [line for line in output.splitlines() if line.startswith(" waits ")]
     assert row.split()[1:6] == ["-", "-", "-", "2.25", "1.12"]
@@ -340,12 +337,23 @@ def test_unfactored_tensors_of_came(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traffic.bytes_moved(optimizer, False) == pytest.approx(36 * N, rel=1e-3)
 
 
-def test_bytes_of_another_package_s_are_counted_once() -> None:
+@pytest.mark.usefixtures("device")
+def test_rates_are_relative_to_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "step_times", lambda *_: {})
     param = torch.ones(N)
     param.grad = torch.ones_like(param)
-    optimizer, _ = measure.prepared(peers.PEERS["adamw"].load(), [param], [param.grad], None)
-    assert traffic.bytes_moved(optimizer, False) is None
-    assert traffic.bytes_once(optimizer, 2 * param.nbytes) == 28 * N
+    baseline, optimizer = (
+        measure.prepared(peers.PEERS[name].load(), [param], [param], None)[0] for name in ("adamw", "lamb")
+    )
+    times = traffic.step_times(baseline, optimizer, 0, (measure.nothing, measure.nothing))
+    speed = 2 * cuda.SWEEP_BYTES / COPY_SECONDS
+    assert times["copy_bytes_per_s"] == pytest.approx([speed] * 2)
+    assert times["bytes_moved"] is None  # without Triton on the CPU, no passes are known
+    row = {**times, "state_bytes": 2 * param.nbytes, "ms": {"median": 28 * N / (0.5 * speed) * 1e3}}
+    assert traffic.bytes_once(row) == 28 * N
+    assert [show(row) for show in traffic.COLUMNS.values()] == ["50%", "50%"]
+    assert [show({**row, "bytes_moved": 42 * N}) for show in traffic.COLUMNS.values()] == ["75%", "50%"]
+    assert [show({**row, "ms": None}) for show in traffic.COLUMNS.values()] == ["-", "-"]
 
 
 # --- Peers -------------------------------------------------------------------------------------------------------

@@ -14,16 +14,21 @@ from torch import Tensor
 
 import baseline_lamb
 import bench_tables
+import traffic
 from bighorn.cli import peers
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.shapes import SHAPES
+from cliffs import CLIFFS, WRONG_BASELINE
 
 SCRIPT = """
 import functools, torch
 torch.compile = functools.partial(torch.compile, backend="eager")  # or the C++ compiler takes a quarter of a minute
 from bighorn.cli.shapes import SHAPES
+from cliffs import CLIFFS, WRONG_BASELINE
 SHAPES["small"] = lambda: [(16, 8), (8,), (1, 3, 2)]
-import bench_tables
+import bench_tables, cliffs, dataclasses
+for name, each in cliffs.CLIFFS.items():
+    cliffs.CLIFFS[name] = dataclasses.replace(each, shapes=lambda: [(6, 4)] * 3)
 bench_tables.main()
 """
 
@@ -54,17 +59,46 @@ def test_the_table_of_lambrrr(tmp_path: Path) -> None:
     assert len(heading.rstrip()) <= 80
 
 
-def test_wrong_input_is_one_message(tmp_path: Path) -> None:
-    done = run(tmp_path, "--table", "precision", "--seconds", "-1")
+def test_the_table_of_cliffs(tmp_path: Path) -> None:
+    names = ["missing", "transposed", "float64"]
+    done = run(tmp_path, "--table", "cliffs", "--shapes", ",".join(names), "--seconds", "0", "--json", "bench.json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert [each["shapes"] for each in results] == names
+    for each in results:
+        rows = {row["name"]: row for row in each["optimizers"]}
+        assert list(rows) == ["adamw", "adamw-foreach", "lamb", "lamb-cautious", "came"]
+        assert all(row["error"] is None and row["tensors"] == each["tensors"] for row in rows.values())
+        assert (WRONG_BASELINE in each["notes"]) == (each["shapes"] == "transposed")
+    assert done.stdout.count(WRONG_BASELINE) == 1
+    assert "first step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--table precision --seconds -1", "--seconds is -1.0, but must be at least 0."),
+        ("--table cliffs --device cuda", "--table cliffs is measured with --device cpu."),
+        # torch 2.11 on an H100: "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout".
+        # `alternating` and `gaps` were run there; the others have the same difference of strides.
+        *(
+            (f"--device cuda --shapes tiny,{name}", f"--shapes {name}: torch's fused AdamW, the first row, refuses")
+            for name in ("alternating", "channels_last", "gaps", "transposed")
+        ),
+    ],
+)
+def test_wrong_input_is_one_message(words: str, message: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *words.split())
     assert done.returncode == 1
-    assert done.stderr == "Error: --seconds is -1.0, but must be at least 0.\n"
+    assert done.stderr.startswith(f"Error: {message}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("table", bench_tables.OWN_TABLES.values(), ids=bench_tables.OWN_TABLES)
 def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
     assert {table.baseline, *table.peers} <= {*peers.PEERS, *bench_tables.OWN_PEERS}
-    assert set(table.shapes) <= set(SHAPES)
-    assert set(table.columns) <= {*COLUMNS, "compile"}
+    assert set(table.shapes) <= {*SHAPES, *CLIFFS}
+    assert set(table.columns) <= {*COLUMNS, *traffic.COLUMNS, "compile"}
 
 
 def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

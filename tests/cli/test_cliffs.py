@@ -1,19 +1,17 @@
-"""The parameter sets of ``bighorn bench --table cliffs``."""
+"""The parameter sets of the table `cliffs` of `benchmarks/bench_tables.py`."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import cliffs
 from bighorn import Came, Lamb
-from bighorn.cli import cliffs
-from bighorn.cli.cliffs import CLIFFS, WRONG_BASELINE, ParamSet
-from tests.support.command_line import Invoke
+from bighorn.cli.measure import Copy, ParamSet, contiguous
+from cliffs import CLIFFS
 
 SMALL: dict[str, list[tuple[int, ...]]] = {
     "experts": [(4, 5, 6)],
@@ -26,21 +24,6 @@ SMALL: dict[str, list[tuple[int, ...]]] = {
 def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, each in CLIFFS.items():
         monkeypatch.setitem(CLIFFS, name, replace(each, shapes=partial(list, SMALL.get(name, [(6, 4)] * 3))))
-
-
-@pytest.mark.usefixtures("small_sets")
-def test_a_table_of_some_sets(invoke: Invoke) -> None:
-    names = ["missing", "transposed", "float64"]
-    result = invoke("bench", "--table", "cliffs", "--shapes", ",".join(names), "--seconds", 0, "--json", "bench.json")
-    results = json.loads(Path("bench.json").read_text())["results"]
-    assert [each["shapes"] for each in results] == names
-    for each in results:
-        rows = {row["name"]: row for row in each["optimizers"]}
-        assert list(rows) == ["adamw", "adamw-foreach", "lamb", "lamb-cautious", "came"]
-        assert all(row["error"] is None and row["tensors"] == each["tensors"] for row in rows.values())
-        assert (WRONG_BASELINE in each["notes"]) == (each["shapes"] == "transposed")
-    assert result.output.count(WRONG_BASELINE) == 1
-    assert "first step" in result.output
 
 
 def params_of(param_set: ParamSet) -> list[Tensor]:
@@ -99,10 +82,10 @@ def test_storage_moves_and_keeps_its_values() -> None:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 def test_the_note_about_torch_holds(fused: bool) -> None:
-    """Without it, `WRONG_BASELINE` can go."""
+    """Without it, `cliffs.WRONG_BASELINE` can go."""
     weights, grad = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12.0).view(3, 4)
 
-    def stepped(layout: cliffs.Copy, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Tensor:
+    def stepped(layout: Copy, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Tensor:
         param = layout(weights)
         param.grad = grad.clone()
         optimizer = make([param])
@@ -113,24 +96,9 @@ def test_the_note_about_torch_holds(fused: bool) -> None:
     def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.1, weight_decay=0.1, fused=fused)
 
-    layouts = cliffs.contiguous, cliffs.transposed
+    layouts = contiguous, cliffs.transposed
     right = torch.equal(*(stepped(layout, adamw) for layout in layouts))
     assert right is not fused
     for ours in (Lamb, Came):
         make = partial(ours, lr=0.1, weight_decay=0.1)
         torch.testing.assert_close(*(stepped(layout, make) for layout in layouts))
-
-
-def test_the_table_of_cliffs_is_of_the_cpu(invoke: Invoke) -> None:
-    output = invoke("bench", "--table", "cliffs", "--device", "cuda", code=1).output
-    assert "--table cliffs is measured with --device cpu" in output
-
-
-@pytest.mark.parametrize("name", ["alternating", "channels_last", "gaps", "transposed"])
-def test_sets_that_adamw_refuses_on_cuda_are_refused(name: str, invoke: Invoke) -> None:
-    """torch 2.11 on an H100: "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout".
-
-    `alternating` and `gaps` were run there; the others have the same difference of strides.
-    """
-    output = invoke("bench", "--device", "cuda", "--shapes", f"tiny,{name}", code=1).output
-    assert f"--shapes {name}: torch's fused AdamW" in output

@@ -1,7 +1,6 @@
 """``bighorn bench``: the time of an optimizer step, relative to other optimizers."""
 
 import gc
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import cuda, files, traffic
+from bighorn.cli import cuda, files
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
-from bighorn.cli.cliffs import CLIFFS, Change, ParamSet, param_set_of
 from bighorn.cli.config import MOST_THREADS, PRECISIONS
 from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.measure import compare, draw, error, prepared, temporaries
+from bighorn.cli.measure import (
+    MORE_SETS,
+    Change,
+    ParamSet,
+    draw,
+    error,
+    param_set_of,
+    prepared,
+    step_times,
+    temporaries,
+)
 from bighorn.cli.options import FILE, Command, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES
@@ -41,18 +49,16 @@ class Instrument:
 
     facts: Callable[[], dict[str, Any]]
     """Returns the properties of the device, as JSON."""
-    compare: Callable[[Optimizer, Optimizer, float, Sequence[Change]], dict[str, Any]]
+    step_times: Callable[[Optimizer, Optimizer, float, Sequence[Change]], dict[str, Any]]
     """Returns times of a baseline and an optimizer for some seconds, as JSON; changes come before their steps."""
     temporaries: Callable[[Callable[[], object]], int | None]
     seconds: float
     """The default of `--seconds`."""
-    copy_speed: Callable[[], float | None] | None = None
-    """Returns the bytes per second of a copy; None if steps are not compared with a copy."""
 
 
 INSTRUMENTS = {
-    "cpu": Instrument(dict, compare, temporaries, seconds=3.0),
-    "cuda": Instrument(cuda.facts, cuda.compare, cuda.temporaries, seconds=1.5, copy_speed=cuda.copy_speed),
+    "cpu": Instrument(dict, step_times, temporaries, seconds=3.0),
+    "cuda": Instrument(cuda.facts, cuda.step_times, cuda.temporaries, seconds=1.5),
 }
 
 
@@ -63,14 +69,13 @@ class BenchConfig:
     device: str = option("cpu", "The device of the tensors, whose time is measured.", choices=tuple(INSTRUMENTS))
     table: str | None = option(
         None,
-        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu), and both "
-        "with other layouts, dtypes and uses of a step (cliffs).",
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu).",
         choices=tuple(TABLES),
         shown="steps; gpu with --device cuda",
     )
     shapes: str | None = option(
         None,
-        f"Parameter sets, of {', '.join((*SHAPES, *CLIFFS))}; a set takes about 40 bytes per parameter.",
+        f"Parameter sets, of {', '.join((*SHAPES, *MORE_SETS))}; a set takes about 40 bytes per parameter.",
         shown="; ".join(f"{name} {','.join(table.shapes)}" for name, table in TABLES.items()),
     )
     optimizers: str | None = option(
@@ -113,13 +118,12 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
 
     On a GPU, ms is device time with cold caches, measured while the device is behind the host, and "-" for a step that
     waits for the device; wall ms is the time of a step in 50 steps in a row, or of a single one in sets that change
-    before each step, and host the time until a step returns. "of copy" is the rate of all the bytes that a step's
-    kernels move, relative to a plain copy in the same run, and "of copy, once" counts each array once; for optimizers
-    of other packages both do. Temporaries are what torch's allocator hands out during a step.
+    before each step, and host the time until a step returns. Temporaries are what torch's allocator hands out during
+    a step.
     """
     config = BenchConfig(**options)
     layout, instrument = config.layout, INSTRUMENTS[config.device]
-    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, {**SHAPES, **CLIFFS})
+    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, (*SHAPES, *MORE_SETS))
     refused = [name for name in sets if config.device == "cuda" and not param_set_of(name).on_cuda]
     if refused:
         raise InputError(
@@ -192,12 +196,11 @@ def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig,
 
     The baseline's row compares it with itself: the difference from 1.00 is the noise.
     """
-    instrument, device = INSTRUMENTS[config.device], torch.device(config.device)
-    copies = [instrument.copy_speed()] if instrument.copy_speed else []
+    device = torch.device(config.device)
     shapes, dtype = list(param_set.shapes()), param_set.dtype or PRECISIONS[config.precision]
     weights, grads = (draw(shapes, scale, dtype, device, seed) for seed, scale in enumerate((0.02, 1e-3)))
     first, *_ = builds.values()
-    baseline, _ = prepared(first, weights, grads, config.clip, param_set.layout, param_set.grad_layout)
+    baseline, _ = prepared(first, weights, grads, config.clip, param_set)
     rows: list[dict[str, Any]] = []
     failed = {}
     with counting(console) as bar:
@@ -212,17 +215,12 @@ def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig,
                 failed[name] = f"{type(reason).__name__}: {reason}"
             gc.collect()  # otherwise an optimizer in a reference cycle would keep its memory during the next row
             bar.advance(task)
-    if instrument.copy_speed:
-        copies.append(instrument.copy_speed())
-        for row in rows:
-            _relate(row, copies)
     return {
         "tensors": len(shapes),
         "parameters": sum(weight.numel() for weight in weights),
-        "copy_bytes_per_s": copies,
         "optimizers": rows,
         "failed": failed,
-        "notes": [*notes(rows, failed, copies), *filter(None, [param_set.note])],
+        "notes": [*notes(rows, failed), *filter(None, [param_set.note])],
     }
 
 
@@ -235,49 +233,23 @@ def _row(
     param_set: ParamSet,
     config: BenchConfig,
 ) -> dict[str, Any]:
+    instrument = INSTRUMENTS[config.device]
+    seconds = instrument.seconds if config.seconds is None else config.seconds
+    optimizer, first_step = prepared(build, weights, grads, config.clip, param_set)
+    extra = instrument.temporaries(optimizer.step)
+    changes = [
+        param_set.change([param for group in each.param_groups for param in group["params"]])
+        for each in (baseline, optimizer)
+    ]
+    times = instrument.step_times(baseline, optimizer, seconds, changes)
     exact = peer.float64 and "error" in config.layout.columns and sum(map(Tensor.numel, weights)) <= MOST_FOR_ERROR
-    mine = prepared(build, weights, grads, config.clip, param_set.layout, param_set.grad_layout)
     return {
         "label": peer.label,
         "tensors": len(weights),
-        **_beside(peer, baseline, *mine, param_set, config),
-        "error": error(build, weights, grads) if exact else None,
-    }
-
-
-def _beside(
-    peer: Peer,
-    baseline: Optimizer,
-    optimizer: Optimizer,
-    first_step: float,
-    param_set: ParamSet,
-    config: BenchConfig,
-) -> dict[str, Any]:
-    instrument = INSTRUMENTS[config.device]
-    seconds = instrument.seconds if config.seconds is None else config.seconds
-    extra = instrument.temporaries(optimizer.step)
-    times = instrument.compare(baseline, optimizer, seconds, changes(param_set.change, baseline, optimizer))
-    state = peer.state_bytes(optimizer)
-    once = traffic.bytes_once(optimizer, state)
-    return {
         **times,
         "first_step_s": first_step,
         "temporaries_bytes": extra,
-        "state_bytes": state or None,  # some optimizers keep tensors outside `state`
-        "bytes_once": once,
-        "bytes_moved": traffic.bytes_moved(optimizer, config.clip is not None) or once,
+        "state_bytes": peer.state_bytes(optimizer) or None,  # some optimizers keep tensors outside `state`
         "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
+        "error": error(build, weights, grads) if exact else None,
     }
-
-
-def changes(change: Callable[[list[Tensor]], Change], *optimizers: Optimizer) -> list[Change]:
-    """Return the change of each optimizer's parameters."""
-    return [change([param for group in of.param_groups for param in group["params"]]) for of in optimizers]
-
-
-def _relate(row: dict[str, Any], copies: Sequence[float | None]) -> None:
-    """Add to a row its rates relative to a copy's rate, which is the mean of those that were measured."""
-    speeds = [speed for speed in copies if speed is not None]
-    known = bool(speeds) and row["ms"] is not None
-    for figure, size in (("of_copy", "bytes_moved"), ("of_copy_once", "bytes_once")):
-        row[figure] = row[size] / (1e-3 * row["ms"]["median"]) / statistics.mean(speeds) if known else None

@@ -10,7 +10,7 @@ from rich.table import Table
 from bighorn.cli.peers import PEERS
 
 
-def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str], copies: Sequence[float | None]) -> Iterator[str]:
+def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str]) -> Iterator[str]:
     """The sentences below a table."""
     noise = rows[0]["ratio"]
     if noise is not None and noise["p90"] > 1.2 * noise["p10"]:
@@ -23,21 +23,14 @@ def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str], copies: Sequen
             )
     for name, reason in failed.items():
         yield f"Failed: {PEERS[name].label} ({textwrap.shorten(reason, 300)})"
-    if copies:
-        before, after = ("unknown" if speed is None else f"{speed / 1e9:,.0f}" for speed in copies)
-        yield f"A copy's GB/s, read and written: {before} before, {after} after."
 
 
-def _spread(row: dict[str, Any], figure: str) -> str:
-    return "-" if row[figure] is None else f"{row[figure]['p10']:.2f}-{row[figure]['p90']:.2f}"
+def _spread(row: dict[str, Any], key: str) -> str:
+    return "-" if row[key] is None else f"{row[key]['p10']:.2f}-{row[key]['p90']:.2f}"
 
 
-def _median(row: dict[str, Any], figure: str) -> str:
-    return "-" if row.get(figure) is None else f"{row[figure]['median']:.2f}"
-
-
-def _share(row: dict[str, Any], figure: str) -> str:
-    return "-" if row.get(figure) is None else f"{row[figure]:.0%}"
+def _median(row: dict[str, Any], key: str) -> str:
+    return "-" if row.get(key) is None else f"{row[key]['median']:.2f}"
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -48,8 +41,6 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "wall ms": lambda row: _median(row, "wall_ms"),
     "wall ratio": lambda row: _median(row, "wall_ratio"),
     "host": lambda row: f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-",
-    "of copy": lambda row: _share(row, "of_copy"),
-    "of copy, once": lambda row: _share(row, "of_copy_once"),
     "first step": lambda row: f"{1e6 * row['first_step_s'] / row['tensors']:,.0f} us",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
     "state": lambda row: _megabytes(row["state_bytes"]),

@@ -1,16 +1,17 @@
 """The measurements of ``bighorn bench --device cuda``: device time with cold caches, and wall time of many steps."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn.cli.cliffs import Change, nothing
-from bighorn.cli.measure import LEAST_ROUNDS, beside
+from bighorn.cli.measure import LEAST_ROUNDS, Change, beside, nothing, take_turns
 
 WARM_UP = 10
 """Steps of each optimizer that are not counted, while clocks rise, and allocators and launchers warm up."""
@@ -31,9 +32,12 @@ TRIES = 4
 CALIBRATION_CYCLES = 10_000_000
 MOST_ROUNDS = 40
 HOST_STEPS = 20
-COPIES = 20
 STEPS_IN_A_ROW = 50
 LEAST_REPEATS, MOST_REPEATS = 3, 7
+
+
+class HostBehindError(RuntimeError):
+    """The host cannot be ahead of the device in some work, so that its device time is not known."""
 
 
 def facts() -> dict[str, Any]:
@@ -48,33 +52,37 @@ def facts() -> dict[str, Any]:
     }
 
 
-def compare(
+def step_times(
     baseline: Optimizer, optimizer: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
 ) -> dict[str, Any]:
-    """As :func:`bighorn.cli.measure.compare`, with device time, wall time and host time of a step.
+    """As :func:`bighorn.cli.measure.step_times`, with device time, wall time and host time of a step.
 
-    Device time and wall time are measured for ``seconds`` each. If :class:`DeviceTimer` rejects the step, `ms`,
-    `baseline_ms` and `ratio` are None, and `host_ahead` is false.
+    Device time and wall time are measured for ``seconds`` each. Caches are cold for device time, and as the previous
+    step left them for wall time. If :class:`DeviceTimer` rejects the step, `ms`, `baseline_ms` and `ratio` are None,
+    and `host_ahead` is false.
     """
-    both = tuple(zip((baseline, optimizer), changes, strict=True))
-    for step in range(WARM_UP):
-        for each, change in both:
-            change(step)
-            each.step()
-    hosts = [host_seconds(each.step, change) for each, change in both]
+    both = [(each.step, change) for each, change in zip((baseline, optimizer), changes, strict=True)]
+    for number in range(WARM_UP):
+        for step, change in both:
+            change(number)
+            step()
+    hosts = [host_seconds(*each) for each in both]
     sweep = scratch()
-    first, second = (
-        DeviceTimer(each.step, host, sweep, change) for (each, change), host in zip(both, hosts, strict=True)
-    )
-    rounds = device_rounds(first, second, seconds)
+    timers = [DeviceTimer(step, host, sweep, change) for (step, change), host in zip(both, hosts, strict=True)]
+    times: dict[str, Any] = {"rounds": 0, "ms": None, "baseline_ms": None, "ratio": None, "host_ahead": False}
+    try:
+        theirs, mine = take_turns(timers, seconds, LEAST_ROUNDS, MOST_ROUNDS)
+        times = {"rounds": len(mine), **beside(theirs, mine), "host_ahead": True}
+    except HostBehindError:
+        pass
+    wall_samples = [partial(wall_seconds, *each) for each in both]
+    their_walls, walls = take_turns(wall_samples, seconds, LEAST_REPEATS, MOST_REPEATS)
     return {
-        "rounds": len(rounds[0]) if rounds else 0,
-        **(beside(*rounds) if rounds else {"ms": None, "baseline_ms": None, "ratio": None}),
-        "host_ahead": rounds is not None,
-        "baseline_refused_samples": first.refused,
-        "refused_samples": second.refused,
+        **times,
+        "baseline_refused_samples": timers[0].refused,
+        "refused_samples": timers[1].refused,
         "host_ms": 1e3 * hosts[1],
-        **beside(*wall_rounds(baseline, optimizer, seconds, changes), "wall_"),
+        **beside(their_walls, walls, "wall_"),
     }
 
 
@@ -98,18 +106,18 @@ class DeviceTimer:
 
     def __init__(self, work: Callable[[], object], host: float, sweep: Tensor, change: Change = nothing) -> None:
         self.refused = 0
-        self._work, self._sweep, self._change, self._samples = work, sweep, change, 0
+        self._work, self._sweep, self._change, self._numbers = work, sweep, change, itertools.count()
         self._cycles = int(max(MARGIN * host, LEAST_SLEEP) * cycles_per_second())
 
-    def seconds(self) -> float | None:
-        """Return one sample; None if `TRIES` in a row are rejected.
+    def __call__(self) -> float:
+        """Return the seconds of one sample.
 
-        In that case the work itself waits for the device, or launches more than the device's queue holds, so that no
-        sleep is long enough.
+        Raises:
+            HostBehindError: `TRIES` samples in a row are rejected. The work itself waits for the device, or launches
+                more than the device's queue holds, so that no sleep is long enough.
         """
         for _ in range(TRIES):
-            self._change(self._samples)
-            self._samples += 1
+            self._change(next(self._numbers))
             start, stop = events()
             torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
             self._sweep.zero_()
@@ -122,39 +130,7 @@ class DeviceTimer:
                 return 1e-3 * float(start.elapsed_time(stop))
             self.refused += 1
             self._cycles *= 2
-        return None
-
-
-def device_rounds(first: DeviceTimer, second: DeviceTimer, seconds: float) -> tuple[list[float], list[float]] | None:
-    """Device times of two timers that take turns, for ``seconds``, at least 5 and at most 40 rounds.
-
-    None if the host cannot be ahead of the device in one of them.
-    """
-    times: tuple[list[float], list[float]] = [], []
-    end = time.perf_counter() + seconds
-    while len(times[0]) < LEAST_ROUNDS or (len(times[0]) < MOST_ROUNDS and time.perf_counter() < end):
-        for timer, mine in zip((first, second), times, strict=True):
-            sample = timer.seconds()
-            if sample is None:
-                return None
-            mine.append(sample)
-    return times
-
-
-def wall_rounds(
-    first: Optimizer, second: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
-) -> tuple[list[float], list[float]]:
-    """Wall time of a step, as a mean of `STEPS_IN_A_ROW` steps.
-
-    The optimizers take turns for ``seconds``, at least 3 and at most 7 times. Caches are as the previous step left
-    them.
-    """
-    times: tuple[list[float], list[float]] = [], []
-    end = time.perf_counter() + seconds
-    while len(times[0]) < LEAST_REPEATS or (len(times[0]) < MOST_REPEATS and time.perf_counter() < end):
-        for optimizer, change, mine in zip((first, second), changes, times, strict=True):
-            mine.append(wall_seconds(optimizer.step, change))
-    return times
+        raise HostBehindError(f"{TRIES} samples in a row began before the host had enqueued them")
 
 
 def wall_seconds(step: Callable[[], object], change: Change) -> float:
@@ -176,21 +152,6 @@ def wall_seconds(step: Callable[[], object], change: Change) -> float:
     return timed / STEPS_IN_A_ROW
 
 
-def copy_speed() -> float | None:
-    """Bytes per second, read and written, of a copy within the device's memory, timed as steps are; a median.
-
-    None if the host cannot be ahead of the device.
-    """
-    source, target = scratch(), scratch()
-
-    def copy() -> Tensor:
-        return target.copy_(source)
-
-    timer = DeviceTimer(copy, host_seconds(copy), scratch())
-    samples = [sample for sample in (timer.seconds() for _ in range(COPIES)) if sample is not None]
-    return 2 * SWEEP_BYTES / statistics.median(samples) if samples else None
-
-
 def cycles_per_second() -> float:
     """Return the rate at which `torch.cuda._sleep` counts: the device's clock, which changes with load."""
     start, stop = events()
@@ -208,7 +169,7 @@ def events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def scratch() -> Tensor:
-    """Return `SWEEP_BYTES` of memory on the device, to write and to copy."""
+    """Return `SWEEP_BYTES` of memory on the device."""
     return torch.empty(SWEEP_BYTES, dtype=torch.uint8, device="cuda")
 
 

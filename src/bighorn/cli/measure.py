@@ -1,13 +1,15 @@
 """The measurements of ``bighorn bench``: times, temporaries, errors."""
 
 import ctypes
+import itertools
 import math
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,63 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn.cli.cliffs import Change, Copy, nothing
 from bighorn.cli.peers import Build
-from bighorn.cli.shapes import Shape
+from bighorn.cli.shapes import SHAPES, Shape
 
 LEAST_ROUNDS = 5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 RESET_PEAK = Path("/proc/self/clear_refs")
 LR = 1e-4  # after hundreds of steps along one gradient, the weights must still have a similar size
 ERROR_LR = 0.1  # changes weights by their own size, since otherwise their rounding would hide the error of the step
+
+Copy = Callable[[Tensor], Tensor]
+"""A function that returns a copy of a tensor in some layout."""
+
+Change = Callable[[int], None]
+"""A function that changes parameters or gradients before the step of this number, and is not timed."""
+
+
+def contiguous(drawn: Tensor) -> Tensor:
+    """Return a contiguous copy."""
+    return drawn.clone(memory_format=torch.contiguous_format)
+
+
+def nothing(step: int) -> None:
+    """Change nothing."""
+
+
+@dataclass(frozen=True)
+class ParamSet:
+    """The parameters of a measurement.
+
+    Attributes:
+        shapes: A function that returns their shapes.
+        dtype: Their dtype. Default: None, which is that of ``--precision``.
+        layout: The layout of the parameters. Default: contiguous.
+        grad_layout: The layout of the gradients. Default: contiguous.
+        change: A function from the parameters to a function that changes something before each step. Default: one that
+            changes nothing.
+        note: A sentence below the table. Default: none.
+        on_cuda: Whether torch's fused AdamW steps it on CUDA, where gradients and state need the parameters' strides.
+            Default: True.
+    """
+
+    shapes: Callable[[], Iterable[Shape]]
+    dtype: torch.dtype | None = None
+    layout: Copy = contiguous
+    grad_layout: Copy = contiguous
+    change: Callable[[list[Tensor]], Change] = lambda _: nothing
+    note: str = ""
+    on_cuda: bool = True
+
+
+MORE_SETS: dict[str, ParamSet] = {}
+"""Sets of parameters beside :data:`bighorn.cli.shapes.SHAPES`, for programs that add some to ``bighorn bench``."""
+
+
+def param_set_of(name: str) -> ParamSet:
+    """Return the set of this name."""
+    return MORE_SETS[name] if name in MORE_SETS else ParamSet(SHAPES[name])
 
 
 def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
@@ -32,29 +82,32 @@ def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torc
     return [torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype) for shape in shapes]
 
 
+PLAIN = ParamSet(tuple)
+"""Contiguous parameters and gradients that do not change between steps."""
+
+
 def prepared(
     build: Build,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     clip: float | None,
-    layout: Copy = torch.clone,
-    grad_layout: Copy = torch.clone,
+    param_set: ParamSet = PLAIN,
 ) -> tuple[Optimizer, float]:
     """Return an optimizer over copies of ``weights`` and ``grads``, after its first step, and the seconds of that step.
 
     After it, the state exists and all compilation is done. Gradients are copied, since some steps write to them: apex's
     FusedLAMB stores its update there, and ``clip_grad_norm_`` scales them.
     """
-    params = [layout(weight) for weight in weights]
+    params = [param_set.layout(weight) for weight in weights]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad_layout(grad)
+        param.grad = param_set.grad_layout(grad)
     optimizer = build(params, LR, clip)
     start = time.perf_counter()
     optimizer.step()
     return optimizer, time.perf_counter() - start
 
 
-def compare(
+def step_times(
     baseline: Optimizer, optimizer: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
 ) -> dict[str, Any]:
     """Return the wall times of the steps of two optimizers, and their ratio, as JSON; `changes` as in `rounds`."""
@@ -73,22 +126,38 @@ def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> 
 
 def rounds(
     first: Optimizer, second: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
-) -> tuple[list[float], list[float]]:
+) -> list[list[float]]:
     """Return the seconds of each step of two optimizers that take turns, for ``seconds`` and at least 5 rounds.
 
     Both have the same disturbances, and neither optimizer's tensors are in cache unless both fit. Each one's change is
     called directly before its step, with the number of the round: after both changes, only the first step would find
     the objects of its tensors in cache.
     """
-    times: tuple[list[float], list[float]] = [], []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < LEAST_ROUNDS:
-        for optimizer, change, mine in zip((first, second), changes, times, strict=True):
-            change(len(mine))
+
+    def timed(optimizer: Optimizer, change: Change) -> Callable[[], float]:
+        numbers = itertools.count()
+
+        def sample() -> float:
+            change(next(numbers))
             start = time.perf_counter()
             optimizer.step()
-            mine.append(time.perf_counter() - start)
-    return times
+            return time.perf_counter() - start
+
+        return sample
+
+    return take_turns(list(map(timed, (first, second), changes)), seconds, LEAST_ROUNDS)
+
+
+def take_turns(
+    samples: Sequence[Callable[[], float]], seconds: float, least: int, most: float = math.inf
+) -> list[list[float]]:
+    """Call ``samples`` in turn for ``seconds``, each from ``least`` to ``most`` times; return all results."""
+    results: list[list[float]] = [[] for _ in samples]
+    end = time.perf_counter() + seconds
+    while len(results[0]) < least or (len(results[0]) < most and time.perf_counter() < end):
+        for sample, mine in zip(samples, results, strict=True):
+            mine.append(sample())
+    return results
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

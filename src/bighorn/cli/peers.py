@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli.cliffs import CLIFFS
 from bighorn.cli.optimizers import state_bytes
 
 WEIGHT_DECAY = 0.01
@@ -251,13 +250,6 @@ TABLES = {
         shapes=("vit_small", "resnet50"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
     ),
-    "cliffs": BenchTable(
-        baseline="adamw",
-        peers=("adamw-foreach", "lamb", "lamb-cautious", "came"),
-        shapes=("vit_small", *CLIFFS),
-        columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
-        devices=("cpu",),
-    ),
     "gpu": BenchTable(
         baseline="adamw",
         peers=(
@@ -265,10 +257,7 @@ TABLES = {
             *("bitsandbytes-adamw8bit", "bitsandbytes-lamb8bit", "flashoptim"),
         ),
         shapes=("bert_large", "bert_base", "vit_small", "resnet50", "llama_1b", "tiny"),
-        columns=(
-            *("ms", "ratio", "p10-p90", "wall ms", "wall ratio", "host"),
-            *("of copy", "of copy, once", "temporaries", "error"),
-        ),
+        columns=("ms", "ratio", "p10-p90", "wall ms", "wall ratio", "host", "temporaries", "error"),
         devices=("cuda",),
     ),
 }

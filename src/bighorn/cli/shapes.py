@@ -34,35 +34,6 @@ def efficientnet_b0() -> Iterator[Shape]:
     yield from linear(1000, 1280)
 
 
-def mobilenetv3_large() -> Iterator[Shape]:
-    """MobileNetV3-Large, as in timm (mobilenetv3_large_100)."""
-    yield from convolution(16, 3, 3)
-    channels = 16
-    for kernel, expanded, out, squeezed in (
-        (3, 16, 16, 0),
-        (3, 64, 24, 0),
-        (3, 72, 24, 0),
-        (5, 72, 40, 24),
-        (5, 120, 40, 32),
-        (5, 120, 40, 32),
-        (3, 240, 80, 0),
-        (3, 200, 80, 0),
-        (3, 184, 80, 0),
-        (3, 184, 80, 0),
-        (3, 480, 112, 120),
-        (3, 672, 112, 168),
-        (5, 672, 160, 168),
-        (5, 960, 160, 240),
-        (5, 960, 160, 240),
-    ):
-        yield from inverted_bottleneck(kernel, channels, expanded, out, squeezed)
-        channels = out
-    yield from convolution(960, channels, 1)
-    yield (1280, 960, 1, 1)
-    yield (1280,)
-    yield from linear(1000, 1280)
-
-
 def vit_small() -> Iterator[Shape]:
     """ViT-S/16 at 224 pixels, as in timm (vit_small_patch16_224)."""
     width = 384
@@ -135,19 +106,17 @@ def convolution(out: int, channels: int, kernel: int) -> Iterator[Shape]:
 
 
 def inverted_bottleneck(kernel: int, channels: int, expanded: int, out: int, squeezed: int) -> Iterator[Shape]:
-    """Yield expansion if there is any, depthwise convolution, squeeze and excitation (unless 0), and projection."""
+    """Yield expansion if there is any, depthwise convolution, squeeze and excitation, and projection."""
     if expanded != channels:
         yield from convolution(expanded, channels, 1)
     yield from convolution(expanded, 1, kernel)
-    if squeezed:
-        yield from ((squeezed, expanded, 1, 1), (squeezed,), (expanded, squeezed, 1, 1), (expanded,))
+    yield from ((squeezed, expanded, 1, 1), (squeezed,), (expanded, squeezed, 1, 1), (expanded,))
     yield from convolution(out, expanded, 1)
 
 
 SHAPES: dict[str, Callable[[], Iterable[Shape]]] = {
     "tiny": lambda: [(8, 8)] * 200,
     "efficientnet_b0": efficientnet_b0,
-    "mobilenetv3_large": mobilenetv3_large,
     "vit_small": vit_small,
     "resnet50": resnet50,
     "bert_base": lambda: bert(12, 768),

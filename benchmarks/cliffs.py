@@ -1,26 +1,13 @@
 """Parameters whose steps can be slow although the models' shapes are fast: other layouts, dtypes and uses of a step."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from bighorn.cli.shapes import SHAPES, Shape, resnet50
-
-Copy = Callable[[Tensor], Tensor]
-"""A function that returns a copy of a tensor in some layout."""
-
-Change = Callable[[int], None]
-"""A function that changes parameters or gradients before the step of this number, and is not timed."""
+from bighorn.cli.measure import Change, ParamSet
+from bighorn.cli.shapes import resnet50
 
 MISSING = 0.1
 """The share of parameters without a gradient in a step of `missing`."""
-
-
-def contiguous(drawn: Tensor) -> Tensor:
-    """Return a contiguous copy."""
-    return drawn.clone(memory_format=torch.contiguous_format)
 
 
 def channels_last(drawn: Tensor) -> Tensor:
@@ -37,16 +24,6 @@ def transposed(drawn: Tensor) -> Tensor:
 def with_gaps(drawn: Tensor) -> Tensor:
     """Return a copy that is every row's first half of a tensor."""
     return torch.cat([drawn, drawn], dim=-1)[..., : drawn.shape[-1]]
-
-
-def nothing(step: int) -> None:
-    """Change nothing."""
-
-
-def unchanged(params: list[Tensor]) -> Change:
-    """Return a function that changes nothing."""
-    del params
-    return nothing
 
 
 def missing(params: list[Tensor]) -> Change:
@@ -83,31 +60,6 @@ def alternating(params: list[Tensor]) -> Change:
     return alternate
 
 
-@dataclass(frozen=True)
-class ParamSet:
-    """The parameters of a measurement.
-
-    Attributes:
-        shapes: A function that returns their shapes.
-        dtype: Their dtype. Default: None, which is that of ``--precision``.
-        layout: The layout of the parameters. Default: contiguous.
-        grad_layout: The layout of the gradients. Default: contiguous.
-        change: A function from the parameters to a function that changes something before each step. Default: one that
-            changes nothing.
-        note: A sentence below the table. Default: none.
-        on_cuda: Whether torch's fused AdamW steps it on CUDA, where gradients and state need the parameters' strides.
-            Default: True.
-    """
-
-    shapes: Callable[[], Iterable[Shape]]
-    dtype: torch.dtype | None = None
-    layout: Copy = contiguous
-    grad_layout: Copy = contiguous
-    change: Callable[[list[Tensor]], Change] = unchanged
-    note: str = ""
-    on_cuda: bool = True
-
-
 WRONG_BASELINE = (
     "torch's fused AdamW reads these gradients in the wrong order (2.13), so its time is only a lower bound: its "
     "foreach is right."
@@ -134,8 +86,3 @@ CLIFFS = {
 """The sets by name. In `missing`, another random tenth of the parameters has no gradient at each step; in `moved`, each
 parameter has new storage; in `alternating`, gradients have other strides. Gradients are contiguous in `channels_last`
 and `transposed`, and have their parameter's strides in `transposed_both`."""
-
-
-def param_set_of(name: str) -> ParamSet:
-    """Return the set of this name, of :data:`CLIFFS` or of :data:`bighorn.cli.shapes.SHAPES`."""
-    return CLIFFS[name] if name in CLIFFS else ParamSet(SHAPES[name])

@@ -230,12 +230,12 @@ def number(
     return exact
 
 
-def integer(name: str, value: object, least: int = 0) -> int:
-    """Return an integer, given in any integer type, that is not less than `least`.
+def integer(name: str, value: object, least: int = 0, most: float = math.inf) -> int:
+    """Return an integer, given in any integer type, from `least` to `most`.
 
     Raises:
         TypeError: The value is not an integer.
-        ValueError: The value is less than `least`.
+        ValueError: The value is out of range.
     """
     try:
         exact = operator.index(value)  # type: ignore[arg-type]
@@ -243,8 +243,9 @@ def integer(name: str, value: object, least: int = 0) -> int:
         exact = None
     if exact is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r} ({type(value).__name__})")
-    if exact < least:
-        raise ValueError(f"{name}={value!r} is out of range: it must be an integer, at least {least}")
+    if not least <= exact <= most:
+        span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} is out of range: it must be an integer, {span}")
     return exact
 
 

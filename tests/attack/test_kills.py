@@ -1,4 +1,4 @@
-"""After processes are killed during a save, the newest checkpoint loads and no temporary file is left."""
+"""After processes are killed during a save, the newest checkpoint loads."""
 
 from __future__ import annotations
 

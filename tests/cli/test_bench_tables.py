@@ -77,7 +77,7 @@ def test_the_table_of_cliffs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--table precision --seconds -1", "--seconds is -1.0, but must be at least 0."),
+        ("--table precision --seconds -1", "--seconds=-1.0 is out of range: it must be a finite number at least 0"),
         ("--table cliffs --device cuda", "--table cliffs is measured with --device cpu."),
         # torch 2.11 on an H100: "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout".
         # `alternating` and `gaps` were run there; the others have the same difference of strides.

@@ -31,10 +31,10 @@ def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
 def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))
-    request = train.Request({"device": "cuda"}, {}, outputs, None)
+    ctx = train.train.make_context("train", ["--device", "cuda"])
     with pytest.raises(InputError, match="--device cuda with 2 processes is not supported: no machine with several"):
-        train._prepare(request, None, 2, True)
-    train._prepare(request, None, 1, True)
+        train._prepare(ctx, outputs, None, None, 2, True)
+    train._prepare(ctx, outputs, None, None, 1, True)
 
 
 @needs_no_gpu

@@ -90,8 +90,8 @@ def test_a_run_that_diverges_is_an_end(
     ("options", "message"),
     [
         (["--lr-min", "1", "--lr-max", "0.1"], "--lr-max 0.1 must be above --lr-min 1"),
-        (["--lr-min", "0"], "--lr-min is 0.0"),
-        (["--steps", "3"], "--steps is 3, but must be at least 20"),
+        (["--lr-min", "0"], "--lr-min=0.0"),
+        (["--steps", "3"], "--steps=3 is out of range: it must be an integer, at least 20"),
         (["--batch-size", "100000"], "--batch-size 100000 is more than"),
     ],
 )

@@ -231,7 +231,7 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
         (["--optimizers", "came,lam"], "--optimizers: no 'lam' here; did you mean lamb?"),
         (["--task", "text", "--shapes", "one"], "--task and --shapes each say what to predict for"),
         (["--shapes", "one", "--data", "x"], "--data x is for a task, but --shapes is given"),
-        (["--rows", "0"], "--rows is 0, but must be at least 1."),
+        (["--rows", "0"], "--rows=0 is out of range: it must be an integer, at least 1"),
         (["--optimizer-option", "factr=1"], "no optimizer here has it: did you mean factor?"),
         (["--optimizer-option", "factor=rows"], "--optimizer-option: factor='rows' is not known"),
         (["--optimizer-option", "weight_rounding=kahan"], "give --weight-rounding kahan."),

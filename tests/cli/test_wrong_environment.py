@@ -68,7 +68,7 @@ def test_variables_of_torchrun(
 def test_numbers_that_no_float32_holds(words: list[str], invoke: Invoke) -> None:
     output = invoke(*words, code=1).output
     assert output.startswith(f"Error: {words[1]}")
-    assert "at most 3.4e+38" in output
+    assert "3.4e+38" in output
 
 
 @pytest.mark.parametrize("width", ["", "0", "00"])

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"deferred", "kernels"},
     "offloading": {"arguments", "distributed", "kernels", "offloading"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
-    "cli": {"bighorn", "kernels", "schedules", "cli"},
+    "cli": {"arguments", "bighorn", "kernels", "schedules", "cli"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""

@@ -46,13 +46,15 @@ def killed(run: Run, place: Path, delay: float) -> int:
 
 
 def checked(run: Run, place: Path) -> Run:
-    """Resume the newest checkpoint, which is complete; the next save removes the files of the killed process."""
+    """Resume the newest checkpoint, which is complete; remove the temporary file of the killed process."""
     loaded = checkpoint.load(place)
     restored = fresh()
     checkpoint.restore(restored, loaded)
     assert restored.step >= run.step, f"step {restored.step} of a run that was saved in step {run.step}"
     values = {2**17 * value for parameter in restored.model.parameters() for value in parameter.flatten().tolist()}
     assert values == {float(restored.step)}, f"the weights of step {restored.step} are those of {values}"
+    for path in place.parent.glob(".bighorn-*.partial"):
+        path.unlink()
     save_next(restored, place)
     assert [path.name for path in place.parent.iterdir()] == [place.name]
     return restored

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
+from bighorn.arguments import between
 from bighorn.cli import cuda, files
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
-from bighorn.cli.config import MOST_THREADS, PRECISIONS
+from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
@@ -30,10 +31,10 @@ from bighorn.cli.measure import (
     step_times,
     temporaries,
 )
-from bighorn.cli.options import FILE, Command, command_line, config_options, option
+from bighorn.cli.options import FILE, POSITIVE, THREADS, Command, Options, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES
-from bighorn.cli.values import at_least, check_device, names, positive
+from bighorn.cli.values import check_device, names
 
 WIDTH_OF_FILES = 160
 """Columns of text if the output is not a terminal, where rich would wrap at 80; the widest table has 120."""
@@ -63,7 +64,7 @@ INSTRUMENTS = {
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Options):
     """The options of a benchmark."""
 
     device: str = option("cpu", "The device of the tensors, whose time is measured.", choices=tuple(INSTRUMENTS))
@@ -82,12 +83,13 @@ class BenchConfig:
         None, f"What to time against the first row, of {', '.join(PEERS)}.", shown="the table's that are installed"
     )
     precision: str = option("fp32", "Type of weights and gradients; bf16 has bf16 states.", choices=tuple(PRECISIONS))
-    clip: float | None = option(None, "Clip gradients to this norm.", shown="no clipping")
-    threads: int | None = option(None, "CPU threads.", shown="torch's choice")
+    clip: float | None = option(None, "Clip gradients to this norm.", shown="no clipping", check=POSITIVE)
+    threads: int | None = option(None, "CPU threads.", shown="torch's choice", check=THREADS)
     seconds: float | None = option(
         None,
         "Time for each pair of optimizers, on a GPU for device time and for wall time; at least 5 rounds.",
         shown="3; 1.5 with --device cuda",
+        check=between(0),
     )
 
     @property
@@ -96,11 +98,9 @@ class BenchConfig:
         return TABLES[self.table or ("gpu" if self.device == "cuda" else "steps")]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.device not in self.layout.devices:
             raise InputError(f"--table {self.table} is measured with --device {' or '.join(self.layout.devices)}.")
-        positive("--clip", self.clip)
-        at_least("--threads", self.threads, 1, MOST_THREADS)
-        at_least("--seconds", self.seconds, 0)
 
 
 @click.command(cls=Command, epilog="Example: bighorn bench --shapes vit_small,bert_base --report bench.html")
@@ -167,13 +167,13 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
             console.print(note, markup=False)
     for name, reason in absent.items():
         console.print(f"Absent: {PEERS[name].label} ({reason})", markup=False)
-    if report is not None:
+
+    def page() -> str:
         from bighorn.cli.reports.bench import bench_report
 
-        files.write_text(report, bench_report(content, COLUMNS, [PEERS[name].label for name in absent]))
-        console.print(f"Report: {report}")
-    if json_file is not None:
-        console.print(f"JSON: {json_file}")
+        return bench_report(content, COLUMNS, [PEERS[name].label for name in absent])
+
+    files.finish(console.print, report, page, json_file, lambda: content)
 
 
 def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:

@@ -13,6 +13,7 @@ from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import environment
 from bighorn.cli.errors import InputError
+from bighorn.cli.options import flag_of
 from bighorn.cli.run import Run
 from bighorn.cli.values import matches
 
@@ -97,7 +98,7 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     saved: dict[str, Any] = asdict(_config(checkpoint["config"]))  # with the defaults of options that were added later
     for name, value in given.items():
         if name not in ELSEWHERE and saved[name] != value:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             has = f"no {flag}" if saved[name] is None else f"{flag} {saved[name]}"
             raise InputError(
                 f"{flag} {value} contradicts the checkpoint, whose run has {has}. "

@@ -5,11 +5,11 @@ import os
 import signal
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
 
+from bighorn.cli.environment import check_variables, package_version
 from bighorn.cli.errors import InputError
 from bighorn.cli.values import suggestion
 
@@ -58,19 +58,10 @@ class LazyGroup(click.Group):
             raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
 
-def _version() -> str:
-    try:
-        return version("bighorn")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"
-
-
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(_version(), prog_name="bighorn")
+@click.version_option(package_version("bighorn"), prog_name="bighorn")
 def bighorn() -> None:
     """LAMB and CAME for PyTorch: train with them, and compare and time them on your own machine."""
-    from bighorn.cli.environment import check_variables
-
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names can be invalid in the terminal's encoding

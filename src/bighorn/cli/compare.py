@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import click
 from rich import box
 from rich.table import Table
 
+from bighorn.arguments import number
 from bighorn.cli import files, sweep
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
-from bighorn.cli.options import FILE, Command, command_line, config_options, option
+from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import DEVICES, at_least, check_name, names, numbers
+from bighorn.cli.values import DEVICES, check_name, names, numbers
 from bighorn.cli.verdict import expected_seconds, verdicts
 
 WIDEST = 120
@@ -27,7 +29,7 @@ WIDEST = 120
 
 
 @dataclass(frozen=True)
-class CompareConfig:
+class CompareConfig(Options):
     """The options of a comparison; None stands for the task's default."""
 
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
@@ -45,25 +47,21 @@ class CompareConfig:
         shown="; ".join(f"{name}={','.join(f'{lr:g}' for lr in recipe.grid)}" for name, recipe in OPTIMIZERS.items()),
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
-    seeds: int = option(3, "Seeds of each cell: 0, 1, ...")
-    tuning_seeds: int | None = option(None, "Seeds that learning rates are chosen by, if fewer.", shown="as --seeds")
+    seeds: int = option(3, "Seeds of each cell: 0, 1, ...", check=COUNT)
+    tuning_seeds: int | None = option(
+        None, "Seeds that learning rates are chosen by, if fewer.", shown="as --seeds", check=COUNT
+    )
     target: float | None = option(
         None,
         "Test accuracy to count the steps to.",
         shown=", ".join(f"{name} {task.target:g}" for name, task in TASKS.items()),
+        check=partial(number, high=1.0, above=True),
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     processes: int | None = option(
-        None, "Runs at a time, each on one thread.", shown="one per processor, and one on a GPU"
+        None, "Runs at a time, each on one thread.", shown="one per processor, and one on a GPU", check=COUNT
     )
     device: str = option("cpu", "Device of the runs.", choices=DEVICES)
-
-    def __post_init__(self) -> None:
-        at_least("--seeds", self.seeds, 1)
-        at_least("--tuning-seeds", self.tuning_seeds, 1)
-        at_least("--processes", self.processes, 1)
-        if self.target is not None and not 0 < self.target <= 1:
-            raise InputError(f"--target is {self.target}, but an accuracy is above 0 and at most 1.")
 
     def cells(self) -> dict[str, tuple[int, ...]]:
         """The batch sizes of each optimizer."""
@@ -146,24 +144,21 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     for note in notes:
         console.print(note)
     notes = answers + notes
-    if report is not None:
+
+    def page() -> str:
         from bighorn.cli.reports.compare import compare_report
 
         rows = [row(cell) for cell in cells]
-        page = compare_report(cells, dataset.description, head, rows, notes, command_line(ctx), settings)
-        files.write_text(report, page)
-        console.print(f"Report: {report}")
-    if json_file is not None:
-        data = {"description": dataset.description, "sha256": dataset.fingerprint()}
-        content = {
-            **about,
-            "config": settings,
-            "data": data,
-            "cells": [as_json(cell) for cell in cells],
-            "words": notes,
-        }
-        files.write_json(json_file, content)
-        console.print(f"JSON: {json_file}")
+        return compare_report(cells, dataset.description, head, rows, notes, about["command"], settings)
+
+    content = {
+        **about,
+        "config": settings,
+        "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+        "cells": [as_json(cell) for cell in cells],
+        "words": notes,
+    }
+    files.finish(console.print, report, page, json_file, lambda: content)
 
 
 def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, tuple[float, ...]]:

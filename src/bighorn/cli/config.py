@@ -8,32 +8,18 @@ from typing import Any
 
 import torch
 
+from bighorn import arguments
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
-from bighorn.cli.options import option
+from bighorn.cli.options import COUNT, MOST, POSITIVE, THREADS, Options, option
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import (
-    DEVICES,
-    MOST,
-    at_least,
-    check_device,
-    positive,
-    read_options,
-    scale_policy,
-    warmup_steps,
-)
+from bighorn.cli.values import DEVICES, check_device, read_options, scale_policy, warmup_steps
 from bighorn.kernels import BACKENDS
 from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, scaled_lr
 from bighorn.schedules.large_batch import RULES
 
 BASE_BATCH = 256
 """The batch size of the default learning rates, to which ``--lr-scaling`` is relative."""
-
-MOST_SEED = 2**63 - 1
-"""The largest seed of torch's generators."""
-
-MOST_THREADS = 1024
-"""Far more than any CPU has. OpenMP ends the process if it has no memory for the requested number of threads."""
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtypes of weights."""
@@ -51,10 +37,10 @@ def _by_name(table: Mapping[str, Any], attribute: str) -> str:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Options):
     """The options of a run. None stands for the task's or the optimizer's default.
 
-    Values are those of the command line until :meth:`resolved` checks them and fills in the defaults.
+    Values are those of the command line until :meth:`resolved` fills in the defaults.
     """
 
     task: str = option("digits", "What to train on.", choices=tuple(TASKS))
@@ -66,34 +52,49 @@ class RunConfig:
     optimizer: str = option(
         "lamb", "Bighorn's lamb or came, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
     )
-    batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"))
+    batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"), check=COUNT)
     lr: float | None = option(
-        None, f"Peak learning rate, before --lr-scaling; at batch {BASE_BATCH}.", shown=_by_name(OPTIMIZERS, "lr")
+        None,
+        f"Peak learning rate, before --lr-scaling; at batch {BASE_BATCH}.",
+        shown=_by_name(OPTIMIZERS, "lr"),
+        check=POSITIVE,
     )
     lr_scaling: str = option(
         "none",
         f"Multiply lr by batch-size / {BASE_BATCH} (linear) or its square root (sqrt).",
         choices=("none", *RULES),
     )
-    warmup: str = option("10%", "Linear warm-up, as steps (200) or a share of the run (10%).")
+    warmup: str = option(
+        "10%",
+        "Linear warm-up, as steps (200) or a share of the run (10%).",
+    )
     schedule: str = option(
         "linear", "After warm-up: decay to 0 along a line or half a cosine, or no decay.", choices=tuple(DECAYS)
     )
-    epochs: float | None = option(None, "Passes over the training data.", shown=_by_name(TASKS, "epochs"))
-    steps: int | None = option(None, "Optimizer steps, instead of --epochs.")
-    weight_decay: float | None = option(
-        None, "Weight decay; biases and norms have none.", shown=_by_name(OPTIMIZERS, "weight_decay")
+    epochs: float | None = option(
+        None, "Passes over the training data.", shown=_by_name(TASKS, "epochs"), check=POSITIVE
     )
-    seed: int = option(0, "Seed of weights, data order and dropout.")
+    steps: int | None = option(None, "Optimizer steps, instead of --epochs.", check=COUNT)
+    weight_decay: float | None = option(
+        None,
+        "Weight decay; biases and norms have none.",
+        shown=_by_name(OPTIMIZERS, "weight_decay"),
+        check=arguments.between(0, MOST),
+    )
+    seed: int = option(0, "Seed of weights, data order and dropout.", check=arguments.count)
     precision: str = option(
         "fp32",
         "fp32 or bf16: type of weights and gradients. fp16: mixed, computed under autocast over fp32 weights.",
         choices=(*PRECISIONS, "fp16"),
     )
     loss_scale: str | None = option(
-        None, "For --precision fp16: none, a fixed number, or dynamic.", shown="dynamic with fp16, else none"
+        None,
+        "For --precision fp16: none, a fixed number, or dynamic.",
+        shown="dynamic with fp16, else none",
     )
-    max_grad_norm: float | None = option(None, "Clip gradients to this 2-norm over all parameters.", shown="no clip")
+    max_grad_norm: float | None = option(
+        None, "Clip gradients to this 2-norm over all parameters.", shown="no clip", check=POSITIVE
+    )
     state_dtype: str | None = option(
         None, "Type of lamb's moments or came's momentum.", shown="fp32", choices=tuple(STATE_DTYPES)
     )
@@ -108,18 +109,11 @@ class RunConfig:
         None,
         "CPU threads; a run is bitwise reproducible for one number of them.",
         shown="1 for digits, else torch's choice",
+        check=THREADS,
     )
 
     def _check(self) -> None:
-        """Raise an error for values that are out of range and options that exclude each other."""
-        at_least("--batch-size", self.batch_size, 1)
-        at_least("--steps", self.steps, 1)
-        at_least("--threads", self.threads, 1, MOST_THREADS)
-        at_least("--seed", self.seed, 0, MOST_SEED)
-        at_least("--weight-decay", self.weight_decay, 0, MOST)
-        positive("--lr", self.lr)
-        positive("--epochs", self.epochs)
-        positive("--max-grad-norm", self.max_grad_norm)
+        """Raise an error for words that cannot be read and options that exclude each other."""
         if scale_policy(self.loss_scale) is not None and self.precision != "fp16":
             raise InputError(
                 f"--loss-scale {self.loss_scale} is for --precision fp16; {self.precision} holds gradients as small as "
@@ -179,8 +173,10 @@ class RunConfig:
         if self.lr_scaling == "none":
             return self.lr
         scaled = scaled_lr(self.lr, BASE_BATCH, self.batch_size, self.lr_scaling)
-        positive(f"--lr {self.lr:g} with --lr-scaling {self.lr_scaling}", scaled)
-        return scaled
+        try:
+            return POSITIVE(f"--lr {self.lr:g} with --lr-scaling {self.lr_scaling}", scaled)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
     def lr_schedule(self, total: int) -> Schedule:
         """Return a resolved run's schedule: linear warm-up to the peak, then one of :data:`DECAYS` until ``total``.
@@ -197,10 +193,12 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Options):
     """How processes divide the work of a step. It changes results only by rounding, and checkpoints do not store it."""
 
-    accumulate: int = option(1, "Parts in which each process computes its share of a batch, one after the other.")
+    accumulate: int = option(
+        1, "Parts in which each process computes its share of a batch, one after the other.", check=COUNT
+    )
     tail_overlap: bool = option(
         False, "Step parameters while the last gradients are still in flight; with several processes.", shown="off"
     )
@@ -211,17 +209,14 @@ class ParallelConfig:
         False, "With --device cuda: keep optimizer state in the host's memory, and step there.", shown="off"
     )
 
-    def __post_init__(self) -> None:
-        at_least("--accumulate", self.accumulate, 1)
+    def check(self, config: RunConfig, processes: int) -> None:
+        """Raise an error for a resolved run that this number of processes cannot divide in this way."""
+        assert config.batch_size is not None
         if self.tail_overlap and self.shard_update:
             raise InputError(
                 "--tail-overlap and --shard-update exclude each other: with shards, a step ends with an exchange of "
                 "parameters, not of gradients. Leave one of them out."
             )
-
-    def check(self, config: RunConfig, processes: int) -> None:
-        """Raise an error for a resolved run that this number of processes cannot divide in this way."""
-        assert config.batch_size is not None
         if self.offload and config.device == "cpu":
             raise InputError(
                 "--offload takes the optimizer of a GPU's model to the host's memory, where --device cpu has it "
@@ -234,8 +229,3 @@ class ParallelConfig:
             raise InputError(
                 f"--batch-size {config.batch_size} cannot be split evenly over {' x '.join(into)}: take a multiple."
             )
-
-    def without_effect(self, processes: int) -> list[str]:
-        """Return the options that have no effect with this number of processes."""
-        flags = [("--tail-overlap", self.tail_overlap), ("--shard-update", self.shard_update)]
-        return [flag for flag, given in flags if given and processes == 1]

@@ -1,7 +1,7 @@
 """``bighorn doctor``: which backends work here, and what to do about those that do not."""
 
-import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> N
     content: dict[str, Any] = {"presets": preset_rows()} if presets else findings()
     console = Console(highlight=False, emoji=False)
     console.print(_preset_table(content["presets"]) if presets else _table(content))
-    if json_file is not None:
-        files.write_text(json_file, json.dumps(content, indent=1) + "\n")
-        console.print(f"JSON: {json_file}", markup=False)
+    files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
     for name in require:
         if not content["backends"][name]["works"]:
             raise InputError(
@@ -61,15 +59,9 @@ def findings() -> dict[str, Any]:
 
 def preset_rows() -> list[dict[str, Any]]:
     """The presets of `Lamb.like` and `Came.like` as JSON."""
+    names = ("name", "aliases", "options", "differs", "source")
     return [
-        {
-            "optimizer": optimizer,
-            "name": preset.name,
-            "aliases": list(preset.aliases),
-            "options": dict(preset.options),
-            "differs": preset.differs,
-            "source": preset.source,
-        }
+        {"optimizer": optimizer, **{name: getattr(preset, name) for name in names}}
         for optimizer, presets in (("lamb", PRESETS), ("came", CAME_PRESETS))
         for preset in presets
     ]

@@ -1,7 +1,6 @@
 """Output files, which are replaced as a whole or not at all."""
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -15,9 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bighorn.cli.errors import InputError
-
-if sys.platform != "win32":
-    import fcntl
 
 KINDS = {
     stat.S_IFDIR: "folder",
@@ -113,7 +109,8 @@ def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
         else:
             assert status is not None
             sys.stdout.flush()
-            with os.fdopen(_open_stream(path, status), "wb") as file:
+            stream = _standard_stream(status)
+            with path.open("wb") if stream is None else os.fdopen(os.dup(stream), "wb") as file:
                 content(file)
     except (OSError, RuntimeError) as error:
         cause = system_error(error)
@@ -139,61 +136,36 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, re.sub(r"[\[{][^\[\]{}]*[\]}]", joined, text) + "\n")
 
 
+def finish(
+    say: Callable[[str], object],
+    report: Path | None,
+    page: Callable[[], str],
+    json_file: Path | None,
+    content: Callable[[], Any],
+) -> None:
+    """Write the report and the JSON of a command, each if it was asked for, and say where they are."""
+    if report is not None:
+        write_text(report, page())
+        say(f"Report: {report}")
+    if json_file is not None:
+        write_json(json_file, content())
+        say(f"JSON: {json_file}")
+
+
 def _replace(target: Path, status: os.stat_result | None, content: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file in the target's folder, then rename it."""
-    temporaries = f".bighorn-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
-    _remove_abandoned(target.parent, temporaries)
-    descriptor, temporary = _make_temporary(target.parent, temporaries)
+    """Write a temporary file in the target's folder, then rename it; a process that is killed leaves it there."""
+    temporary = target.with_name(f".bighorn-{secrets.token_hex(8)}.partial")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             content(file)
             file.flush()
-            if status is not None and sys.platform != "win32":
-                os.fchmod(descriptor, status.st_mode & 0o777)
-            os.fsync(descriptor)
-            temporary.replace(target)
+            if status is not None:
+                temporary.chmod(status.st_mode & 0o777)
+            os.fsync(file.fileno())
+        temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _make_temporary(folder: Path, prefix: str) -> tuple[int, Path]:
-    """Create a temporary file that this process locks, with the mode of the umask, which mkstemp ignores."""
-    while True:
-        path = folder / f"{prefix}{secrets.token_hex(8)}.partial"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        if not _lock(descriptor) or os.fstat(descriptor).st_nlink:
-            return descriptor, path
-        os.close(descriptor)  # another process removed it as abandoned before it was locked
-
-
-def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove the temporary files of killed processes, which no process has locked."""
-    for path in folder.iterdir():
-        if re.fullmatch(re.escape(prefix) + r"[0-9a-f]{16}\.partial", path.name):
-            with suppress(OSError):
-                descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-                try:
-                    if _lock(descriptor):
-                        path.unlink()
-                finally:
-                    os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether the file could be locked: no other process holds a lock, and the file system supports locks."""
-    if sys.platform == "win32":
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _open_stream(path: Path, status: os.stat_result) -> int:
-    stream = _standard_stream(status)
-    return os.open(path, os.O_WRONLY) if stream is None else os.dup(stream)
 
 
 def _standard_stream(status: os.stat_result) -> int | None:

@@ -5,6 +5,7 @@ run, whose learning rate grows by the same factor at every step, until the loss 
 """
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ import click
 import numpy as np
 from rich.console import Console
 
+from bighorn.arguments import integer
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.display import counting, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.options import FILE, Command, command_line, config_options, given, option
+from bighorn.cli.options import FILE, MOST, POSITIVE, Command, Options, command_line, config_options, given, option
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, positive
 from bighorn.schedules import Exponential
 
 SHARED = (
@@ -40,20 +41,19 @@ SETTLING = 10
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(Options):
     """The options of a range test, in addition to those of the run."""
 
-    lr_min: float = option(1e-5, "The first step's learning rate.")
-    lr_max: float = option(10.0, "The last step's, unless the loss ends the search before.")
-    steps: int = option(200, "Steps from one to the other.")
+    lr_min: float = option(1e-5, "The first step's learning rate.", check=POSITIVE)
+    lr_max: float = option(10.0, "The last step's, unless the loss ends the search before.", check=POSITIVE)
+    steps: int = option(200, "Steps from one to the other.", check=partial(integer, least=2 * SETTLING))
 
     def __post_init__(self) -> None:
-        positive("--lr-min", self.lr_min)
-        positive("--lr-max", self.lr_max)
-        at_least("--steps", self.steps, 2 * SETTLING)
-        positive("--lr-max / --lr-min", self.lr_max / self.lr_min)
-        if self.lr_max <= self.lr_min:
-            raise InputError(f"--lr-max {self.lr_max:g} must be above --lr-min {self.lr_min:g}.")
+        super().__post_init__()
+        if not 1 < self.lr_max / self.lr_min <= MOST:
+            raise InputError(
+                f"--lr-max {self.lr_max:g} must be above --lr-min {self.lr_min:g}, and at most {MOST:g} times as large."
+            )
 
 
 @dataclass
@@ -115,35 +115,42 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         words.append(f"Suggestion: lr {curve.lrs[chosen]:.2g}, where the loss falls most steeply.")
     for line in words:
         console.print(line)
-    if report is not None:
-        from bighorn.cli.reports.lr_find import lr_report
 
-        settings = asdict(search) | {name: getattr(config, name) for name in SHARED}
-        page = lr_report(
-            config,
-            dataset.description,
-            curve.lrs,
-            curve.losses,
-            curve.smooth,
-            chosen,
-            words,
-            command_line(ctx),
+    settings = asdict(search) | {name: getattr(config, name) for name in SHARED}
+
+    def page() -> str:
+        from bighorn.cli.reports import Section, figures, render
+
+        return render(
+            f"A learning rate for {config.optimizer}",
+            f"{config.optimizer} on {dataset.description}, batch {config.batch_size}.",
+            {
+                "suggested learning rate": "none" if chosen is None else f"{curve.lrs[chosen]:.2g}",
+                "best smoothed loss": f"{curve.smooth[best]:.4f}",
+                "steps": f"{len(curve.lrs)}",
+            },
+            [
+                Section(
+                    "Loss by learning rate",
+                    "One run whose learning rate grows by the same factor at each step.\n" + "\n".join(words),
+                    figures.search(curve.lrs, curve.losses, curve.smooth, chosen),
+                )
+            ],
+            [about["command"]],
             settings,
+            config.device,
         )
-        files.write_text(report, page)
-        console.print(f"Report: {report}")
-    if json_file is not None:
-        content = {
-            **about,
-            "config": asdict(search) | {name: getattr(config, name) for name in SHARED},
-            "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
-            "suggestion": None if chosen is None else curve.lrs[chosen],
-            "best": {"lr": curve.lrs[best], "smoothed_loss": curve.smooth[best]},
-            "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": curve.smooth},
-            "words": words,
-        }
-        files.write_json(json_file, content)
-        console.print(f"JSON: {json_file}")
+
+    content = {
+        **about,
+        "config": settings,
+        "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+        "suggestion": None if chosen is None else curve.lrs[chosen],
+        "best": {"lr": curve.lrs[best], "smoothed_loss": curve.smooth[best]},
+        "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": curve.smooth},
+        "words": words,
+    }
+    files.finish(console.print, report, page, json_file, lambda: content)
 
 
 def range_test(run: Run, search: SearchConfig, console: Console) -> tuple[Curve, str]:

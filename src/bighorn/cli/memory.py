@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,32 @@ from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, kinds, predicted
 from bighorn.cli.models import Weights
 from bighorn.cli.offloaded import OFFLOAD_HEAD, as_masters, offload_bytes, offload_rows
-from bighorn.cli.options import FILE, Command, command_line, config_options, option
+from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, flag_of, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import at_least, bytes_in, check_name, names, read_options, suggestion
+from bighorn.cli.values import bytes_in, check_name, names, read_options, suggestion
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 SOURCES = ("task", "shapes", "model", "hf_config")
 SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
 """The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``."""
+MOST_PARTS = 5
+"""The number of kinds of layers with a colour of their own in the report's bars."""
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Options):
     """The options of a prediction; one of :data:`SOURCES` names the model."""
 
-    task: str | None = option(None, "A task's model.", shown="digits, unless another option names a model")
-    shapes: str | None = option(None, f"A set of shapes, of {', '.join(SHAPES)}.")
+    task: str | None = option(
+        None,
+        "A task's model.",
+        shown="digits, unless another option names a model",
+        check=partial(check_name, known=TASKS),
+    )
+    shapes: str | None = option(
+        None, f"A set of shapes, of {', '.join(SHAPES)}.", check=partial(check_name, known=SHAPES)
+    )
     model: str | None = option(
         None,
         "Any model, as PACKAGE.MODULE:CALLABLE. That is imported and called without arguments, on torch's meta "
@@ -58,25 +68,20 @@ class MemoryConfig:
         None,
         "The memory of a GPU, like 24GB or 80GiB: says which optimizers fit, before activations.",
         shown="not asked",
+        check=bytes_in,
     )
     offload: bool = option(
         False, "Also show the memory of device and host with bighorn.offload, before activations.", shown="off"
     )
-    rows: int = option(10, "Kinds of layers to list, the largest first.")
+    rows: int = option(10, "Kinds of layers to list, the largest first.", check=COUNT)
 
     def __post_init__(self) -> None:
-        given = [f"--{name.replace('_', '-')}" for name in SOURCES if getattr(self, name) is not None]
+        super().__post_init__()
+        given = [flag_of(name) for name in SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} each say what to predict for: give one of them.")
         if self.data is not None and given not in ([], ["--task"]):
             raise InputError(f"--data {self.data} is for a task, but {given[0]} is given: leave one of them out.")
-        if self.task is not None:
-            check_name("--task", self.task, TASKS)
-        if self.shapes is not None:
-            check_name("--shapes", self.shapes, SHAPES)
-        at_least("--rows", self.rows, 1)
-        if self.gpu_memory is not None:
-            bytes_in("--gpu-memory", self.gpu_memory)
         if self.weight_rounding != "nearest" and self.precision == "fp32":
             raise InputError(
                 f"--weight-rounding {self.weight_rounding} is for weights of 16 bits: give --precision bf16 too."
@@ -149,22 +154,37 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     if config.offload:
         console.print(_table(OFFLOAD_HEAD, offload_rows(offloaded)))
     console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
-    if report is not None:
-        from bighorn.cli.reports import Section
-        from bighorn.cli.reports.memory import memory_report
 
-        by_layer = Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers)))
+    def page() -> str:
+        from bighorn.cli.reports import Section, figures, render
+
         about_all = (
             f"{'; '.join(answers)}. Released: with only the largest gradient, as with bighorn.release_gradients. "
             "Activations are not counted."
         )
-        total = Section("Totals", about_all, head=TOTAL_HEAD, rows=total_rows(totals))
-        settings = asdict(config) | {"optimizers": ", ".join(wanted)}
-        page = memory_report(source, about, layers, elements, by_layer, total, command_line(ctx), settings)
-        files.write_text(report, page)
-        console.print(f"Report: {report}")
-    if json_file is not None:
-        content = {
+        parts = [
+            (label.replace("\n", ": "), [each / elements for each in mine])
+            for label, mine in parts_of(layers, MOST_PARTS)
+        ]
+        return render(
+            f"Optimizer state of {source}",
+            f"{about}.",
+            {f"state of {name}": f"{quantity(total.state)}B" for name, total in totals.items()},
+            [
+                Section(
+                    "State by optimizer",
+                    "Bytes for each parameter of the model, by the layers that they belong to.",
+                    figures.bars(wanted, parts, "bytes per parameter"),
+                ),
+                Section("Totals", about_all, head=TOTAL_HEAD, rows=total_rows(totals)),
+                Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers))),
+            ],
+            [command_line(ctx)],
+            asdict(config) | {"optimizers": ", ".join(wanted)},
+        )
+
+    def content() -> dict[str, Any]:
+        return {
             **provenance(command_line(ctx)),
             "config": asdict(config),
             "parameters": elements,
@@ -177,22 +197,27 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
                 for name, param in params
             ],
         }
-        files.write_json(json_file, content)
-        console.print(f"JSON: {json_file}")
+
+    files.finish(console.print, report, page, json_file, content)
 
 
 LAYER_HEAD = ("bytes of",)
 TOTAL_HEAD = ("optimizer", "weights", "gradients", "state", "per parameter", "sum", "of adamw's", "released")
 
 
-def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
-    """Return the largest kinds of layers as text, and the rest as one row."""
-    rows = [(kind.label, *map(quantity, kind.bytes.values())) for kind in layers[:most]]
+def parts_of(layers: Sequence[Kind], most: int) -> list[tuple[str, list[int]]]:
+    """Return the bytes of the largest kinds of layers, by optimizer, with those of the rest as one more part."""
+    parts = [(kind.label, list(kind.bytes.values())) for kind in layers[:most]]
     rest = layers[most:]
     if rest:
         label = f"{sum(kind.count for kind in rest)} others"
-        rows.append((label, *(quantity(sum(kind.bytes[name] for kind in rest)) for name in rest[0].bytes)))
-    return rows
+        parts.append((label, [sum(kind.bytes[name] for kind in rest) for name in rest[0].bytes]))
+    return parts
+
+
+def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
+    """Return the largest kinds of layers as text, and the rest as one row."""
+    return [(label, *map(quantity, sizes)) for label, sizes in parts_of(layers, most)]
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+
+from bighorn.arguments import integer, number
+from bighorn.cli.errors import InputError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,16 +61,57 @@ class Command(click.Command):
             formatter.write_dl([record for record in records.values() if record])
 
 
-def option(default: Any, text: str, *, shown: str | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a command line option (see :func:`config_options`).
+MOST = 3.4e38
+"""The largest float32, the dtype of the kernels' arithmetic."""
+
+POSITIVE = partial(number, high=MOST, above=True)
+COUNT = partial(integer, least=1)
+THREADS = partial(integer, least=1, most=1024)
+"""The most is far more than any CPU has. OpenMP ends the process if it has no memory for the requested threads."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    shown: str | None = None,
+    choices: tuple[str, ...] = (),
+    check: Callable[[str, Any], Any] | None = None,
+) -> Any:
+    """A field of :class:`Options` that is also a command line option (see :func:`config_options`).
 
     Args:
         default: The default; None if another table defines it.
         text: The help text.
         shown: The default as the help shows it, if ``default`` is None.
         choices: The values allowed; empty for any.
+        check: A function that is called with the flag and a value other than None, and raises an error for a wrong one.
     """
-    return dataclasses.field(default=default, metadata={"help": text, "shown": shown, "choices": choices})
+    about = {"help": text, "shown": shown, "choices": choices, "check": check}
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options that are checked when an object is created.
+
+    Raises:
+        InputError: A check has refused a value.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, check = getattr(self, field.name), field.metadata["check"]
+            if value is not None and check is not None:
+                try:
+                    check(flag_of(field.name), value)
+                except (TypeError, ValueError) as error:
+                    raise InputError(str(error)) from error
+
+
+def flag_of(name: str) -> str:
+    """Return the command line option of a field."""
+    return "--" + name.replace("_", "-")
 
 
 def config_options(config: type[Any], only: Container[str] | None = None) -> Callable[[Function], Function]:
@@ -80,7 +125,7 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
             choices, shown = field.metadata["choices"], field.metadata["shown"]
             flag = hints[field.name] is bool
             command = click.option(
-                "--" + field.name.replace("_", "-"),
+                flag_of(field.name),
                 type=None if flag else click.Choice(choices) if choices else _plain(hints[field.name]),
                 is_flag=flag,
                 default=field.default,

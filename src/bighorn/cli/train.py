@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from bighorn.cli.tasks import TASKS, Dataset
 
 PICTURES = (".png", ".svg")
 RESULTS = ("--save", "--report", "--json")
+
+Outputs = Mapping[str, Path | None]
+"""The files to write, by option; None for an option that was not given."""
 
 
 @click.command(cls=Command, epilog="Example: bighorn train --task text --steps 200 --report run.html")
@@ -56,38 +60,21 @@ def train(
     if plot_schedule is None and save is None and resume is not None:
         save = resume
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
-    options, parallel, command = given(ctx, RunConfig), given(ctx, ParallelConfig), command_line(ctx)
     with Ranks.join() as ranks:
         # Separate functions hold the model: see ranks.end_process_group.
-        done = _run(Request(options, parallel, outputs, resume), command, ctx, ranks)
+        done = _run(ctx, outputs, resume, ranks)
     if not done:
         ctx.exit(130)
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command line of a run.
-
-    Attributes:
-        options: The options of the run on the command line.
-        parallel: The options of :class:`ParallelConfig` on the command line.
-        outputs: The files to write, by option.
-        resume: The checkpoint from which the run continues.
-    """
-
-    options: dict[str, Any]
-    parallel: dict[str, Any]
-    outputs: dict[str, Path | None]
-    resume: Path | None
-
-
-def _run(request: Request, command: str, ctx: click.Context, ranks: Ranks) -> bool:
+def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> bool:
     """Train, or draw the schedule; return False if Ctrl-C has ended the run early."""
-    run, warnings = _set_up(request, ranks)
+    run, warnings = _set_up(ctx, outputs, resume, ranks)
     history = run.history
+    command = command_line(ctx)
     history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
     console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False, markup=False, emoji=False)
-    plot, save = request.outputs["--plot-schedule"], request.outputs["--save"]
+    plot, save = outputs["--plot-schedule"], outputs["--save"]
     if plot is not None:
         introduce(run, console, warnings)
         if ranks.first:
@@ -109,23 +96,28 @@ def _run(request: Request, command: str, ctx: click.Context, ranks: Ranks) -> bo
             if not run.done and save is not None:
                 checkpoint.save(run, save)
     except DivergedError as error:
-        _write(run, request.outputs)
+        _write(run, outputs, console)
         raise InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.") from error
-    _finish(run, request.outputs, ctx, console)
+    _finish(run, outputs, ctx, console)
     return run.done
 
 
-def _set_up(request: Request, ranks: Ranks) -> tuple[Run, list[str]]:
+def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> tuple[Run, list[str]]:
     """Create the run, or load it; the second value is its warnings."""
-    resume = request.resume
     saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
-    config, parallel, dataset, warnings = ranks.together(lambda: _prepare(request, saved, ranks.size, ranks.first))
+    config, parallel, dataset = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks.size, ranks.first))
     if ranks.size > 1:
         ranks.check_same(
             options={**asdict(config), **asdict(parallel), "data": None, "threads": None},
             training_data=dataset.fingerprint(),
         )
     run = Run(config, dataset, ranks, parallel=parallel)
+    idle = {"--tail-overlap": parallel.tail_overlap, "--shard-update": parallel.shard_update}
+    warnings = [
+        f"{flag} has no effect in one process; see torchrun in --help."
+        for flag, is_on in idle.items()
+        if is_on and ranks.size == 1
+    ]
     if saved is not None:
         differences = checkpoint.restore(run, saved)
         warnings += [f"not as it was saved, the last bits may differ: {difference}" for difference in differences]
@@ -133,32 +125,34 @@ def _set_up(request: Request, ranks: Ranks) -> tuple[Run, list[str]]:
 
 
 def _prepare(
-    request: Request, saved: dict[str, Any] | None, processes: int, writes_files: bool
-) -> tuple[RunConfig, ParallelConfig, Dataset, list[str]]:
+    ctx: click.Context,
+    outputs: Outputs,
+    resume: Path | None,
+    saved: dict[str, Any] | None,
+    processes: int,
+    writes_files: bool,
+) -> tuple[RunConfig, ParallelConfig, Dataset]:
     """Check the options and read the data: the work that can fail in a single process."""
-    parallel = ParallelConfig(**request.parallel)
-    idle = parallel.without_effect(processes)
-    options = request.options
+    options, parallel = given(ctx, RunConfig), ParallelConfig(**given(ctx, ParallelConfig))
     config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
     if config.device == "cuda" and processes > 1:
         raise InputError(
             f"--device cuda with {processes} processes is not supported: no machine with several GPUs has run this. "
             "Start one process, without torchrun, or use --device cpu."
         )
-    if request.outputs["--plot-schedule"] is not None:
-        _check_plot(request.outputs["--plot-schedule"], request.outputs)
+    if outputs["--plot-schedule"] is not None:
+        _check_plot(outputs["--plot-schedule"], outputs)
     if writes_files:
-        save = request.outputs["--save"]
+        save = outputs["--save"]
         if save is not None:
             files.check_regular(save, "--save")
             files.check_outputs({"--save": save}, {"--data": config.data})
-        others = {option: path for option, path in request.outputs.items() if option != "--save"}
-        files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": request.resume})
-    warnings = [f"{flag} has no effect in one process; see torchrun in --help." for flag in idle]
-    return config, parallel, TASKS[config.task].load(config.data), warnings
+        others = {option: path for option, path in outputs.items() if option != "--save"}
+        files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
+    return config, parallel, TASKS[config.task].load(config.data)
 
 
-def _finish(run: Run, outputs: dict[str, Path | None], ctx: click.Context, console: Console) -> None:
+def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console) -> None:
     """Write the results, and print how to continue a run that Ctrl-C has ended early."""
     ranks, save = run.ranks, outputs["--save"]
     if not run.done and save is None:
@@ -166,10 +160,9 @@ def _finish(run: Run, outputs: dict[str, Path | None], ctx: click.Context, conso
         save = ranks.from_first(lambda: files.unused(Path(fresh)))
         checkpoint.save(run, save)
     console.print(_summary(run))
-    _write(run, outputs)
-    for name, path in (("Report", outputs["--report"]), ("JSON", outputs["--json"]), ("Checkpoint", save)):
-        if path is not None:
-            console.print(f"{name}: {path}")
+    _write(run, outputs, console)
+    if save is not None:
+        console.print(f"Checkpoint: {save}")
     if not run.done:
         again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
         again += words(ctx, {"report", "json_file", *(field.name for field in fields(ParallelConfig))})
@@ -179,18 +172,19 @@ def _finish(run: Run, outputs: dict[str, Path | None], ctx: click.Context, conso
         )
 
 
-def _write(run: Run, outputs: dict[str, Path | None]) -> None:
+def _write(run: Run, outputs: Outputs, console: Console) -> None:
     """Write the report and the JSON, in the first process."""
-    report, json_file = outputs["--report"], outputs["--json"]
-    if report is not None and run.ranks.first:
+
+    def page() -> str:
         from bighorn.cli.reports.train import train_report
 
-        files.write_text(report, train_report(run))
-    if json_file is not None and run.ranks.first:
-        files.write_json(json_file, as_json(run))
+        return train_report(run)
+
+    if run.ranks.first:
+        files.finish(console.print, outputs["--report"], page, outputs["--json"], lambda: as_json(run))
 
 
-def _check_plot(path: Path, outputs: dict[str, Path | None]) -> None:
+def _check_plot(path: Path, outputs: Outputs) -> None:
     if path.suffix not in PICTURES:
         raise InputError(f"--plot-schedule {path} must end in {' or '.join(PICTURES)}.")
     for option in RESULTS:

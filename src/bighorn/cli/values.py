@@ -16,9 +16,6 @@ from bighorn.cli.errors import InputError
 
 Number = TypeVar("Number", int, float)
 
-MOST = 3.4e38
-"""The largest float32, the dtype of the kernels' arithmetic."""
-
 COMMAND_ARGUMENTS = (
     *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "grad_norm_group", "names"),
 )
@@ -66,14 +63,6 @@ def bytes_in(flag: str, text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
-def at_least(flag: str, value: float | None, least: float, most: float = math.inf) -> None:
-    """Raise an error for a number below ``least`` or above ``most``, or one that is not finite; None is accepted."""
-    if value is not None and not (least <= value <= most and value < math.inf):
-        raise InputError(
-            f"{flag} is {value}, but must be at least {least}{f' and at most {most}' * (most < math.inf)}."
-        )
-
-
 def check_device(device: str) -> None:
     """Raise an error for ``cuda`` on a machine without a CUDA device.
 
@@ -86,12 +75,6 @@ def check_device(device: str) -> None:
             f"--device cuda: torch sees no CUDA device here (torch {torch.__version__} {built}). Use a machine with "
             "one, or --device cpu."
         )
-
-
-def positive(flag: str, value: float | None) -> None:
-    """Raise an error for a number that is not above 0 or overflows float32; None is accepted."""
-    if value is not None and not 0 < value <= MOST:
-        raise InputError(f"{flag} is {value}, but must be a number above 0 and at most {MOST:g}.")
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

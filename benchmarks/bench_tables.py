@@ -2,18 +2,20 @@
 
 `precision` is the table of docs/precision-results.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU, for
 docs/lambrrr-todo.md: its baseline is a loop over the tensors, and another row is the same loop compiled. `cliffs` is
-the table of docs/speed.md with other layouts, dtypes and uses of a step; `--shapes` takes its sets too. `gpu` has the
-columns "of copy" of docs/gpu-results.md too. All options of `bighorn bench` are known.
+the table of docs/speed.md with other layouts, dtypes and uses of a step; `--shapes` takes its sets too. `gpu` also has
+the columns "of copy" of docs/gpu-results.md, and rows of bitsandbytes and flashoptim. All options of `bighorn bench`
+are known.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, float64
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import traffic
@@ -21,7 +23,8 @@ from baseline_lamb import BaselineLamb, Step, compiled_loop, loop
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import MORE_SETS
-from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped
+from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported
 from cliffs import CLIFFS
 
 
@@ -34,7 +37,7 @@ def _compiled() -> Build:
 
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         # float64 serves to measure errors, a tensor at a time: hundreds of compilations, and no need of one.
-        step: Step = loop if params[0].dtype == float64 else compiled
+        step: Step = loop if params[0].dtype == torch.float64 else compiled
         return clipped(BaselineLamb(params, lr, WEIGHT_DECAY, step), params, clip)
 
     return build
@@ -47,9 +50,58 @@ def compile_seconds(row: dict[str, Any]) -> str:
     return f"{row['first_step_s'] - 1e-3 * row['ms']['median']:.1f} s"
 
 
+def _bitsandbytes(name: str) -> Callable[[], Build]:
+    def load() -> Build:
+        kind = imported("bitsandbytes.optim", name, ": pip install --no-deps bitsandbytes")
+
+        def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+            if name == "AdamW8bit" and params[0].dtype == torch.float64:  # it has no float64 kernel, and AdamW is exact
+                return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
+            return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
+
+        return build
+
+    return load
+
+
+def _flashoptim() -> Build:
+    kind = imported("flashoptim", "FlashAdamW", ": pip install --no-deps flashoptim")
+
+    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
+        if params[0].dtype == torch.float64:  # it has no float64 kernel; AdamW is exact
+            return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
+        for param in params:
+            param.requires_grad_()  # it omits parameters without requires_grad (flashoptim 0.1.4)
+        # It raises an error for bits of master weights if weights are float32.
+        bits = None if params[0].dtype == torch.float32 else 24
+        return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, master_weight_bits=bits), params, clip)
+
+    return build
+
+
+def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
+    """Return the size of the state, whose moments are not tensors but objects with codes and scales."""
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    tensors: list[Tensor] = [tensor for moment in moments for tensor in (moment.quantized, moment.scales)]
+    return state_bytes(optimizer) + sum(tensor.nbytes for tensor in tensors)
+
+
 OWN_PEERS = {
     "loop": Peer("reference loop", _loop, "torch"),
     "compiled": Peer("compiled loop", _compiled, "torch"),
+    "bitsandbytes-adamw8bit": Peer(
+        "bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit"), "bitsandbytes", devices=("cuda",)
+    ),
+    "bitsandbytes-lamb8bit": Peer(
+        "bitsandbytes LAMB8bit", _bitsandbytes("LAMB8bit"), "bitsandbytes", devices=("cuda",), float64=False
+    ),
+    "flashoptim": Peer(
+        "flashoptim FlashAdamW",
+        _flashoptim,
+        "flashoptim",
+        devices=("cuda",),
+        state_bytes=_flashoptim_state_bytes,
+    ),
 }
 
 OWN_TABLES = {
@@ -70,7 +122,11 @@ OWN_TABLES = {
         columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
         devices=("cpu",),
     ),
-    "gpu": replace(TABLES["gpu"], columns=(*TABLES["gpu"].columns, *traffic.COLUMNS)),
+    "gpu": replace(
+        TABLES["gpu"],
+        peers=(*TABLES["gpu"].peers, "bitsandbytes-adamw8bit", "bitsandbytes-lamb8bit", "flashoptim"),
+        columns=(*TABLES["gpu"].columns, *traffic.COLUMNS),
+    ),
     # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
     # timm's Lamb, which takes part as itself where it is installed.
     "lambrrr": BenchTable(

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from bighorn.cli.reports.figures import (
-    DARK,
+from bighorn.cli.reports.plots import (
+    GRID,
+    INK,
     LIGHT,
     SERIES,
     STYLE,
@@ -18,6 +19,14 @@ from bighorn.cli.reports.figures import (
     Panels,
     label_powers,
     to_svg,
+)
+
+DARK = {INK: "#a9adb7", GRID: "#363a43"} | dict(
+    zip(
+        SERIES,
+        ("#83a8ff", "#ff9a56", "#4fd0ab", "#c09bff", "#ff85ae", "#a3a9b5", "#e0bd4a", "#5cc8de"),
+        strict=True,
+    )
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import plots
 from bighorn.cli.compare import COLUMNS, row
 from bighorn.cli.config import RunConfig
-from bighorn.cli.reports import figures
+from bighorn.cli.reports import plots as report_plots
 from bighorn.cli.sweep import Cell, Trial
 from bighorn.cli.verdict import verdicts
 
@@ -118,7 +118,7 @@ def picture(name: str) -> str:
         (own, [c.batch_size for c in cells if c.optimizer == own], [c.accuracy for c in cells if c.optimizer == own])
         for own in names
     ]
-    return plots.standalone(figures.ranges(groups, "batch size"))
+    return plots.standalone(report_plots.ranges(groups, "batch size"))
 
 
 def written(page: Path) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # optimizers import it: its annotations are unions with `torch.device`, which a fixture replaces
 from torch import Tensor
 
+import bench_tables
 import traffic
 from bighorn import Came, Lamb
 from bighorn.cli import bench, cuda, measure, peers
@@ -362,9 +363,9 @@ def test_rates_are_relative_to_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["bitsandbytes-adamw8bit", "bitsandbytes-lamb8bit", "flashoptim"])
 def test_absent_peers_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
-    package = peers.PEERS[name].package
+    package = bench_tables.OWN_PEERS[name].package
     with pytest.raises(ImportError, match=f"not installed: pip install --no-deps {package}"):
-        peers.PEERS[name].load_for("cuda")
+        bench_tables.OWN_PEERS[name].load_for("cuda")
 
 
 def test_a_package_whose_import_fails_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +375,7 @@ def test_a_package_whose_import_fails_is_absent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(peers, "find_spec", lambda name: name)
     monkeypatch.setattr(peers, "import_module", fails)
     with pytest.raises(ImportError, match="installed, but its import fails: no CUDA library"):
-        peers.PEERS["bitsandbytes-adamw8bit"].load_for("cuda")
+        bench_tables.OWN_PEERS["bitsandbytes-adamw8bit"].load_for("cuda")
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, 24)])
@@ -389,8 +390,8 @@ def test_flashoptim_gets_parameters_that_it_steps(
             given.append(master_weight_bits)
             super().__init__(params, lr=lr, weight_decay=weight_decay)
 
-    monkeypatch.setattr(peers, "_imported", lambda *_: FlashAdamW)
-    build = peers.PEERS["flashoptim"].load()
+    monkeypatch.setattr(bench_tables, "imported", lambda *_: FlashAdamW)
+    build = bench_tables.OWN_PEERS["flashoptim"].load()
     param = torch.ones(3, dtype=dtype)
     build([param], 0.1, None)
     assert param.requires_grad

@@ -54,7 +54,7 @@ def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
     for part in ("Accuracy by batch size", "steps to 95%", "lamb 0.005, 0.01; sgd 0.1", "Convergence", "--seeds 2"):
         assert part in page.text
     cell = cells["sgd", 256]
-    again = sweep.make(sweep.Job(RunConfig(**cell["config"], seed=1), 0.95, tuning=False))
+    again = sweep.make(RunConfig(**cell["config"], seed=1), 0.95, tuning=False)
     assert (again.accuracy, again.loss) == (cell["final"][1]["accuracy"], cell["final"][1]["loss"])
 
 
@@ -67,9 +67,9 @@ def test_batch_sizes_may_differ_between_optimizers() -> None:
 def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accuracies of one cell are highest at 0.35, and those of the other one rise with every rate."""
 
-    def fake(job: sweep.Job) -> sweep.Trial:
-        lr = job.config.lr or 0.0
-        return trial(lr, job.config.seed, 1 - abs(lr - 0.35) if job.config.optimizer == "lamb" else lr / 1e3)
+    def fake(config: RunConfig, *_: object) -> sweep.Trial:
+        lr = config.lr or 0.0
+        return trial(lr, config.seed, 1 - abs(lr - 0.35) if config.optimizer == "lamb" else lr / 1e3)
 
     monkeypatch.setattr(sweep, "make", fake)
     bases = [(name, RunConfig(optimizer=name).resolved()) for name in ("lamb", "sgd")]
@@ -82,7 +82,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
     def added(more: int) -> None:
         counted[0] += more
 
-    lamb, sgd = sweep.compare(bases, grids, 2, 1, 0.9, 1, made=made, added=added)
+    lamb, sgd = sweep.run_cells(bases, grids, 2, 1, 0.9, 1, made=made, added=added)
     assert [lr for lr, _ in lamb.tuned] == [0.1, 0.2, 0.4, 0.8]
     assert (lamb.lr, lamb.on_edge) == (0.4, False)
     assert [lr for lr, _ in sgd.tuned] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
@@ -121,8 +121,8 @@ def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Run, "evaluate", watched)
     config = RunConfig(epochs=1, threads=1).resolved()
-    sweep.make(sweep.Job(config, 0.9, tuning=True))
-    sweep.make(sweep.Job(config, 0.9, tuning=False))
+    sweep.make(config, 0.9, tuning=True)
+    sweep.make(config, 0.9, tuning=False)
     tuning, final = ({row.numpy().tobytes() for row in data.test_inputs} for data in (seen[0], seen[-1]))
     assert not tuning & final
     assert len(seen[0]) + len(seen[0].test_inputs) == len(seen[-1])
@@ -130,7 +130,7 @@ def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_diverged_run_is_the_worst_one() -> None:
     config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved()
-    outcome = sweep.make(sweep.Job(config, 0.9, tuning=False))
+    outcome = sweep.make(config, 0.9, tuning=False)
     assert (outcome.accuracy, outcome.loss, outcome.steps_to_target) == (0.0, float("inf"), None)
 
 

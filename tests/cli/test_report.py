@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bighorn.cli.reports import figures
+from bighorn.cli.reports import plots
 from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, Page, assert_self_contained
 
@@ -97,20 +97,20 @@ def test_heat_map_of_many_layers_gives_each_its_line() -> None:
     layers = [f"blocks.{number}.attention.query.weight" for number in range(60)]
     values = np.geomspace(1e-5, 1, 60 * 50).reshape(60, 50)
     values[3, 4], values[5, 6] = 0, np.nan
-    svg = figures.heat_map(layers, range(1, 51), values, "lr x trust ratio")
+    svg = plots.heat_map(layers, range(1, 51), values, "lr x trust ratio")
     rows = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>blocks', svg)]
     assert len(rows) == 60
     assert min(np.diff(rows)) > 9  # the font size
 
 
 def test_smoothing_keeps_a_constant_and_the_ends() -> None:
-    np.testing.assert_allclose(figures.smoothed([2.0] * 500), 2.0)
+    np.testing.assert_allclose(plots.smoothed([2.0] * 500), 2.0)
     line = np.arange(500.0)
-    np.testing.assert_allclose(figures.smoothed(line.tolist()), line)
+    np.testing.assert_allclose(plots.smoothed(line.tolist()), line)
 
 
 def test_points_have_titles_and_a_page_is_readable_on_a_telephone(invoke: Invoke) -> None:
-    svg = figures.ranges([("a & b", [32, 64], [(0.7, 0.8, 0.9), (0.98, 0.99, 0.995)])], "batch size")
+    svg = plots.ranges([("a & b", [32, 64], [(0.7, 0.8, 0.9), (0.98, 0.99, 0.995)])], "batch size")
     assert "<title>a &amp; b, batch size 32: 80.0% (70.0% to 90.0%)</title>" in svg
     assert svg.count("<title>") == 2
     invoke("train", "--steps", "2", "--report", "r.html")
@@ -119,12 +119,12 @@ def test_points_have_titles_and_a_page_is_readable_on_a_telephone(invoke: Invoke
 
 SPREAD = {"median": 1.25, "p10": 1.2, "p90": 1.4}
 TIPS = {
-    "training, step 1: loss 2": figures.curves([1, 2], [2.0, 1.0], [2], [0.5], "loss"),
-    "test, step 2: accuracy 50.00%": figures.curves([1, 2], [0.2, 0.3], [2], [0.5], "accuracy", percent=True),
-    "learning rate 0.01: loss 0.5": figures.search([0.001, 0.01], [2.0, 1.0], [1.0, 0.5], None),
-    "step 3: lr 0.1": figures.line([1, 2, 3], [0.3, 0.2, 0.1], "lr"),
-    "lamb, 2 of 3x4: 8 bytes": figures.bars(["came", "lamb"], [("2 of 3x4", [4.0, 8.0])], "bytes"),
-    "Lamb: 1.25 (1.20 to 1.40)": figures.spreads([("AdamW", SPREAD), ("Lamb", SPREAD)], "ratio"),
+    "training, step 1: loss 2": plots.curves([1, 2], [2.0, 1.0], [2], [0.5], "loss"),
+    "test, step 2: accuracy 50.00%": plots.curves([1, 2], [0.2, 0.3], [2], [0.5], "accuracy", percent=True),
+    "learning rate 0.01: loss 0.5": plots.search([0.001, 0.01], [2.0, 1.0], [1.0, 0.5], None),
+    "step 3: lr 0.1": plots.line([1, 2, 3], [0.3, 0.2, 0.1], "lr"),
+    "lamb, 2 of 3x4: 8 bytes": plots.bars(["came", "lamb"], [("2 of 3x4", [4.0, 8.0])], "bytes"),
+    "Lamb: 1.25 (1.20 to 1.40)": plots.spreads([("AdamW", SPREAD), ("Lamb", SPREAD)], "ratio"),
 }
 
 
@@ -134,18 +134,18 @@ def test_every_figure_says_its_values(words: str) -> None:
 
 
 def test_a_long_curve_has_titles_at_some_points_and_the_last() -> None:
-    svg = figures.line(range(1, 1001), [0.5] * 999 + [0.25], "lr")
+    svg = plots.line(range(1, 1001), [0.5] * 999 + [0.25], "lr")
     assert "<title>step 1000: lr 0.25</title>" in svg
-    assert svg.count("<title>") <= figures.MOST_TIPS
+    assert svg.count("<title>") <= plots.MOST_TIPS
 
 
 def test_an_axis_of_accuracies_tells_99_from_99_5_percent() -> None:
     """Between equal ratios of errors are equal distances."""
-    svg = figures.ranges([("a", [1, 2, 4], [(0.9,) * 3, (0.99,) * 3, (0.999,) * 3])], "batch size")
+    svg = plots.ranges([("a", [1, 2, 4], [(0.9,) * 3, (0.99,) * 3, (0.999,) * 3])], "batch size")
     assert {"90%", "99%", "99.9%"} <= set(re.findall(r">([\d.]+%)<", svg))
     points = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*fill-opacity: 0', svg)
     heights = [float(y) for _, y in points]
     assert len(heights) == 3
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], rel=1e-3)
-    everywhere = figures.ranges([("a", [1, 2], [(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)])], "batch size")
+    everywhere = plots.ranges([("a", [1, 2], [(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)])], "batch size")
     assert "nan" not in everywhere

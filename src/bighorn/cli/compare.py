@@ -63,12 +63,11 @@ class CompareConfig(Options):
     )
     device: str = option("cpu", "Device of the runs.", choices=DEVICES)
 
-    def cells(self) -> dict[str, tuple[int, ...]]:
-        """The batch sizes of each optimizer."""
+    def cells(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The optimizers and the batch sizes."""
         task = TASKS[self.task]
         sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
-        optimizers = "lamb,adamw" if self.optimizers is None else self.optimizers
-        return dict.fromkeys(names("--optimizers", optimizers, CONTESTANTS), sizes)
+        return names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS), sizes
 
 
 @click.command(
@@ -87,8 +86,8 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     test data are looked at for the first time.
     """
     config = CompareConfig(**options)
-    batch_sizes = config.cells()
-    grids = learning_rates(config.lrs, list(batch_sizes))
+    optimizers, batch_sizes = config.cells()
+    grids = learning_rates(config.lrs, optimizers)
     task = TASKS[config.task]
     target = config.target or task.target
     processes = config.processes or (sweep.available_processors() if config.device == "cpu" else 1)
@@ -99,16 +98,16 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision", "device")}
     bases = [
         (name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved())
-        for name, sizes in batch_sizes.items()
-        for size in sizes
+        for name in optimizers
+        for size in batch_sizes
     ]
     epochs = bases[0][1].epochs
     dataset = task.load(config.data)
     held_out = dataset.held_out(sweep.HELD_OUT)
     fresh = [(name, Run(base, held_out)) for name, base in bases]  # an error of the last cell comes before any run
     settings = asdict(config) | {
-        "optimizers": ", ".join(batch_sizes),
-        "batch_sizes": _sizes(batch_sizes),
+        "optimizers": ", ".join(optimizers),
+        "batch_sizes": ", ".join(map(str, batch_sizes)),
         "lrs": "; ".join(f"{name} {_rates(grids[name])}" for name in grids),
         "epochs": epochs,
         "tuning_seeds": tuning_seeds,
@@ -125,7 +124,7 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     del fresh
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=runs)
-        cells = sweep.compare(
+        cells = sweep.run_cells(
             bases,
             grids,
             config.seeds,
@@ -175,13 +174,6 @@ def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[s
 
 def _rates(rates: Sequence[float]) -> str:
     return ", ".join(f"{lr:g}" for lr in rates)
-
-
-def _sizes(batch_sizes: Mapping[str, Sequence[int]]) -> str:
-    """Return the batch sizes, by optimizer if they differ."""
-    texts = {name: ", ".join(map(str, sizes)) for name, sizes in batch_sizes.items()}
-    different = set(texts.values())
-    return different.pop() if len(different) == 1 else "; ".join(f"{name} {text}" for name, text in texts.items())
 
 
 def as_json(cell: sweep.Cell) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     settings = asdict(search) | {name: getattr(config, name) for name in SHARED}
 
     def page() -> str:
-        from bighorn.cli.reports import Section, figures, render
+        from bighorn.cli.reports import Section, plots, render
 
         return render(
             f"A learning rate for {config.optimizer}",
@@ -133,7 +133,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
                 Section(
                     "Loss by learning rate",
                     "One run whose learning rate grows by the same factor at each step.\n" + "\n".join(words),
-                    figures.search(curve.lrs, curve.losses, curve.smooth, chosen),
+                    plots.search(curve.lrs, curve.losses, curve.smooth, chosen),
                 )
             ],
             [about["command"]],

@@ -156,7 +156,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
 
     def page() -> str:
-        from bighorn.cli.reports import Section, figures, render
+        from bighorn.cli.reports import Section, plots, render
 
         about_all = (
             f"{'; '.join(answers)}. Released: with only the largest gradient, as with bighorn.release_gradients. "
@@ -174,7 +174,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
                 Section(
                     "State by optimizer",
                     "Bytes for each parameter of the model, by the layers that they belong to.",
-                    figures.bars(wanted, parts, "bytes per parameter"),
+                    plots.bars(wanted, parts, "bytes per parameter"),
                 ),
                 Section("Totals", about_all, head=TOTAL_HEAD, rows=total_rows(totals)),
                 Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers))),

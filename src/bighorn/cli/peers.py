@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -80,12 +81,14 @@ def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -
     return lambda: build
 
 
-def _torch_adamw(*, fused: bool) -> Callable[[], Build]:
-    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        adamw = torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY, fused=fused, foreach=not fused)
-        return clipped(adamw, params, clip)
+def unclipped(load: Callable[[], Any], **options: Any) -> Callable[[], Build]:
+    """Return the loader of an optimizer that does not clip gradients, for a function that returns its class."""
 
-    return lambda: build
+    def load_build() -> Build:
+        kind = load()
+        return lambda params, lr, clip: clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, **options), params, clip)
+
+    return load_build
 
 
 def clipped(optimizer: Optimizer, params: Sequence[Tensor], clip: float | None) -> Optimizer:
@@ -99,7 +102,7 @@ def _discard(_: object) -> None:
     """Discard the result of a hook, which would replace the arguments of the step."""
 
 
-def _imported(module: str, name: str, remedy: str) -> Any:
+def imported(module: str, name: str, remedy: str) -> Any:
     """Return a class of another package.
 
     Raises:
@@ -114,9 +117,7 @@ def _imported(module: str, name: str, remedy: str) -> Any:
 
 
 def _apex() -> Build:
-    lamb = _imported(
-        "apex.optimizers", "FusedLAMB", "; it is built from https://github.com/NVIDIA/apex, for CUDA alone"
-    )
+    lamb = imported("apex.optimizers", "FusedLAMB", "; it is built from https://github.com/NVIDIA/apex, for CUDA alone")
     # It always clips: a norm that is never reached disables clipping.
     return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip or 1e9)
 
@@ -134,7 +135,7 @@ def _timm() -> Build:
 
 
 def _pytorch_optimizer() -> Build:
-    lamb = _imported("pytorch_optimizer", "Lamb", ": pip install pytorch_optimizer")
+    lamb = imported("pytorch_optimizer", "Lamb", ": pip install pytorch_optimizer")
     return lambda params, lr, clip: lamb(
         params,
         lr=lr,
@@ -145,62 +146,9 @@ def _pytorch_optimizer() -> Build:
     )
 
 
-def _came_pytorch() -> Build:
-    came = _imported("came_pytorch", "CAME", ": pip install --no-deps came-pytorch")
-    return lambda params, lr, clip: clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
-
-
-def _pytorch_optimizer_came() -> Build:
-    came = _imported("pytorch_optimizer", "CAME", ": pip install pytorch_optimizer")
-    return lambda params, lr, clip: clipped(came(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
-
-
-def _adafactor() -> Build:
-    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        return clipped(torch.optim.Adafactor(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
-
-    return build
-
-
-def _bitsandbytes(name: str) -> Callable[[], Build]:
-    def load() -> Build:
-        kind = _imported("bitsandbytes.optim", name, ": pip install --no-deps bitsandbytes")
-
-        def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-            if name == "AdamW8bit" and params[0].dtype == torch.float64:  # it has no float64 kernel, and AdamW is exact
-                return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
-            return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY), params, clip)
-
-        return build
-
-    return load
-
-
-def _flashoptim() -> Build:
-    kind = _imported("flashoptim", "FlashAdamW", ": pip install --no-deps flashoptim")
-
-    def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        if params[0].dtype == torch.float64:  # it has no float64 kernel; AdamW is exact
-            return torch.optim.AdamW(params, lr=lr, weight_decay=WEIGHT_DECAY)
-        for param in params:
-            param.requires_grad_()  # it omits parameters without requires_grad (flashoptim 0.1.4)
-        # It raises an error for bits of master weights if weights are float32.
-        bits = None if params[0].dtype == torch.float32 else 24
-        return clipped(kind(params, lr=lr, weight_decay=WEIGHT_DECAY, master_weight_bits=bits), params, clip)
-
-    return build
-
-
-def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
-    """Return the size of the state, whose moments are not tensors but objects with codes and scales."""
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    tensors: list[Tensor] = [tensor for moment in moments for tensor in (moment.quantized, moment.scales)]
-    return state_bytes(optimizer) + sum(tensor.nbytes for tensor in tensors)
-
-
 PEERS = {
-    "adamw": Peer("torch AdamW, fused", _torch_adamw(fused=True), "torch"),
-    "adamw-foreach": Peer("torch AdamW, foreach", _torch_adamw(fused=False), "torch"),
+    "adamw": Peer("torch AdamW, fused", unclipped(lambda: torch.optim.AdamW, fused=True), "torch"),
+    "adamw-foreach": Peer("torch AdamW, foreach", unclipped(lambda: torch.optim.AdamW, foreach=True), "torch"),
     "lamb": Peer("Lamb", _ours(Lamb), "bighorn"),
     "lamb-adam": Peer("Lamb, adam=True", _ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
     "lamb-cautious": Peer("Lamb, cautious", _ours(Lamb, cautious=True), "bighorn"),
@@ -216,25 +164,20 @@ PEERS = {
     "came": Peer("Came", _ours(Came), "bighorn"),
     "came-last-two": Peer("Came, last_two", _ours(Came, factor="last_two"), "bighorn"),
     "came-int8": Peer("Came, int8", _ours(Came, state_dtype="int8"), "bighorn"),
-    "came-pytorch": Peer("came-pytorch", _came_pytorch, "came-pytorch"),
-    "pytorch_optimizer-came": Peer("pytorch_optimizer CAME", _pytorch_optimizer_came, "pytorch_optimizer"),
-    "adafactor": Peer("torch Adafactor", _adafactor, "torch"),
+    "came-pytorch": Peer(
+        "came-pytorch",
+        unclipped(partial(imported, "came_pytorch", "CAME", ": pip install --no-deps came-pytorch")),
+        "came-pytorch",
+    ),
+    "pytorch_optimizer-came": Peer(
+        "pytorch_optimizer CAME",
+        unclipped(partial(imported, "pytorch_optimizer", "CAME", ": pip install pytorch_optimizer")),
+        "pytorch_optimizer",
+    ),
+    "adafactor": Peer("torch Adafactor", unclipped(lambda: torch.optim.Adafactor), "torch"),
     "timm": Peer("timm Lamb", _timm, "timm"),
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
     "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",), float64=False),
-    "bitsandbytes-adamw8bit": Peer(
-        "bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit"), "bitsandbytes", devices=("cuda",)
-    ),
-    "bitsandbytes-lamb8bit": Peer(
-        "bitsandbytes LAMB8bit", _bitsandbytes("LAMB8bit"), "bitsandbytes", devices=("cuda",), float64=False
-    ),
-    "flashoptim": Peer(
-        "flashoptim FlashAdamW",
-        _flashoptim,
-        "flashoptim",
-        devices=("cuda",),
-        state_bytes=_flashoptim_state_bytes,
-    ),
 }
 
 TABLES = {
@@ -252,10 +195,7 @@ TABLES = {
     ),
     "gpu": BenchTable(
         baseline="adamw",
-        peers=(
-            *("lamb", "lamb-adam", "came", "adamw-foreach", "timm", "apex"),
-            *("bitsandbytes-adamw8bit", "bitsandbytes-lamb8bit", "flashoptim"),
-        ),
+        peers=("lamb", "lamb-adam", "came", "adamw-foreach", "timm", "apex"),
         shapes=("bert_large", "bert_base", "vit_small", "resnet50", "llama_1b", "tiny"),
         columns=("ms", "ratio", "p10-p90", "wall ms", "wall ratio", "host", "temporaries", "error"),
         devices=("cuda",),

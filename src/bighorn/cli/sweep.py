@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, starmap
 
 from bighorn.cli.config import RunConfig
 from bighorn.cli.optimizers import state_bytes
@@ -22,6 +22,9 @@ Grids = Mapping[str, Sequence[float]]
 
 Named = tuple[str, RunConfig]
 """The name of an optimizer, or of a variant of one, and its configuration."""
+
+Job = tuple[RunConfig, float, bool]
+"""A configuration, the target accuracy, and whether a part of the training data is held out, in place of the test."""
 
 HELD_OUT = 0.2
 """The fraction of the training data that is held out for choosing learning rates."""
@@ -56,15 +59,6 @@ class Trial:
     seconds: float
     state_bytes: int
     curve: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run to make: on all training data with the test data, or with a part of the training data held out."""
-
-    config: RunConfig
-    target: float
-    tuning: bool
 
 
 @dataclass(frozen=True)
@@ -126,22 +120,21 @@ def _dataset(task: str, data: str | None, tuning: bool) -> Dataset:
     return _dataset(task, data, False).held_out(HELD_OUT) if tuning else TASKS[task].load(data)
 
 
-def make(job: Job) -> Trial:
+def make(config: RunConfig, target: float, tuning: bool) -> Trial:
     """Make one run in this process."""
-    dataset = _dataset(job.config.task, job.config.data, job.tuning)
-    run = Run(job.config, dataset, evaluations=1 if job.tuning else EVALUATIONS)
+    run = Run(config, _dataset(config.task, config.data, tuning), evaluations=1 if tuning else EVALUATIONS)
     try:
         while not run.done:
             run.train_step()
             if run.evaluation_due:
                 run.evaluate()
         _, loss, accuracy = run.history.tests[-1]
-        steps_to_target = run.history.steps_to(job.target)
+        steps_to_target = run.history.steps_to(target)
     except DivergedError:
         loss, accuracy, steps_to_target = math.inf, 0.0, None
     curve = tuple((step, reached) for step, _, reached in run.history.tests)
     return Trial(
-        job.config, accuracy, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
+        config, accuracy, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
     )
 
 
@@ -149,13 +142,13 @@ def make(job: Job) -> Trial:
 def workers(processes: int) -> Iterator[Callable[[Sequence[Job]], Iterable[tuple[int, Trial]]]]:
     """Yield a function that makes runs, ``processes`` at a time, and yields each with its index when it is finished."""
     if processes == 1:
-        yield lambda jobs: enumerate(map(make, jobs))
+        yield lambda jobs: enumerate(starmap(make, jobs))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
 
         def make_all(jobs: Sequence[Job]) -> Iterator[tuple[int, Trial]]:
-            futures = {pool.submit(make, job): index for index, job in enumerate(jobs)}
+            futures = {pool.submit(make, *job): index for index, job in enumerate(jobs)}
             for future in as_completed(futures):
                 yield futures[future], future.result()
 
@@ -172,11 +165,11 @@ def _leave_interrupts_to_parent() -> None:
 
 
 def count(bases: Sequence[Named], grids: Grids, seeds: int, tuning_seeds: int) -> int:
-    """Return the number of runs of :func:`compare` if no grid is continued."""
+    """Return the number of runs of :func:`run_cells` if no grid is continued."""
     return sum(tuning_seeds * len(grids[name]) + seeds for name, _ in bases)
 
 
-def compare(
+def run_cells(
     bases: Sequence[Named],
     grids: Grids,
     seeds: int,
@@ -208,7 +201,7 @@ def compare(
             """Make the runs of each cell with its rates."""
             jobs = [
                 [
-                    Job(dataclasses.replace(base, lr=lr, seed=seed), target, tuning)
+                    (dataclasses.replace(base, lr=lr, seed=seed), target, tuning)
                     for lr in mine
                     for seed in range(tuning_seeds if tuning else seeds)
                 ]

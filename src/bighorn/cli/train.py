@@ -193,10 +193,10 @@ def _check_plot(path: Path, outputs: Outputs) -> None:
 
 
 def _plot(run: Run, path: Path) -> None:
-    from bighorn.cli.reports import figures
+    from bighorn.cli.reports import plots
 
     lrs = run.schedule.as_list(run.total)
-    picture = figures.line_picture(range(1, run.total + 1), lrs, "learning rate", path.suffix[1:])
+    picture = plots.line_picture(range(1, run.total + 1), lrs, "learning rate", path.suffix[1:])
     files.write(path, lambda file: file.write(picture))
 
 
@@ -217,22 +217,22 @@ def results(run: Run) -> dict[str, Any]:
 
 
 def _summary(run: Run) -> Table:
-    figures = results(run)
+    found = results(run)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    if figures["test_accuracy"] is not None:
+    if found["test_accuracy"] is not None:
         table.add_row(
             "Test accuracy",
-            Text.assemble((f"{figures['test_accuracy']:.2%}", "bold"), f" (best {figures['best_test_accuracy']:.2%})"),
+            Text.assemble((f"{found['test_accuracy']:.2%}", "bold"), f" (best {found['best_test_accuracy']:.2%})"),
         )
-        table.add_row("Test loss", f"{figures['test_loss']:.4f}")
+        table.add_row("Test loss", f"{found['test_loss']:.4f}")
     table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")
     if run.config.device != "cpu":
         table.add_row("Device", device_name(run.config.device))
-    table.add_row("Training time", f"{figures['train_seconds']:.1f} s")
+    table.add_row("Training time", f"{found['train_seconds']:.1f} s")
     if run.history.scale:
-        table.add_row("Loss scale", f"{run.history.scale[-1]:g}; {figures['skipped_steps']} steps skipped")
+        table.add_row("Loss scale", f"{run.history.scale[-1]:g}; {found['skipped_steps']} steps skipped")
     share = " in the first process" if run.parallel.shard_update and run.ranks.size > 1 else ""
-    table.add_row("Optimizer state", f"{figures['optimizer_state_bytes'] / 1e6:.2f} MB{share}")
+    table.add_row("Optimizer state", f"{found['optimizer_state_bytes'] / 1e6:.2f} MB{share}")
     return table
 
 

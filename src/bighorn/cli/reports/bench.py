@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bighorn.cli.reports import Section, figures, render
+from bighorn.cli.reports import Section, plots, render
 
 
 def bench_report(
@@ -21,7 +21,7 @@ def bench_report(
             Section(
                 found["shapes"],
                 "\n".join([f"{found['parameters']:,} parameters in {found['tensors']} tensors.", *found["notes"]]),
-                figures.spreads(peers, f"step time on {found['shapes']}, relative to {baseline}") if peers else "",
+                plots.spreads(peers, f"step time on {found['shapes']}, relative to {baseline}") if peers else "",
                 ("optimizer", *columns),
                 [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]],
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from bighorn.cli.reports import Section, figures, render
+from bighorn.cli.reports import Section, plots, render
 from bighorn.cli.sweep import Cell
 
 
@@ -18,14 +18,14 @@ def compare_report(
     """Return the report of ``bighorn compare``."""
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     of = {name: [cell for cell in cells if cell.optimizer == name] for name in names}
-    accuracy = figures.ranges(
+    accuracy = plots.ranges(
         [(name, [cell.batch_size for cell in of[name]], [cell.accuracy for cell in of[name]]) for name in names],
         "batch size",
     )
-    convergence = figures.convergence(
+    convergence = plots.convergence(
         [(name, [(str(cell.batch_size), *_by_epoch(cell)) for cell in of[name]]) for name in names]
     )
-    rates = figures.tuning(
+    rates = plots.tuning(
         [
             (
                 name,

@@ -6,7 +6,7 @@ import numpy as np
 
 from bighorn import Came, Lamb
 from bighorn.cli.optimizers import Metric, state_bytes
-from bighorn.cli.reports import Section, figures, render
+from bighorn.cli.reports import Section, plots, render
 from bighorn.cli.run import Run
 
 
@@ -24,8 +24,8 @@ def train_report(run: Run) -> str:
     sections = []
     if steps:
         test_steps = [test[0] for test in tests]
-        loss = figures.curves(steps, history.loss, test_steps, [test[1] for test in tests], "loss", log=True)
-        accuracy = figures.curves(
+        loss = plots.curves(steps, history.loss, test_steps, [test[1] for test in tests], "loss", log=True)
+        accuracy = plots.curves(
             steps, history.accuracy, test_steps, [test[2] for test in tests], "accuracy", percent=True
         )
         sections += [
@@ -34,7 +34,7 @@ def train_report(run: Run) -> str:
         ]
         sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
         sections.append(
-            Section("Learning rate", "As scheduled, the same for all layers.", figures.line(steps, history.lr, "lr"))
+            Section("Learning rate", "As scheduled, the same for all layers.", plots.line(steps, history.lr, "lr"))
         )
     sections.append(
         Section(
@@ -73,7 +73,7 @@ def _heat_map(run: Run, metric: Metric) -> Section:
     return Section(
         metric.heading,
         f"{metric.text} Logarithmic colours; the outermost values share the last ones.",
-        figures.heat_map(
+        plots.heat_map(
             [history.layers[index] for index in order],
             history.metric_steps,
             values,

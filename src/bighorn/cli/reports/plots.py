@@ -25,13 +25,6 @@ LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
         strict=True,
     )
 )  # the page's colours, for a figure without a page
-DARK = {INK: "#a9adb7", GRID: "#363a43"} | dict(
-    zip(
-        SERIES,
-        ("#83a8ff", "#ff9a56", "#4fd0ab", "#c09bff", "#ff85ae", "#a3a9b5", "#e0bd4a", "#5cc8de"),
-        strict=True,
-    )
-)
 
 STYLE: Any = {
     "font.size": 11,

@@ -61,6 +61,7 @@ WIDTH = 9.2
 """Inches; the width of the page's text column at its natural size."""
 
 
+@mpl.rc_context(STYLE)
 def curves(
     steps: Sequence[int],
     batches: Sequence[float],
@@ -72,60 +73,53 @@ def curves(
     log: bool = False,
 ) -> str:
     """Draw the training curve, faint per batch and smoothed, with the test's points in front."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.2))
-        axes = figure.add_subplot()
-        if len(steps) > 60:
-            axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
-        means, number = smoothed(batches), "{:.2%}" if percent else "{:.4g}"
-        axes.plot(steps, means, color=SERIES[0], label="training")
-        axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
-        for name, xs, ys in (("training", *thinned(steps, means)), ("test", test_steps, tests)):
-            for x, y in zip(xs, ys, strict=True):
-                add_tip(axes, x, y, f"{name}, step {x}: {label} {number.format(y)}")
-        if log:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_locator(NullLocator())
-        if percent:
-            # A batch without an error, which is at infinity, may leave the figure.
-            accuracy_scale(axes, [*np.minimum(means, max(tests, default=1.0)), *tests])
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
-        axes.set_xlim(0, max(steps[-1], 1))
-        axes.legend()
-        return to_svg(figure, f"{label} by step")
+    figure = Figure(figsize=(WIDTH, 3.2))
+    axes = figure.add_subplot()
+    if len(steps) > 60:
+        axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
+    means, number = smoothed(batches), "{:.2%}" if percent else "{:.4g}"
+    axes.plot(steps, means, color=SERIES[0], label="training")
+    axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
+    for name, xs, ys in (("training", *thinned(steps, means)), ("test", test_steps, tests)):
+        for x, y in zip(xs, ys, strict=True):
+            add_tip(axes, x, y, f"{name}, step {x}: {label} {number.format(y)}")
+    if log:
+        axes.set_yscale("log")
+        label_powers(axes.yaxis)
+    if percent:
+        # A batch without an error, which is at infinity, may leave the figure.
+        accuracy_scale(axes, [*np.minimum(means, max(tests, default=1.0)), *tests])
+    axes.set(xlabel="step", ylabel=label, xlim=(0, max(steps[-1], 1)))
+    axes.legend()
+    return to_svg(figure, f"{label} by step")
 
 
+@mpl.rc_context(STYLE)
 def search(lrs: Sequence[float], losses: Sequence[float], smooth: Sequence[float], chosen: int | None) -> str:
     """Draw the loss over a growing learning rate, faint per step and smoothed, with the suggestion marked."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.6))
-        axes = figure.add_subplot()
-        axes.plot(lrs, losses, color=SERIES[0], alpha=0.3, linewidth=0.8, label="each step")
-        axes.plot(lrs, smooth, color=SERIES[0], label="smoothed")
-        for lr, loss in zip(*thinned(lrs, smooth), strict=True):
-            add_tip(axes, lr, loss, f"learning rate {lr:.2g}: loss {loss:.4g}")
-        if chosen is not None:
-            at, height = lrs[chosen], smooth[chosen]
-            axes.axvline(at, color=SERIES[1], linewidth=1.2, linestyle="--")
-            axes.plot([at], [height], "o", color=SERIES[1], markersize=7, label=f"suggestion: {at:.2g}")
-        axes.set_xscale("log")
-        axes.set_ylim(0, 1.15 * min(max(losses), 4 * min(smooth)))
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("training loss")
-        axes.legend()
-        return to_svg(figure, "training loss by learning rate")
+    figure = Figure(figsize=(WIDTH, 3.6))
+    axes = figure.add_subplot()
+    axes.plot(lrs, losses, color=SERIES[0], alpha=0.3, linewidth=0.8, label="each step")
+    axes.plot(lrs, smooth, color=SERIES[0], label="smoothed")
+    for lr, loss in zip(*thinned(lrs, smooth), strict=True):
+        add_tip(axes, lr, loss, f"learning rate {lr:.2g}: loss {loss:.4g}")
+    if chosen is not None:
+        at, height = lrs[chosen], smooth[chosen]
+        axes.axvline(at, color=SERIES[1], linewidth=1.2, linestyle="--")
+        axes.plot([at], [height], "o", color=SERIES[1], markersize=7, label=f"suggestion: {at:.2g}")
+    highest = 1.15 * min(max(losses), 4 * min(smooth))
+    axes.set(xscale="log", ylim=(0, highest), xlabel="learning rate", ylabel="training loss")
+    axes.legend()
+    return to_svg(figure, "training loss by learning rate")
 
 
+@mpl.rc_context(STYLE)
 def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
     """Draw one quantity over the steps."""
-    with mpl.rc_context(STYLE):
-        figure = _line(steps, values, label, SERIES[0])
-        for step, value in zip(*thinned(steps, values), strict=True):
-            add_tip(figure.axes[0], step, value, f"step {step}: {label} {value:.4g}")
-        return to_svg(figure, f"{label} by step")
+    figure = _line(steps, values, label, SERIES[0])
+    for step, value in zip(*thinned(steps, values), strict=True):
+        add_tip(figure.axes[0], step, value, f"step {step}: {label} {value:.4g}")
+    return to_svg(figure, f"{label} by step")
 
 
 def line_picture(steps: Sequence[int], values: Sequence[float], label: str, kind: str) -> bytes:
@@ -142,118 +136,115 @@ def _line(steps: Sequence[int], values: Sequence[float], label: str, colour: str
     figure = Figure(figsize=(WIDTH, 2.2))
     axes = figure.add_subplot()
     axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=colour, clip_on=False, zorder=3)
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    axes.set_xlim(0, max(steps[-1], 1))
+    axes.set(xlabel="step", ylabel=label, xlim=(0, max(steps[-1], 1)))
     axes.set_ylim(bottom=0)
     return figure
 
 
+@mpl.rc_context(STYLE)
 def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, label: str) -> str:
     """Draw ``values[layer, column]`` as colours on a logarithmic scale; column i belongs to ``steps[i]``."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.4 + 0.2 * len(layers)))
-        axes = figure.add_subplot()
-        finite = values[np.isfinite(values) & (values > 0)]
-        low, high = np.quantile(finite, (0.01, 0.97)) if finite.size else (1e-3, 1.0)
-        half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
-        image = axes.imshow(
-            np.ma.masked_invalid(values),
-            norm=LogNorm(low, max(high, 1.01 * low), clip=True),
-            cmap="viridis",
-            aspect="auto",
-            interpolation="nearest",
-            extent=(steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5),
-        )
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-        axes.set_yticks(range(len(layers)), layers, fontsize=9)
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("step")
-        bar = figure.colorbar(image, ax=axes, label=label, extend="both", pad=0.015, aspect=max(12, 1.1 * len(layers)))
-        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if len(layers) > 6 else (1, 3)))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
-        bar.ax.yaxis.set_major_formatter("{x:g}")
-        bar.outline.set_visible(False)
-        return to_svg(figure, f"{label} by layer and step")
+    figure = Figure(figsize=(WIDTH, 1.4 + 0.2 * len(layers)))
+    axes = figure.add_subplot()
+    finite = values[np.isfinite(values) & (values > 0)]
+    low, high = np.quantile(finite, (0.01, 0.97)) if finite.size else (1e-3, 1.0)
+    half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
+    image = axes.imshow(
+        np.ma.masked_invalid(values),
+        norm=LogNorm(low, max(high, 1.01 * low), clip=True),
+        cmap="viridis",
+        aspect="auto",
+        interpolation="nearest",
+        extent=(steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5),
+    )
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.set_yticks(range(len(layers)), layers, fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("step")
+    bar = figure.colorbar(image, ax=axes, label=label, extend="both", pad=0.015, aspect=max(12, 1.1 * len(layers)))
+    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if len(layers) > 6 else (1, 3)))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter("{x:g}")
+    bar.outline.set_visible(False)
+    return to_svg(figure, f"{label} by layer and step")
 
 
+@mpl.rc_context(STYLE)
 def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]], xlabel: str) -> str:
     """Draw accuracies, ``(low, middle, high)`` per x, one line per named group, with x on a log scale to base 2."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.6))
-        axes = figure.add_subplot()
-        ticks: set[float] = set()
-        every: list[float] = []
-        for index, (name, xs, triples) in enumerate(groups):
-            ticks.update(xs)
-            every += [value for triple in triples for value in triple]
-            low, middle, high = np.array(triples).T
-            shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
-            for x, (worst, median, best) in zip(xs, triples, strict=True):
-                words = f"{name}, {xlabel} {x:g}: {median:.1%} ({worst:.1%} to {best:.1%})"
-                add_tip(axes, x * shift, median, words)
-            axes.errorbar(
-                np.array(xs) * shift,
-                middle,
-                yerr=(middle - low, high - middle),
-                fmt="o-",
-                color=SERIES[index % len(SERIES)],
-                markersize=5,
-                capsize=3,
-                label=name,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
-        axes.minorticks_off()
-        accuracy_scale(axes, every)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel("test accuracy")
-        axes.legend()
-        return to_svg(figure, f"test accuracy by {xlabel}")
+    figure = Figure(figsize=(WIDTH, 3.6))
+    axes = figure.add_subplot()
+    ticks: set[float] = set()
+    every: list[float] = []
+    for index, (name, xs, triples) in enumerate(groups):
+        ticks.update(xs)
+        every += [value for triple in triples for value in triple]
+        low, middle, high = np.array(triples).T
+        shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
+        for x, (worst, median, best) in zip(xs, triples, strict=True):
+            words = f"{name}, {xlabel} {x:g}: {median:.1%} ({worst:.1%} to {best:.1%})"
+            add_tip(axes, x * shift, median, words)
+        axes.errorbar(
+            np.array(xs) * shift,
+            middle,
+            yerr=(middle - low, high - middle),
+            fmt="o-",
+            color=SERIES[index % len(SERIES)],
+            markersize=5,
+            capsize=3,
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
+    axes.minorticks_off()
+    accuracy_scale(axes, every)
+    axes.set(xlabel=xlabel, ylabel="test accuracy")
+    axes.legend()
+    return to_svg(figure, f"test accuracy by {xlabel}")
 
 
+@mpl.rc_context(STYLE)
 def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], label: str) -> str:
     """Draw one bar per name, as segments from left to right, each segment with its label and one value per name."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.2 + 0.34 * len(names) + 0.2 * math.ceil(len(parts) / 2)))
-        axes = figure.add_subplot()
-        left = np.zeros(len(names))
-        for index, (part, values) in enumerate(parts):
-            colour = SERIES[index % len(SERIES)]
-            ends = axes.barh(names, values, left=left, height=0.64, color=colour, label=part)
-            for bar, name, value in zip(ends, names, values, strict=True):
-                bar.set_gid(f"{TIP}{name}, {part}: {value:.3g} {label}")
-            left += values
-        axes.bar_label(ends, [f"{total:.3g}" for total in left], padding=4, color=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.1 * max(left))
-        axes.grid(visible=False, axis="y")
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel(label)
-        figure.legend(loc="outside upper left", ncols=2, fontsize=9)
-        return to_svg(figure, label)
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.34 * len(names) + 0.2 * math.ceil(len(parts) / 2)))
+    axes = figure.add_subplot()
+    left = np.zeros(len(names))
+    for index, (part, values) in enumerate(parts):
+        colour = SERIES[index % len(SERIES)]
+        ends = axes.barh(names, values, left=left, height=0.64, color=colour, label=part)
+        for bar, name, value in zip(ends, names, values, strict=True):
+            bar.set_gid(f"{TIP}{name}, {part}: {value:.3g} {label}")
+        left += values
+    axes.bar_label(ends, [f"{total:.3g}" for total in left], padding=4, color=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(left))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(label)
+    figure.legend(loc="outside upper left", ncols=2, fontsize=9)
+    return to_svg(figure, label)
 
 
+@mpl.rc_context(STYLE)
 def spreads(rows: Sequence[tuple[str, Mapping[str, float]]], label: str) -> str:
     """Draw medians as dots with lines from the 10th to the 90th percentile, one row each, with a mark at 1."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
-        axes = figure.add_subplot()
-        for place, (name, spread) in enumerate(rows):
-            colour = SERIES[0] if place else SERIES[5]
-            axes.plot([spread["p10"], spread["p90"]], [place, place], color=colour, linewidth=3, alpha=0.4)
-            axes.plot([spread["median"]], [place], "o", color=colour, markersize=7)
-            add_tip(axes, spread["median"], place, "{}: {median:.2f} ({p10:.2f} to {p90:.2f})".format(name, **spread))
-        axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
-        axes.set_xscale("log")
-        label_powers(axes.xaxis)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel(label)
-        return to_svg(figure, label)
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
+    axes = figure.add_subplot()
+    for place, (name, spread) in enumerate(rows):
+        colour = SERIES[0] if place else SERIES[5]
+        axes.plot([spread["p10"], spread["p90"]], [place, place], color=colour, linewidth=3, alpha=0.4)
+        axes.plot([spread["median"]], [place], "o", color=colour, markersize=7)
+        add_tip(axes, spread["median"], place, "{}: {median:.2f} ({p10:.2f} to {p90:.2f})".format(name, **spread))
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    label_powers(axes.xaxis)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(label)
+    return to_svg(figure, label)
 
 
 Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]]
@@ -270,31 +261,27 @@ def convergence(panels: Panels) -> str:
     return _panels(panels, "epoch", "test error", "-", yscale="log")
 
 
+@mpl.rc_context(STYLE)
 def _panels(
     panels: Panels, xlabel: str, ylabel: str, style: str, xscale: str = "linear", yscale: str = "linear"
 ) -> str:
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.2))
-        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axes, (name, lines) in zip(grid, panels, strict=True):
-            for index, (label, xs, ys) in enumerate(lines):
-                axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
-                for x, y in zip(xs, ys, strict=True):
-                    add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {y:.2%}")
-            axes.set_xscale(xscale)
-            axes.set_title(name, fontsize=11, loc="left")
-            axes.set_xlabel(xlabel)
-        grid[0].set_yscale(yscale)
-        if yscale == "log":
-            grid[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            grid[0].yaxis.set_minor_locator(NullLocator())
-        if yscale == "log":
-            grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        else:
-            accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
-        grid[0].set_ylabel(ylabel)
-        grid[-1].legend(title="batch size", fontsize=9, title_fontsize=9)
-        return to_svg(figure, f"{ylabel} by {xlabel}")
+    figure = Figure(figsize=(WIDTH, 3.2))
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, lines) in zip(grid, panels, strict=True):
+        for index, (label, xs, ys) in enumerate(lines):
+            axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
+            for x, y in zip(xs, ys, strict=True):
+                add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {y:.2%}")
+        axes.set(xscale=xscale, xlabel=xlabel)
+        axes.set_title(name, fontsize=11, loc="left")
+    grid[0].set(yscale=yscale, ylabel=ylabel)
+    if yscale == "log":
+        label_powers(grid[0].yaxis)
+        grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    else:
+        accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
+    grid[-1].legend(title="batch size", fontsize=9, title_fontsize=9)
+    return to_svg(figure, f"{ylabel} by {xlabel}")
 
 
 ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)

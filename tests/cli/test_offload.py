@@ -15,7 +15,7 @@ from bighorn import Lamb, offload
 from bighorn.cli import train_step
 from bighorn.cli.config import ParallelConfig
 from bighorn.cli.models import Weights
-from bighorn.cli.offloaded import OffloadBytes, offload_bytes
+from bighorn.cli.offloaded import offload_bytes
 from bighorn.offloading import OffloadedOptimizer
 from tests.support.cases import needs_grad_dtype
 from tests.support.command_line import Invoke
@@ -97,8 +97,8 @@ def test_memory(invoke: Invoke) -> None:
 
 def test_a_small_model_has_no_more_gradients_than_it_has() -> None:
     weights = Weights([("w", torch.empty(50, 8, device="meta"))], frozen_bytes=100)
-    found = offload_bytes(weights, {"lamb": 3204}, {"lamb": 3204})
-    assert found == {"lamb": OffloadBytes(100 + 2 * 1600, 2 * 1600 + 3204)}
+    found = offload_bytes("lamb", weights, 3204, 3204)
+    assert found == {"device": 100 + 2 * 1600, "host": 2 * 1600 + 3204, "host_with_masters": None}
 
 
 @pytest.mark.parametrize(

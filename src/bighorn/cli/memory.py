@@ -147,7 +147,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     answers = summary(weights, totals)
     for line in answers:
         console.print(line)
-    offloaded = offload_bytes(weights, {name: total.state for name, total in totals.items()}, of_masters)
+    offloaded = {name: offload_bytes(name, weights, totals[name].state, of_masters[name]) for name in wanted}
     if limit is not None:
         console.print(verdict(totals, limit, f"{config.gpu_memory}", config.precision))
     console.print(_table(TOTAL_HEAD, total_rows(totals)))
@@ -191,7 +191,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             "total": {name: total.state for name, total in totals.items()},
             "all": {name: total.all for name, total in totals.items()},
             "released": {name: total.released for name, total in totals.items()},
-            "offload": {name: asdict(places) for name, places in offloaded.items()},
+            "offload": offloaded,
             "layers": [
                 {"name": name, "shape": list(param.shape), "bytes": {key: mine[name] for key, mine in sizes.items()}}
                 for name, param in params

@@ -1,7 +1,6 @@
 """The memory of device and host with ``bighorn.offload``, from shapes alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from bighorn.cli.display import quantity
 from bighorn.cli.footprint import OURS, Named
@@ -13,55 +12,44 @@ BUCKET_BYTES = 10_000_000
 OFFLOAD_HEAD = ("with bighorn.offload", "device", "host", "with masters")
 
 
-@dataclass(frozen=True)
-class OffloadBytes:
-    """The bytes of a training whose optimizer is offloaded.
-
-    Attributes:
-        device: All weights, and the most gradients that are on the device at a time.
-        host: The trained weights, all gradients and the state.
-        host_with_masters: The same with ``masters=True``; None if no weights are of 16 bits.
-    """
-
-    device: int
-    host: int
-    host_with_masters: int | None = None
-
-
 def as_masters(params: Named) -> Named:
     """Return parameters as ``masters=True`` lets the optimizer step them: those of 16 bits in float32."""
     return [(name, param.float() if param.element_size() < 4 else param) for name, param in params]
 
 
-def offload_bytes(
-    weights: Weights, states: Mapping[str, int], of_masters: Mapping[str, int]
-) -> dict[str, OffloadBytes]:
-    """Return the bytes for each optimizer, given those of its state, and of its state for float32 masters."""
+def offload_bytes(name: str, weights: Weights, state: int, of_masters: int) -> dict[str, int | None]:
+    """Return the bytes on device and host in a training whose optimizer is offloaded.
+
+    The device has all weights, and the most gradients that are there at a time. The host has the trained weights, all
+    gradients and the state.
+
+    Args:
+        name: The optimizer.
+        weights: The weights of the model.
+        state: The bytes of its state.
+        of_masters: The bytes of its state for float32 masters.
+
+    Returns:
+        The bytes of ``device``, ``host`` and ``host_with_masters``, that is with ``masters=True``; the last is None if
+        no weights are of 16 bits.
+    """
     gradients = [param.nbytes for _, param in weights.trainable]
     total = sum(gradients)
     # A bucket is sent with the gradient that fills it.
     on_device = min(total, 2 * (BUCKET_BYTES + max(gradients)))
-    wide = sum(param.nbytes for _, param in as_masters(weights.trainable))
     masters = sum(param.numel() * 4 for _, param in weights.trainable if param.element_size() < 4)
-
-    def with_masters(name: str) -> int | None:
-        # Optimizers of torch want gradients of their parameter's dtype.
-        return total + (total if name in OURS else wide) + masters + of_masters[name] if masters else None
-
+    # Optimizers of torch want gradients of their parameter's dtype.
+    on_host = total if name in OURS else sum(param.nbytes for _, param in as_masters(weights.trainable))
     return {
-        name: OffloadBytes(weights.frozen_bytes + total + on_device, 2 * total + state, with_masters(name))
-        for name, state in states.items()
+        "device": weights.frozen_bytes + total + on_device,
+        "host": 2 * total + state,
+        "host_with_masters": total + on_host + masters + of_masters if masters else None,
     }
 
 
-def offload_rows(offloaded: Mapping[str, OffloadBytes]) -> list[tuple[str, ...]]:
+def offload_rows(offloaded: Mapping[str, Mapping[str, int | None]]) -> list[tuple[str, ...]]:
     """Return the bytes of each optimizer as text."""
     return [
-        (
-            name,
-            f"{quantity(each.device)}B",
-            f"{quantity(each.host)}B",
-            "-" if each.host_with_masters is None else f"{quantity(each.host_with_masters)}B",
-        )
+        (name, *("-" if size is None else f"{quantity(size)}B" for size in each.values()))
         for name, each in offloaded.items()
     ]

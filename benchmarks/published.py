@@ -66,7 +66,7 @@ TABLES = {
         [*(row for row in CPU if row.endswith(("bf16", "int8"))), *KERNELS],
     ),
 }
-OWN_TABLES = ("step-precision",)
+OWN_TABLES = ("step-cliffs", "step-precision")
 """Those of `bench_tables.py`, which has tables that `bighorn bench` has not."""
 
 

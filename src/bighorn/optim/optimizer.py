@@ -365,7 +365,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                     plan.set_options(self._options_of(plan.variants()), self._guard.version)
                 plans.append(plan)
             for plan in plans:
-                for launch in plan.launches():
+                for launch in itertools.chain(plan.kernels, *plan.meshes.values()):
                     launch.kernel.prepare()
         except BaseException:
             if not begun:

@@ -258,12 +258,8 @@ class StepPlan:
         for bucket_plan in self.buckets:
             bucket_plan.refresh(shards)
         self.bind(grads, present)
-        for launch in self.launches():
+        for launch in itertools.chain(self.kernels, *self.meshes.values()):
             launch.kernel.refresh()
-
-    def launches(self) -> Iterator[Launch]:
-        """All kernels, those for whole tensors first."""
-        return itertools.chain(self.kernels, *self.meshes.values())
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
         """Set options of which only numbers have changed."""

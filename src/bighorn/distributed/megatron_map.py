@@ -32,7 +32,7 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
     Raises:
         TypeError: It is not a `DistributedOptimizer` with `gbuf_ranges`.
         ValueError: Its flat tensors are not the ranges of whole parameters: tensor parallelism has cut these, or the
-            inner optimizer holds the float32 weights (`use_precision_aware_optimizer`).
+            inner optimizer holds the float32 weights (`use_precision_aware_optimizer`). Or its maps lack a parameter.
     """
     if not hasattr(distributed, "gbuf_ranges"):
         raise TypeError(
@@ -46,7 +46,18 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
     for index, group in enumerate(distributed.optimizer.param_groups):
         params = [*distributed.model_fp32_groups[index], *distributed.model_float16_groups[index]]
         tensors, fragments = list(group["params"]), []
+        if len(tensors) != len(params):
+            raise ValueError(
+                f"distributed.optimizer has {len(tensors)} tensors in group {index}, and Megatron's groups have "
+                f"{len(params)} parameters: call megatron_groups once, on the optimizer that Megatron made"
+            )
         for param, tensor in zip(params, tensors, strict=True):
+            if param not in names or param not in ranges:
+                where = "gbuf_ranges" if param in names else "model_chunks"
+                raise ValueError(
+                    f"distributed.{where} lacks a parameter of shape {tuple(param.shape)} of group {index}: call "
+                    "megatron_groups before parameters are replaced or added"
+                )
             if cut_up and getattr(param, "tensor_model_parallel", False):
                 raise ValueError(
                     f"{names[param]} is a part of a layer, which tensor parallelism has cut up, so that the norm of no "

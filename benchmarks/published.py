@@ -74,7 +74,7 @@ def changed_since(name: str) -> list[str]:
     """Return the counts that have changed since a table was measured, as "ROW: COUNT THEN, NOW".
 
     Raises:
-        LookupError: The commit, or a ledger in it, is not in this repository.
+        LookupError: The commit, or a ledger in it, is not in this repository: the table is from before the ledger.
     """
     commit = json.loads((RESULTS / f"{name}.json").read_text())["commit"]
     path = ledger.FILE.relative_to(Path(__file__).parents[1])

@@ -1,4 +1,7 @@
-"""The architecture of the package: which module imports which, what is documented, and that it is true."""
+"""The architecture of the package: which module imports which, what is documented, and that it is true.
+
+Each rule is one test, which lists all that breaks it as `file:line: what`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -24,6 +28,7 @@ from bighorn.optim.settings import Settings
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
+COMPAT = sorted((ROOT / "compat").glob("*.py"))
 FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == "compat" and path.stem[0] != "_"]
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
@@ -63,78 +68,125 @@ def for_types_alone(tree: ast.AST) -> set[ast.AST]:
     return {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
 
 
-def imports(path: Path, types: bool = True) -> Iterator[tuple[str, ...]]:
-    """Everything a file imports, anywhere in it, as absolute dotted names in parts; with imports for types or not."""
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(path: Path, types: bool = True) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The line and absolute dotted name, in parts, of each import anywhere in a file; with imports for types or not."""
     here = ("bighorn", *path.relative_to(ROOT).with_suffix("").parts)
-    tree = ast.parse(path.read_text())
-    left_out = set() if types else for_types_alone(tree)
-    for node in ast.walk(tree):
+    left_out = set() if types else for_types_alone(parsed(path))
+    for node in ast.walk(parsed(path)):
         if node in left_out:
             continue
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
+            yield from ((node.lineno, tuple(alias.name.split("."))) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))
             for alias in node.names:
                 submodule = ROOT.joinpath(*module[1:], alias.name)
                 is_module = module[:1] == ("bighorn",) and (submodule.is_dir() or submodule.with_suffix(".py").exists())
-                yield (*module, alias.name) if is_module else module
+                yield node.lineno, (*module, alias.name) if is_module else module
 
 
-def crossings(path: Path, allowed: dict[str, set[str]]) -> list[str]:
+Offence: TypeAlias = tuple[int, str]
+"""The line and what is wrong there."""
+
+
+def offenders(rule: Callable[[Path], Iterable[Offence]], files: Iterable[Path] = FILES) -> list[str]:
+    """All places that break a rule."""
+    return [
+        f"{path.relative_to(ROOT.parent)}:{line}: {what}" for path in files for line, what in sorted(set(rule(path)))
+    ]
+
+
+def none_of(found: list[str]) -> None:
+    """Fail with all that breaks a rule, one a line; of a long list, pytest would show the beginning."""
+    assert not found, "\n".join(["", *found])
+
+
+def crossings(path: Path, allowed: dict[str, set[str]] = MAY_IMPORT) -> Iterator[Offence]:
     own = room(("bighorn", *path.relative_to(ROOT).with_suffix("").parts))
-    ours = {room(name) for name in imports(path) if name[0] == "bighorn"}
-    return sorted(ours - allowed[own] - ({own} if (ROOT / own).is_dir() else set()))
+    may = allowed[own] | ({own} if (ROOT / own).is_dir() else set())
+    for line, name in imports(path):
+        if name[0] == "bighorn" and room(name) not in may:
+            yield line, f"{own} may not import {room(name)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_imports_only_what_it_may(path: Path) -> None:
-    assert crossings(path, MAY_IMPORT) == []
+def test_a_room_imports_only_what_it_may() -> None:
+    none_of(offenders(crossings))
 
 
 def test_the_import_rule_sees_a_crossing() -> None:
     plan = ROOT / "optim" / "plan_builder.py"
-    assert crossings(plan, {**MAY_IMPORT, "optim": {"optim"}}) != []
-    assert ("bighorn", "kernels") in set(imports(plan))
+    found = offenders(lambda path: crossings(path, {**MAY_IMPORT, "optim": {"optim"}}), [plan])
+    assert "optim may not import kernels" in found[0]
+    at = int(found[0].split(":")[1])
+    assert re.search(r"\bkernels\b", plan.read_text().splitlines()[at - 1])
+    assert ("bighorn", "kernels") in {name for _, name in imports(plan)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_the_command_line_needs_more_than_torch(path: Path) -> None:
-    foreign = {name[0] for name in imports(path)} & (TERMINAL | PEERS | TRAINERS)
-    its_trainer = {path.stem} if path.parent == ROOT / "integrations" else set()
-    assert path.is_relative_to(ROOT / "cli") or foreign == its_trainer - {"__init__"}
+def test_only_the_command_line_needs_more_than_torch() -> None:
+    def foreign(path: Path) -> Iterator[Offence]:
+        for line, (package, *_) in imports(path):
+            if package in (TERMINAL | PEERS | TRAINERS) - own_trainer(path):
+                yield line, f"imports {package}"
+
+    def without_its_trainer(path: Path) -> Iterator[Offence]:
+        for trainer in own_trainer(path) - {name[0] for _, name in imports(path)}:
+            yield 1, f"does not import {trainer}"
+
+    others = [path for path in FILES if not path.is_relative_to(ROOT / "cli")]
+    none_of(offenders(foreign, others) + offenders(without_its_trainer))
+
+
+def own_trainer(path: Path) -> set[str]:
+    """The package that a module of bighorn.integrations is named after."""
+    return {path.stem} - {"__init__"} if path.parent == ROOT / "integrations" else set()
 
 
 def test_only_the_sharding_room_names_distributed_tensors() -> None:
-    naming = set()
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        names |= {part for name in imports(path) for part in name}
-        if names & {"DTensor", "to_local", "placements"}:
-            naming.add(path.relative_to(ROOT).name)
-    assert naming <= {"sharding.py"}
+    names = {"DTensor", "to_local", "placements"}
+
+    def naming(path: Path) -> Iterator[Offence]:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                if name in names:
+                    yield node.lineno, f"names {name}"
+        for line, parts in imports(path):
+            yield from ((line, f"names {part}") for part in parts if part in names)
+
+    none_of(offenders(naming, [path for path in FILES if path.name != "sharding.py"]))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "compat").glob("*.py")), ids=lambda path: path.name)
-def test_faces_of_other_systems_are_thin(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    docstrings = {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    code = {i for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip()} - docstrings
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            assert len(code & set(range(node.lineno, (node.end_lineno or 0) + 1))) <= 100, node.name
+def test_faces_of_other_systems_are_thin() -> None:
+    def thick(path: Path) -> Iterator[Offence]:
+        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Expr)]
+        strings = [node for node in nodes if isinstance(node.value, ast.Constant)]
+        docstrings = {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        code = {i for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip()} - docstrings
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef):
+                lines = len(code & set(range(node.lineno, (node.end_lineno or 0) + 1)))
+                if lines > 100:
+                    yield node.lineno, f"{node.name} has {lines} lines of code, more than 100"
+
+    none_of(offenders(thick, COMPAT))
 
 
 def test_only_one_place_probes_for_backends() -> None:
     """Only `pick()` and `status()` ask a backend's module whether it works; the command line shows their answers."""
-    for path in FILES:
-        if not {ROOT / "kernels", ROOT / "cli"} & set(path.parents):
-            inner = {name[2] for name in imports(path) if name[:2] == ("bighorn", "kernels") and len(name) > 2}
-            assert inner <= OPEN_KERNELS, path
+
+    def inner(path: Path) -> Iterator[Offence]:
+        for line, name in imports(path):
+            if name[:2] == ("bighorn", "kernels") and len(name) > 2 and name[2] not in OPEN_KERNELS:
+                yield line, f"imports {'.'.join(name)}, a module between pick() and a step"
+
+    others = [path for path in FILES if not {ROOT / "kernels", ROOT / "cli"} & set(path.parents)]
+    none_of(offenders(inner, others))
 
 
 def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -151,17 +203,29 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     }
 
 
+def module_of(path: Path) -> str:
+    return ".".join(part for part in path.relative_to(ROOT.parent).with_suffix("").parts if part != "__init__")
+
+
 def import_graph() -> dict[str, set[str]]:
     """The modules of the package that each module imports, also within functions; without imports for types alone."""
-    own = {
-        ".".join(part for part in path.relative_to(ROOT.parent).with_suffix("").parts if part != "__init__"): path
-        for path in FILES
+    own = {module_of(path): path for path in FILES}
+    return {
+        name: {".".join(other) for _, other in imports(path, types=False)} & own.keys() for name, path in own.items()
     }
-    return {name: {".".join(other) for other in imports(path, types=False)} & own.keys() for name, path in own.items()}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert cycles(import_graph()) == set()
+    circles = cycles(import_graph())
+
+    def within(path: Path) -> Iterator[Offence]:
+        own = module_of(path)
+        for line, name in imports(path, types=False):
+            if any({own, ".".join(name)} <= circle for circle in circles):
+                yield line, f"imports {'.'.join(name)}, which imports {own}"
+
+    none_of(offenders(within))
+    assert circles == set()
 
 
 def test_a_cycle_is_seen() -> None:
@@ -190,18 +254,21 @@ GONE = {
 """Names that the glossary has replaced."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_that_the_glossary_replaced_are_gone(path: Path) -> None:
-    names = {token.string for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)}
-    assert names & GONE == set()
+def test_names_that_the_glossary_replaced_are_gone() -> None:
+    def gone(path: Path) -> Iterator[Offence]:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.string in GONE:
+                yield token.start[0], token.string
+
+    none_of(offenders(gone))
 
 
 # ---- what is documented -----------------------------------------------------------------------------------------
 
 
-def public() -> list[tuple[str, object]]:
+def public() -> list[tuple[str, Any]]:
     """Every public name of the package, its groups, schedules, kernels and faces, and the methods of the classes."""
-    found: list[tuple[str, object]] = []
+    found: list[tuple[str, Any]] = []
     for module in (bighorn, groups, schedules, telemetry, kernels, *map(importlib.import_module, FACES)):
         for name in module.__all__:
             thing = getattr(module, name)
@@ -220,9 +287,14 @@ def public() -> list[tuple[str, object]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "thing"), public(), ids=[name for name, _ in public()])
-def test_every_public_name_is_documented(name: str, thing: object) -> None:
-    assert (inspect.getdoc(thing) or "").strip(), name
+def place(name: str, thing: Any) -> str:
+    """The file and line where something public is defined, and its name."""
+    path = Path(inspect.getsourcefile(thing) or "")
+    return f"{path.relative_to(ROOT.parent)}:{inspect.getsourcelines(thing)[1]}: {name}"
+
+
+def test_every_public_name_is_documented() -> None:
+    none_of([place(name, thing) for name, thing in public() if not (inspect.getdoc(thing) or "").strip()])
 
 
 def documented_defaults(doc: str) -> dict[str, str]:
@@ -238,25 +310,28 @@ def documented_defaults(doc: str) -> dict[str, str]:
     return defaults
 
 
-# Python knows no signature of an exception that has no constructor of its own.
-SIGNED = [(name, thing) for name, thing in public() if not (inspect.isclass(thing) and issubclass(thing, Warning))]
-
-
-@pytest.mark.parametrize(("name", "thing"), SIGNED, ids=[name for name, _ in SIGNED])
-def test_documented_defaults_are_those_of_the_signature(name: str, thing: object) -> None:
-    assert callable(thing)
+def wrong_defaults(thing: Callable[..., Any]) -> Iterator[str]:
+    """What a docstring says wrongly of the arguments of a class or a function."""
     documented = documented_defaults(inspect.getdoc(thing) or "")
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for argument in inspect.signature(thing).parameters.values():
         if argument.name not in documented:
             continue
-        assert argument.kind not in kinds
-        if argument.default is inspect.Parameter.empty:
-            assert documented[argument.name] == "", f"{name}: {argument.name} has no default"
-        else:
-            said = documented[argument.name]
-            assert said, f"{name}: the default of {argument.name} is not documented"
-            assert ast.literal_eval(said) == argument.default, f"{name}: {argument.name}"
+        said = documented[argument.name]
+        if argument.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            yield f"{argument.name} stands for any number of arguments"
+        elif argument.default is inspect.Parameter.empty:
+            if said:
+                yield f"{argument.name} has no default"
+        elif not said:
+            yield f"the default of {argument.name} is not documented"
+        elif ast.literal_eval(said) != argument.default:
+            yield f"the default of {argument.name} is {argument.default!r}, not {said}"
+
+
+def test_documented_defaults_are_those_of_the_signature() -> None:
+    # Python knows no signature of an exception that has no constructor of its own.
+    signed = [(name, thing) for name, thing in public() if not (inspect.isclass(thing) and issubclass(thing, Warning))]
+    none_of([f"{place(name, thing)}: {wrong}" for name, thing in signed for wrong in wrong_defaults(thing)])
 
 
 @pytest.mark.parametrize(("kind", "betas"), [(bighorn.Lamb, "(0.9, 0.999)"), (bighorn.Came, "(0.9, 0.999, 0.9999)")])
@@ -278,19 +353,29 @@ def test_the_arguments_of_an_optimizer_are_the_options_of_its_tables(kind: type[
     assert algorithm.group_only.keys() <= algorithm.options.keys()
 
 
-def modules() -> list[str]:
-    """By their files: the folder of an installed package holds the C library too, which looks importable."""
-    files = [path for path in FILES if path.stem != "__main__"]
-    parts = [path.relative_to(ROOT.parent).with_suffix("").parts for path in files]
-    return [".".join(part for part in module if part != "__init__") for module in parts]
+# By files: the folder of an installed package holds the C library too, which looks importable.
+MODULES = {module_of(path) for path in FILES if path.stem != "__main__"}
+OF_TRAINERS = sorted(name for name in MODULES if name.startswith("bighorn.integrations."))
 
 
-@pytest.mark.parametrize("name", modules())
-def test_examples_in_docstrings_run(name: str) -> None:
-    if name.startswith("bighorn.integrations."):
-        pytest.importorskip(name.rpartition(".")[2], reason="make integrations")
-    module: ModuleType = importlib.import_module(name)
-    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+def failed_examples(modules: Iterable[str]) -> list[str]:
+    """What the examples in docstrings print that they should not, with files and lines."""
+    report: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    for name in modules:
+        for test in doctest.DocTestFinder().find(importlib.import_module(name)):
+            runner.run(test, out=report.append)
+    return report
+
+
+def test_examples_in_docstrings_run() -> None:
+    none_of(failed_examples(sorted(MODULES - set(OF_TRAINERS))))
+
+
+@pytest.mark.parametrize("name", OF_TRAINERS)
+def test_examples_of_trainers_run(name: str) -> None:
+    pytest.importorskip(name.rpartition(".")[2], reason="make integrations")
+    none_of(failed_examples([name]))
 
 
 @pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came])

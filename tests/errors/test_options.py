@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -180,16 +181,11 @@ def for_each(values: dict[Kind, list[Value]]) -> pytest.MarkDecorator:
     )
 
 
-CONSTRUCTOR = {
-    kind: [row for row in OWN_VALUES[kind] if row[0] not in kind.algorithm.group_only] + OWN_WHOLE[kind]
-    for kind in KINDS
-}
-
-
-@for_each(CONSTRUCTOR)
+@for_each({kind: OWN_VALUES[kind] + OWN_WHOLE[kind] for kind in KINDS})
 def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
+    of_group = {name: value} if name in kind.algorithm.group_only else {}
     with pytest.raises(error, match=name):
-        kind([("a", weights()[0])], **{"lr": 0.1, name: value})
+        kind([{"params": [("a", weights()[0])], **of_group}], **{"lr": 0.1, **({} if of_group else {name: value})})
 
 
 @pytest.mark.parametrize(
@@ -205,24 +201,44 @@ def test_betas_that_came_cannot_divide_by_are_refused_with_the_reason(betas: Any
         Came(weights(), lr=0.1, betas=betas)
 
 
-@for_each(OWN_VALUES)
-def test_a_bad_value_in_a_group(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
-    with pytest.raises(error, match=name):
-        kind([{"params": weights(), name: value}], lr=0.1)
+def refuse_each(kind: Kind, refuse: Callable[[str, Any, type[Exception]], None]) -> None:
+    """Check the refusal of each bad value, and fail with all that are not refused as they should be."""
+    found = []
+    for name, value, error in OWN_VALUES[kind]:
+        try:
+            refuse(name, value, error)
+        except (Exception, pytest.fail.Exception) as failure:
+            found.append(f"{name}={value!r}: {type(failure).__name__}: {failure}")
+    assert not found, "\n".join(["", *found])
+
+
+def test_bad_values_in_a_group(kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
-    with refused(parameters, optimizer, error, name):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: value})
 
-
-@for_each(OWN_VALUES)
-def test_a_bad_value_written_into_a_group_later(
-    name: str, value: Any, error: type[Exception], kind: Kind, backend: str
-) -> None:
-    parameters, optimizer = stepped(kind, backend)
-    optimizer.param_groups[0][name] = value
-    for method in (optimizer.step, optimizer.explain):
+    def refuse(name: str, value: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match=name):
+            kind([{"params": weights(), name: value}], lr=0.1)
         with refused(parameters, optimizer, error, name):
-            method()
+            optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: value})
+
+    refuse_each(kind, refuse)
+
+
+def test_bad_values_written_into_a_group_later(kind: Kind, backend: str) -> None:
+    parameters, optimizer = stepped(kind, backend)
+    group = optimizer.param_groups[0]
+
+    def refuse(name: str, value: Any, error: type[Exception]) -> None:
+        optimizer.step()  # with the good value, also after a refusal
+        good, group[name] = group[name], value
+        try:
+            for method in (optimizer.step, optimizer.explain):
+                with refused(parameters, optimizer, error, name):
+                    method()
+        finally:
+            group[name] = good
+
+    refuse_each(kind, refuse)
 
 
 def test_a_bad_value_written_later_is_told_with_its_group(kind: Kind) -> None:

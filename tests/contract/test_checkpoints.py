@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from tests.support.case_tensors import BLOCKS, FEW
 from tests.support.cases import CASES, Case, Kind, set_gradients
+from tests.support.covering_cases import covering_states
 from tests.support.optimizer_runs import (
-    BY_ID,
     CASE,
     OWN,
     Net,
@@ -28,10 +28,10 @@ from tests.support.optimizer_runs import (
     saved_and_loaded,
 )
 
-KEPT = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
+SMALL = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
 
 
-@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", covering_states(SMALL), ids=lambda case: case.id)
 def test_weights_only_checkpoint_continues_bitwise(case: Case) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "auto")
@@ -45,28 +45,10 @@ def test_weights_only_checkpoint_continues_bitwise(case: Case) -> None:
     assert_same_everything(parameters, optimizer, others, other)
 
 
-CHECKPOINTED = [
-    *("paper-v5", "everything", "clip-skip", "both-by-name", "amsgrad", "mixed-paper-v5", "stacked"),
-    "float32-states-bfloat16-paper-v5",
-    "bfloat16-paper-v5",
-    "complex64-paper-v5",
-    *("came-published", "came-everything", "came-clip-skip", "came-no-decay-by-name", "came-mixed-published"),
-    *("came-relative-step", "came-stacked", "came-two-groups-options", "came-bfloat16-published"),
-    *(
-        "came-float32-states-bfloat16-published",
-        "came-bfloat16-states-int8-last-two",
-        "came-float32-states-int8-stacked",
-    ),
-    *(
-        *("float32-states-int8-paper-v5", "float16-states-float16-adagrad", "bfloat16-states-int8-stacked"),
-        *("bfloat16-weights-stochastic-everything", "float16-weights-kahan-paper-v5", "bfloat16-weights-master-adamw"),
-        *("came-float16-weights-stochastic-published", "came-bfloat16-weights-kahan-states-int8-stacked"),
-        "came-bfloat16-weights-master-everything",
-    ),
-]
+ON_BACKENDS = runs(covering_states(SMALL, details=False))
 
 
-@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
+@pytest.mark.parametrize(("backend", "case"), ON_BACKENDS, indirect=["backend"])
 def test_load_state_dict_continues_bitwise(case: Case, backend: str) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
@@ -82,20 +64,20 @@ def test_load_state_dict_continues_bitwise(case: Case, backend: str) -> None:
     assert_same_everything(parameters, optimizer, others, other)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in CHECKPOINTED), indirect=["backend"])
-def test_a_copy_continues_bitwise(case: Case, way: str, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "case"), ON_BACKENDS, indirect=["backend"])
+def test_a_copy_continues_bitwise(case: Case, backend: str) -> None:
     """The copy must have every argument of the constructor, including the exclusions and the clip."""
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))
     set_gradients(parameters, [None] * len(parameters))
     both = (parameters, optimizer)
-    others, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
-    assert others[0] is not parameters[0]
+    made = {"deepcopy": copy.deepcopy(both), "pickle": pickle.loads(pickle.dumps(both))}
     advance(case, parameters, optimizer, range(2, 4))
-    advance(case, others, other, range(2, 4))
-    assert_same_everything(parameters, optimizer, others, other)
+    for way, (others, other) in made.items():
+        assert others[0] is not parameters[0], way
+        advance(case, others, other, range(2, 4))
+        assert_same_everything(parameters, optimizer, others, other)
 
 
 def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.nn import Parameter
 
+from bighorn.optim.settings import OF_THE_WHOLE
 from tests.support.case_tensors import HUGE
 from tests.support.cases import Case
 
@@ -38,6 +40,31 @@ def traits(case: Case) -> set[tuple[object, ...]]:
     return {(case.kind.algorithm.name, *trait) for trait in has}
 
 
+def state_traits(case: Case, *, details: bool = True) -> set[tuple[object, ...]]:
+    """Return what saving, loading and copying can lose: options, groups, layouts, and the state of each parameter.
+
+    Args:
+        case: The case.
+        details: Whether to tell apart the values of options and the dtypes and dims of state tensors. Default: True.
+    """
+    leaves = [torch.empty(leaf.shape, dtype=leaf.dtype or case.dtype, device="meta") for leaf in case.leaves]
+    optimizer = case.optimizer([Parameter(leaf) for leaf in leaves], "auto")
+    has: set[tuple[object, ...]] = {("groups", len(case.groups)), ("scheduled", "lr" in case.options)}
+    has |= {("layout", leaf.layout) for leaf in case.leaves} | {
+        ("whole", name) for name in OF_THE_WHOLE & {*case.options}
+    }
+    for options in (case.options, *case.groups) if details else ():
+        has |= {(name, value if isinstance(value, (str, bool)) else None) for name, value in options.items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            spec = optimizer.algorithm.state_spec(group, param)
+            has.add(("state", frozenset(spec)))
+            if details:
+                has.add(("dtypes", param.dtype, frozenset((name, each.dtype) for name, each in spec.items())))
+                has |= {("dims", name, len(each.dims) - param.dim()) for name, each in spec.items()}
+    return {(case.kind.algorithm.name, *trait) for trait in has}
+
+
 def cost(case: Case) -> float:
     """Return the approximate time in seconds: each row of each launch takes time, however short it is."""
     options = {**case.options, **case.groups[0]}
@@ -50,6 +77,13 @@ def cost(case: Case) -> float:
     centred = 2 if options.get("grad_centralization") else 1
     blocks = 10 if options.get("state_dtype") in ("int8", torch.float16) else 1
     return centred * blocks * (0.04 * rows + 1e-5 * case.size)
+
+
+def covering_states(cases: Iterable[Case], *, details: bool = True) -> list[Case]:
+    """Return cases that together have every trait of what is saved, loaded and copied."""
+    cases = list(cases)
+    chosen = fewest({case.id: (state_traits(case, details=details), cost(case)) for case in cases})
+    return [case for case in cases if case.id in chosen]
 
 
 def covering(cases: Iterable[Case]) -> set[str]:

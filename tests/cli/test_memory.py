@@ -266,7 +266,8 @@ def test_whether_it_fits(invoke: Invoke) -> None:
     )
     assert said("8GB", *chosen) == (
         "Fits in 8GB, before activations? no: came, came-int8, lamb, adamw. The least is came-int8, 60.8GB: sharded "
-        "(FSDP2), 8 such GPUs hold it; or halve weights and gradients by --precision bf16 --weight-rounding stochastic"
+        "(FSDP2), 8 such GPUs hold it; with released gradients it is came-int8, 34.3GB; or halve weights and "
+        "gradients by --precision bf16 --weight-rounding stochastic"
     )
     assert "with released gradients: came-int8" in said("24GB", *chosen, "--precision", "bf16")
 

@@ -41,7 +41,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "wall ms": lambda row: _median(row, "wall_ms"),
     "wall ratio": lambda row: _median(row, "wall_ratio"),
     "host": lambda row: f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-",
-    "first step": lambda row: f"{1e6 * row['first_step_s'] / row['tensors']:,.0f} us",
+    "first step": lambda row: f"{1e6 * row['first_step_s'] / row['tensors']:,.0f} us a tensor",
     "temporaries": lambda row: _megabytes(row["temporaries_bytes"]),
     "state": lambda row: _megabytes(row["state_bytes"]),
     "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",

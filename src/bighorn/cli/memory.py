@@ -299,6 +299,10 @@ def verdict(totals: Mapping[str, Total], limit: int, memory: str, precision: str
         name, least = min(totals.items(), key=lambda pair: pair[1].all)
         gpus = -(-least.all // limit)
         said += f". The least is {name}, {quantity(least.all)}B: sharded (FSDP2), {gpus} such GPUs hold it"
+        freed = {name: total.released for name, total in totals.items() if total.released is not None}
+        if freed:
+            name = min(freed, key=freed.__getitem__)
+            said += f"; with released gradients it is {name}, {quantity(freed[name])}B"
         if precision == "fp32":
             said += "; or halve weights and gradients by --precision bf16 --weight-rounding stochastic"
     return f"Fits in {memory}, before activations? {said}"

@@ -239,7 +239,7 @@ def lamb_apply(
         tl.load(row_ptr + common.INNER),
         weights.rng_key(row_ptr, t, ROUNDING == "stochastic", CUT),
     )
-    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 4
+    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else 128 // X.primitive_bitwidth
     numbers = (
         common.number(factor + layout.M_FACTOR, COMPUTE),
         common.number(factor + layout.ROOT_EPS, COMPUTE),

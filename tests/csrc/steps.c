@@ -113,14 +113,14 @@ static float *counts[MAX_ROWS];
 static int rows;
 
 /* Adds the gradient of the next row; rows must be added largest first. */
-static void add_gradient(int64_t height, int64_t width, int type, bool transposed, bool centred) {
+static void add_gradient(int64_t height, int64_t width, int type, bool transposed) {
     const int64_t size = height * width;
     if (rows == MAX_ROWS) abort();
     steps[rows] = 0;
     counts[rows] = &steps[rows];
     order[rows] = rows;
     grads[rows] = values(size, type, 31u * (uint32_t)rows + 11);
-    gradients[rows] = (Gradient){.size = size, .type = type, .fan = centred ? width : 0};
+    gradients[rows] = (Gradient){.size = size, .type = type};
     if (transposed && height > 1 && width > 1) {
         int64_t *layout = zeros(5, sizeof(int64_t));
         memcpy(layout, (int64_t[]){2, height, width, 1, height}, 5 * sizeof(int64_t));
@@ -185,7 +185,7 @@ static void add_lamb(int64_t height, int64_t width, int stored, int state_type, 
         .metrics = norms[rows],
         .state_type = state_type,
     };
-    add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
+    add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3);
 }
 
 enum LambMoments { IN_FLOATS, IN_BLOCKS, OF_DOUBLES };
@@ -264,7 +264,7 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
         .state_type = state_type,
         .factored = factored,
     };
-    add_gradient(matrices * height, width, GRAD_TYPES[rows % 4], rows % 5 == 3, rows % 7 == 2 && width > 1);
+    add_gradient(matrices * height, width, GRAD_TYPES[rows % 4], rows % 5 == 3);
 }
 
 /* All shards are in this process, one per tensor, so their sums are complete. */

@@ -29,8 +29,11 @@ class Centred(NamedTuple):
 
     def sums(self) -> Tensor:
         """Return the sums of the rows' elements on this rank, with their dims kept as 1."""
-        box = self.shard.box(self.to.new_zeros(()).expand(self.shard.held) if self.grad is None else self.grad)
-        return box.sum(dim=self._inner, keepdim=True, dtype=self.to.dtype)
+        if self.grad is None:
+            self.to.zero_()
+        else:
+            self.to.copy_(self.grad)  # the last bits of a sum must not depend on the gradient's strides
+        return self.shard.box(self.to).sum(dim=self._inner, keepdim=True)
 
     def is_split(self) -> bool:
         """Whether other ranks have elements of the same rows."""
@@ -50,9 +53,9 @@ class Centred(NamedTuple):
             return
         mean = sums / math.prod(self.shard.shape[self.first :])
         if self.shard.elements is None:
-            torch.sub(self.grad, mean, out=self.to)
+            self.to.sub_(mean)
         else:
-            self.to.copy_(self.shard.unbox(self.shard.box(self.grad) - mean))
+            self.to.copy_(self.shard.unbox(self.shard.box(self.to) - mean))
 
     @property
     def _inner(self) -> tuple[int, ...]:

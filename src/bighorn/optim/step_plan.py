@@ -196,6 +196,7 @@ class Launch(NamedTuple):
     """A kernel on its device."""
 
     kernel: Any
+    """A `kernels.Kernel`; with `dims`, a `kernels.ShardKernel`."""
     device: torch.device
     dims: ShardedDims | FlatGroup | None
     """The ranks that hold the other shards; None for tensors that this rank holds completely."""

@@ -15,7 +15,6 @@ UNSIGNED_END = tl.constexpr((127 + 8) << 23)
 
 SIGN = tl.constexpr(-0x80000000)
 TWO_TO_23 = tl.constexpr((127 + 23) << 23)
-BITS_OF_128 = tl.constexpr((127 + 7) << 23)
 
 # These factors are within an ulp of divisions, for a tenth of the instructions; the largest codes still have share 1.
 ONE_127TH = tl.constexpr(1 / 127)
@@ -158,7 +157,7 @@ def nearest(x):
 def in_65536ths(x):
     """Return the nearest multiple of 2^-16, as their number, of a number from 0 to 255.
 
-    It is in the last bits of a float from 128 on.
+    It is in the last bits of a float from 128 on, whose own bits are SIGNED_END.
     """
     is_below = x < 128.0
-    return common.as_bits(tl.where(is_below, x + 128.0, x)) - tl.where(is_below, BITS_OF_128, BITS_OF_128 - (128 << 16))
+    return common.as_bits(tl.where(is_below, x + 128.0, x)) - tl.where(is_below, SIGNED_END, SIGNED_END - (128 << 16))

@@ -62,7 +62,8 @@ def run(
         return update_step(self)
 
     def save(checkpoint: Any, file: Any, **options: Any) -> None:
-        if present == kill_saving and RANK == 0 and "format" in checkpoint:  # torch's object collectives save, too
+        # torch's object collectives save, too, and a Ctrl-C may come before step 1
+        if kill_saving and present == kill_saving and RANK == 0 and "format" in checkpoint:
             file.write(b"the beginning")
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)

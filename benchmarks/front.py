@@ -3,8 +3,8 @@
     python benchmarks/front.py
 
 Draws docs/front-batch.svg, docs/front-memory.svg and docs/front-speed.svg, and writes the tables between
-`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/memory-results.md and
-docs/came-rates.md.
+`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/precision-results.md,
+docs/memory-results.md and docs/came-rates.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ CLIFFS = {
     "1000000": "million",
     "2048x2048 in float64": "float64",
 }
-"""The rows of the other tables of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
+"""The rows of the other table of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
 
 CLIFF_COLUMNS = ("Lamb", "Lamb, cautious", "Came", "torch AdamW, foreach")
 MEMORY = "resident-memory"
@@ -214,12 +213,21 @@ def speed_table() -> str:
     return _ratio_table("shapes of", SPEED, SPEED_COLUMNS)
 
 
-def cliffs_table(file: str) -> str:
-    """A row for each parameter set that the file has."""
-    measured = {result["shapes"] for result in _load(file)["results"]}
-    return _ratio_table(
-        "parameters", {row: (file, name) for row, name in CLIFFS.items() if name in measured}, CLIFF_COLUMNS
-    )
+def cliffs_table() -> str:
+    return _ratio_table("parameters", {row: ("step-cliffs", name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
+
+
+def precision_table() -> str:
+    """A row for each optimizer with low-precision weights, a column for each model."""
+    vit, bert = (ratios("step-precision", shapes) for shapes in ("vit_small", "bert_base"))
+    lines = ["| | ViT-S/16 | BERT-base |", "|---" * 3 + "|"]
+    for row in vit:
+        if not row.startswith("torch"):
+            texts = (
+                f"{each[row]['median']:.2f} ({each[row]['p10']:.2f}-{each[row]['p90']:.2f})" for each in (vit, bert)
+            )
+            lines.append(f"| {row} | {' | '.join(texts)} |")
+    return "\n".join(lines)
 
 
 def memory_table() -> str:
@@ -249,7 +257,8 @@ def rates_table() -> str:
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "step-fp32": (DOCS / "speed.md", speed_table),
-    **{file: (DOCS / "speed.md", partial(cliffs_table, file)) for file in ("step-cliffs", "step-cliffs-xeon")},
+    "step-cliffs": (DOCS / "speed.md", cliffs_table),
+    "step-precision": (DOCS / "precision-results.md", precision_table),
     MEMORY: (DOCS / "memory-results.md", memory_table),
     RATES: (DOCS / "came-rates.md", rates_table),
 }

@@ -1,6 +1,6 @@
 """The published tables of CPU steps: how each is measured, and whether it is of the present code.
 
-    python benchmarks/published.py [NAME ...]   # measure them again, half an hour; then run benchmarks/front.py
+    python benchmarks/published.py [NAME ...]   # measure them again, 15 minutes; then run benchmarks/front.py
 
 Measure on a machine that does nothing else, from a clean tree: each file names its commit. A test of the ledger fails
 when a count on which a table depends has changed by more than 1% since then.
@@ -47,10 +47,6 @@ TABLES = {
     "step-bf16": Table(
         "--precision bf16 --shapes vit_small,bert_base --optimizers lamb,lamb-adam,came --seconds 2",
         [*(row for row in CPU if row.endswith("tiny bf16")), *BFLOAT16],
-    ),
-    "step-8-threads": Table(
-        "--threads 8 --shapes tiny,vit_small,bert_base --optimizers lamb,lamb-adam,came --seconds 2",
-        [*MODELS, *FLOAT32],
     ),
     "step-clip": Table(
         "--clip 1 --shapes bert_base --optimizers lamb,lamb-adam",

@@ -56,16 +56,16 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
         >>> telemetry.scalars(optimizer)["effective_lr/weight"]
         0.5
     """
-    figures_by_name = vars(_telemetric(optimizer).telemetry())
-    names, skipped = figures_by_name.pop("names"), figures_by_name.pop("skipped")
+    metrics_by_name = vars(_telemetric(optimizer).telemetry())
+    names, skipped = metrics_by_name.pop("names"), metrics_by_name.pop("skipped")
     if not names:
         return {}
-    columns = torch.stack(list(figures_by_name.values()))
+    columns = torch.stack(list(metrics_by_name.values()))
     *rows, count = torch.cat([columns.flatten(), skipped.to(columns).reshape(1)]).tolist()
-    figures = {figure: rows[i * len(names) : (i + 1) * len(names)] for i, figure in enumerate(figures_by_name)}
-    multiplier = next(figures[name] for name in MULTIPLIERS if name in figures)
-    figures["effective_lr"] = [lr * by for lr, by in zip(figures["lr"], multiplier, strict=True)]
-    by_tag = {f"{figure}/{name}": v for figure, of in figures.items() for name, v in zip(names, of, strict=True)}
+    metrics = {metric: rows[i * len(names) : (i + 1) * len(names)] for i, metric in enumerate(metrics_by_name)}
+    multiplier = next(metrics[name] for name in MULTIPLIERS if name in metrics)
+    metrics["effective_lr"] = [lr * by for lr, by in zip(metrics["lr"], multiplier, strict=True)]
+    by_tag = {f"{metric}/{name}": v for metric, of in metrics.items() for name, v in zip(names, of, strict=True)}
     return {**by_tag, "skipped_steps": count}
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.kernels import Bucket, CameOptions, codec, cpu, reference
 from bighorn.kernels.bucket import Shard
-from bighorn.kernels.cpu import abi
-from bighorn.kernels.cpu.abi import CameRow, Gradient, Weights
+from bighorn.kernels.cpu import abi, library
 from bighorn.kernels.cpu.library import loaded
 from bighorn.kernels.cpu.tensors import TYPES
 from bighorn.kernels.options import Factor
@@ -254,9 +253,9 @@ def test_the_comparison_sees_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> No
     leaf = Leaf("plain", (70, 90))
     bucket = bucket_of([leaf.values(torch.float32)], DEFAULTS)
     bucket.grads = [leaf.gradient(torch.float32)]
-    structure, fields = abi.C_OPTIONS[CameOptions]
+    fields = abi.CONVERSIONS[CameOptions]
     wrong = [(name, (lambda _: 0.99999) if name == "clip_threshold" else convert) for name, convert in fields]
-    monkeypatch.setitem(abi.C_OPTIONS, CameOptions, (structure, wrong))
+    monkeypatch.setitem(abi.CONVERSIONS, CameOptions, wrong)
     with pytest.raises(AssertionError, match="plain, step 1"):
         assert_one_step((leaf,), bucket, monkeypatch)
 
@@ -312,9 +311,9 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
 def workspace(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> int:
     """Return the bytes of workspace that a tensor of these matrices needs, without creating the tensor."""
     matrices, height, width = shape
-    weights = Weights(type=TYPES[dtype])
-    rows = (CameRow * 1)(CameRow(weights=weights, matrices=matrices, height=height, width=width))
-    gradients = (Gradient * 1)(Gradient(size=matrices * height * width))
+    weights, row, gradient = (library.STRUCTURES[name] for name in ("Weights", "CameRow", "Gradient"))
+    rows = (row * 1)(row(weights=weights(type=TYPES[dtype]), matrices=matrices, height=height, width=width))
+    gradients = (gradient * 1)(gradient(size=matrices * height * width))
     return 8 * int(loaded().bighorn_came_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))
 
 

@@ -89,7 +89,7 @@ def test_foreach_equals_the_reference(case: Case, dtype: str) -> None:
         for kernel in kernels:
             kernel.step(scale, apply_mask)
         assert torch.equal(torch.stack(bucket.steps), torch.stack(twin.steps))
-        assert_stored_alike(bucket.metrics, twin.metrics, 1e-30, slack, "figures")
+        assert_stored_alike(bucket.metrics, twin.metrics, 1e-30, slack, "metrics")
         for i, leaf in enumerate(case.leaves):
             what = f"{leaf.name}, step {step}"
             for name in twin.state:

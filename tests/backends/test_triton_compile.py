@@ -194,11 +194,11 @@ def test_a_came_step_takes_eight_launches_and_four(driver: Driver) -> None:
         ("came_average", tiles),
         ("came_lines", lines),
         ("came_apply", tiles),
-        ("came_figures", 2),
+        ("came_metrics", 2),
         ("came_second_moment", 1 + 1 + 2),
         ("came_totals", 3),
         ("came_move", 1 + 1 + 2),
-        ("came_figures", 3),
+        ("came_metrics", 3),
     ]
 
 

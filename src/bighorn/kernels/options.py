@@ -1,13 +1,12 @@
-"""One table per algorithm: the options that kernels get, each with its type, its check and its type in C.
+"""One table per algorithm: the options that kernels get, each with its type, its check and its conversion to C.
 
 A field with a check is an option of a parameter group, and kernels get the group's value; the algorithm computes the
-others (`optim/lamb.py`, `optim/came.py`). A field with a type in C is a field of the structure in `csrc/abi.h`, in the
-same order.
+others (`optim/lamb.py`, `optim/came.py`). A field with a conversion is a field of the structure in `csrc/abi.h`, in
+the same order.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,33 +36,22 @@ SecondMoment = Literal["adam", "amsgrad", "adagrad"]
 Factor = Literal["matrix", "last_two"]
 
 
-class CType(NamedTuple):
-    """The type of an option in C, and the conversion of a value to it."""
-
-    type: Any
-    convert: Callable[[Any], Any]
-
-
 class Option(NamedTuple):
-    """The check of a group's option, and its type in C; each is None if the field has none."""
+    """The check of a group's option, and its conversion to the type in C; each is None if the field has none."""
 
     check: Check | None = None
-    c: CType | None = None
+    c: Callable[[Any], Any] | None = None
 
 
-DOUBLE, INT32, UINT64 = CType(ctypes.c_double, float), CType(ctypes.c_int32, int), CType(ctypes.c_uint64, int)
-BOUNDS = CType(ctypes.c_double * 2, lambda value: value or (0.0, math.inf))
-
-
-def doubles(size: int) -> CType:
-    """Return the type of an array of numbers."""
-    return CType(ctypes.c_double * size, tuple)
+def c_bounds(value: Bounds | None) -> Bounds:
+    """Return bounds as C has them."""
+    return value or (0.0, math.inf)
 
 
 def one_of(kind: Any) -> Option:
     """Return an option for the values of a `Literal`, which in C is the value's index, as in `csrc/abi.h`."""
     values = get_args(kind)
-    return Option(choice(*values), CType(ctypes.c_int32, values.index))
+    return Option(choice(*values), values.index)
 
 
 @dataclass(frozen=True)
@@ -73,21 +61,21 @@ class LambOptions:
     algorithm: ClassVar[str] = "lamb"
     """The name of the algorithm's field in `kernels.Backend`."""
 
-    lr: Annotated[float | Tensor, Option(c=DOUBLE)]
-    betas: Annotated[tuple[float, float], Option(betas(2), doubles(2))]
-    eps: Annotated[float, Option(between(0), DOUBLE)]
-    weight_decay: Annotated[float, Option(c=DOUBLE)]
+    lr: Annotated[float | Tensor, Option(c=float)]
+    betas: Annotated[tuple[float, float], Option(betas(2), tuple)]
+    eps: Annotated[float, Option(between(0), float)]
+    weight_decay: Annotated[float, Option(c=float)]
     bias_correction: Annotated[BiasCorrection, one_of(BiasCorrection)]
-    grad_averaging: Annotated[bool, Option(flag, INT32)]
+    grad_averaging: Annotated[bool, Option(flag, int)]
     decay_mode: Annotated[DecayMode, one_of(DecayMode)]
-    adapt: Annotated[bool, Option(c=INT32)]
-    weight_norm_bounds: Annotated[Bounds | None, Option(bounds, BOUNDS)]
-    trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, BOUNDS)]
+    adapt: Annotated[bool, Option(c=int)]
+    weight_norm_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
+    trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
-    cautious: Annotated[bool, Option(flag, INT32)]
-    maximize: Annotated[bool, Option(flag, INT32)]
+    cautious: Annotated[bool, Option(flag, int)]
+    maximize: Annotated[bool, Option(flag, int)]
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
-    rounding_seed: Annotated[int, Option(count, UINT64)] = 0
+    rounding_seed: Annotated[int, Option(count, int)] = 0
     blocks: bool = False
     """Whether both moments are kept in blocks, as in `kernels/codec.py`."""
 
@@ -98,21 +86,21 @@ class CameOptions:
 
     algorithm: ClassVar[str] = "came"
 
-    lr: Annotated[float | Tensor, Option(c=DOUBLE)]
-    betas: Annotated[tuple[float, float, float], Option(came_betas, doubles(3))]
-    eps: Annotated[tuple[float, float], Option(came_eps, doubles(2))]
-    clip_threshold: Annotated[float, Option(positive, DOUBLE)]
-    weight_decay: Annotated[float, Option(c=DOUBLE)]
+    lr: Annotated[float | Tensor, Option(c=float)]
+    betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
+    eps: Annotated[tuple[float, float], Option(came_eps, tuple)]
+    clip_threshold: Annotated[float, Option(positive, float)]
+    weight_decay: Annotated[float, Option(c=float)]
     decay_rate: Annotated[float | None, Option(optional(between(0)))]
-    bias_correction: Annotated[bool, Option(flag, INT32)]
-    scale_parameter: Annotated[bool, Option(flag, INT32)]
-    scale_eps: Annotated[float, Option(positive, DOUBLE)]
-    maximize: Annotated[bool, Option(flag, INT32)]
+    bias_correction: Annotated[bool, Option(flag, int)]
+    scale_parameter: Annotated[bool, Option(flag, int)]
+    scale_eps: Annotated[float, Option(positive, float)]
+    maximize: Annotated[bool, Option(flag, int)]
     factor: Factor | None
     """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
     the leading dims; None: the second moment is unfactored."""
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
-    rounding_seed: Annotated[int, Option(count, UINT64)] = 0
+    rounding_seed: Annotated[int, Option(count, int)] = 0
 
 
 Options = TypeVar("Options", LambOptions, CameOptions)

@@ -45,7 +45,7 @@ from bighorn.optim.step_plan import PartCall, StepPlan, scale_and_mask, square_s
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NO_OPTIONS = ("self", "params", "unknown", "__class__")
+NO_ARGUMENTS = ("self", "params", "unknown", "__class__")
 """The entries of a constructor's `locals()` that are not options."""
 
 
@@ -85,7 +85,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         self, params: ParamsT, arguments: Mapping[str, Any], unknown: Mapping[str, Any], *, partial: bool = False
     ) -> None:
         """Create an optimizer from the arguments of its class. `partial`: it holds one rank's share of a model."""
-        arguments = {name: value for name, value in arguments.items() if name not in NO_OPTIONS}
+        arguments = {name: value for name, value in arguments.items() if name not in NO_ARGUMENTS}
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         checks.refuse_unknown(checks.asked_for(unknown, OFF_IS_OURS), arguments, type(self).__name__, ELSEWHERE)
         self._settings = Settings.of(arguments)

@@ -68,9 +68,9 @@ class Reports(Optimizer):
     def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
         """Return the ParamInfo of every parameter in the groups, in the order in which a step visits them."""
 
-    def _figures(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _metrics(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of telemetry: labels, three metrics of each, the learning rate, and a count of skipped steps."""
-        pieces = [plan.figures() for plan in self._last]
+        pieces = [plan.metrics() for plan in self._last]
         table = torch.zeros(0, 4, dtype=torch.float32, device="cpu")
         if pieces:
             table = torch.cat([piece.to(pieces[0].device) for piece in pieces])

@@ -304,7 +304,7 @@ class StepPlan:
         """The labels of the rows that took part in the last step."""
         return [label for labels, here in zip(self.labels, self.stepped, strict=True) if here for label in labels]
 
-    def figures(self) -> Tensor:
+    def metrics(self) -> Tensor:
         """The metrics of the last step, and the learning rate that kernels used, `[labels, 4]`."""
         row_indices = [row for mine, here in zip(self.row_indices, self.stepped, strict=True) if here for row in mine]
         device, tables = self.buckets[0].bucket.metrics.device, []

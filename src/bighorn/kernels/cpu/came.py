@@ -7,14 +7,14 @@ import math
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, matrix_shape
-from bighorn.kernels.cpu import abi
 from bighorn.kernels.cpu.came_shards import Shards
-from bighorn.kernels.cpu.library import address, loaded
+from bighorn.kernels.cpu.library import STRUCTURES, address, loaded
 from bighorn.kernels.cpu.stepper import Bound, Stepper, words
 from bighorn.kernels.cpu.tensors import STATE_TYPES, weights
 from bighorn.kernels.options import CameOptions
@@ -42,11 +42,11 @@ class Came(Stepper[CameOptions]):
     @staticmethod
     def make_row(
         bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
-    ) -> abi.CameRow:
+    ) -> Any:
         """See `Stepper.make_row`."""
         state, shape = bucket.state, bucket.params[i].shape
         matrices, height, width = matrix_shape(shape, bucket.options.factor)
-        return abi.CameRow(
+        return STRUCTURES["CameRow"](
             weights=weights(bucket, i, positions, memory),
             **{name: state[name][i].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),

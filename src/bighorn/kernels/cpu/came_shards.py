@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
-from bighorn.kernels.cpu.abi import CameShard
+from bighorn.kernels.cpu.library import STRUCTURES
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import positions
@@ -39,7 +40,7 @@ class Shards:
         ]
         columns = list(zip(*counts, strict=True))
         used = [column for column in columns if sum(column)]
-        self.table = (CameShard * len(wholes))(*wholes)
+        self.table = (STRUCTURES["CameShard"] * len(wholes))(*wholes)
         self.sums = [torch.empty(sum(column), dtype=torch.float64, device="cpu") for column in used]
         for i, (sums, column) in enumerate(zip(self.sums, used, strict=True)):
             for whole, start in zip(self.table, itertools.accumulate(column, initial=0), strict=False):
@@ -49,14 +50,14 @@ class Shards:
         squares = [not all(both_ways), any(both_ways), False]
         self.dtypes = [torch.float64 if double or squared else torch.float32 for squared in squares[: len(used)]]
 
-    def _whole(self, bucket: Bucket[CameOptions], i: int, shard: Shard) -> CameShard:
+    def _whole(self, bucket: Bucket[CameOptions], i: int, shard: Shard) -> Any:
         factor, dims = bucket.options.factor, range(len(shard.shape))
         matrices, height, width = matrix_shape(torch.Size(shard.shape), factor)
         if factor is None:
-            return CameShard(matrices=matrices, height=height, width=width)
+            return STRUCTURES["CameShard"](matrices=matrices, height=height, width=width)
         axis = len(dims) + row_axis(bucket.params[i], factor)
         row, col = (bucket.state[f"exp_avg_sq_{which}"][i] for which in ("row", "col"))
-        return CameShard(
+        return STRUCTURES["CameShard"](
             matrices=matrices,
             height=height,
             width=width,
@@ -81,7 +82,7 @@ class Shards:
         return at.data_ptr()
 
 
-def numbers(whole: CameShard, factored: bool) -> tuple[int, int, int]:
+def numbers(whole: Any, factored: bool) -> tuple[int, int, int]:
     """Return how many numbers each reduction round of a tensor has; csrc/came_shards.c documents which."""
     matrices, height, width = whole.matrices, whole.height, whole.width
     if matrices * height * width == 0:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
-from bighorn.kernels.cpu import abi
-from bighorn.kernels.cpu.library import address, loaded, scratch
+from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, scratch
 from bighorn.kernels.cpu.stepper import Bound, Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 from bighorn.kernels.options import LambOptions
@@ -45,11 +45,11 @@ class Lamb(Stepper[LambOptions]):
     @staticmethod
     def make_row(
         bucket: Bucket[LambOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
-    ) -> abi.LambRow:
+    ) -> Any:
         """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i].data_ptr() for name, tensors in bucket.state.items() if name not in beside}
-        return abi.LambRow(
+        return STRUCTURES["LambRow"](
             weights=weights(bucket, i, positions, memory),
             **state,
             step=bucket.steps[i].data_ptr(),

@@ -15,11 +15,12 @@ import os
 import threading
 from array import array
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.cpu.abi import RunConfig, difference
+from bighorn.kernels.cpu import abi
 
 LIBRARY_NAME = "libbighorn.so"
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -39,14 +40,14 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{LIBRARY_NAME} was not built: install a C compiler, then reinstall bighorn from source"
     try:
         library = ctypes.CDLL(str(path))
-        declare(library)
-        other = difference(library)
-    except (OSError, AttributeError) as error:  # AttributeError: it was built from older sources
+        fields = abi.fields_of(library)
+        declare(library, abi.structures_of(fields))
+    except (OSError, AttributeError, KeyError) as error:  # AttributeError: it was built from older sources
         return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
     if (present := sources()) is not None and library.bighorn_sources() != present:
         return None, f"{LIBRARY_NAME} was built from other sources than these; reinstall bighorn from source"
-    if other is not None:
-        return None, f"{LIBRARY_NAME} is of another build than this package: {other}; reinstall bighorn from source"
+    if abi.checksum(fields) != abi.VERSION:
+        return None, f"{LIBRARY_NAME} has other structures than this package; reinstall bighorn from source"
     return library, str(path)
 
 
@@ -60,10 +61,10 @@ def sources() -> bytes | None:
     return hashlib.sha256(digests.encode()).hexdigest().encode() if paths else None
 
 
-def declare(library: ctypes.CDLL) -> None:
+def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
     """Declare the argument and result types of the library's functions."""
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    run = ctypes.POINTER(RunConfig)
+    run = ctypes.POINTER(structures["RunConfig"])
     library.bighorn_sources.restype = ctypes.c_char_p
     library.bighorn_isa.argtypes = []
     library.bighorn_advance.argtypes = [address, count]
@@ -153,6 +154,7 @@ def _after_fork() -> None:
 
 
 LIBRARY, LIBRARY_DETAIL = load_library()
+STRUCTURES: abi.Structures = abi.structures_of(abi.fields_of(LIBRARY)) if LIBRARY else {}
 OPENMP = openmp()
 CORES = cores()
 _forked = False
@@ -175,14 +177,14 @@ def loaded() -> ctypes.CDLL:
     return LIBRARY
 
 
-def run() -> RunConfig:
+def run() -> Any:
     """Return the configuration of the next call."""
     return _run_on(threads(), isa())
 
 
 @functools.cache
-def _run_on(threads: int, isa: int) -> RunConfig:
-    return RunConfig(*(OPENMP or (None, None, None)), threads, isa)
+def _run_on(threads: int, isa: int) -> Any:
+    return STRUCTURES["RunConfig"](*(OPENMP or (None, None, None)), threads, isa)
 
 
 def address(values: array[int] | array[float]) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
-from bighorn.kernels.cpu.abi import Gradient, RunConfig, c_options
-from bighorn.kernels.cpu.library import address, loaded, run
+from bighorn.kernels.cpu.abi import c_options
+from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, run
 from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout
 from bighorn.kernels.options import Options
 
@@ -31,7 +31,8 @@ class Bound(NamedTuple):
     """The indices of the rows that take part, the largest first."""
     counts: array[int]
     """The addresses of the step counts of these rows."""
-    how: RunConfig
+    how: Any
+    """The `RunConfig` of the call."""
 
 
 RACE = "two threads step one optimizer at once, and one of them has let go of the gradients"
@@ -84,7 +85,7 @@ class Stepper(Generic[Options]):
                 self.gradients[i] = words([gradient])[0]
             self.threads = 0
 
-    def _new_gradients(self) -> Iterator[tuple[int, Gradient]]:
+    def _new_gradients(self) -> Iterator[tuple[int, Any]]:
         """Yield the rows whose gradients are of other kinds than before, with the structures that describe them."""
         rows = [(bucket, i, grad) for bucket in self.buckets for i, grad in enumerate(bucket.grads)]
         for row, (bucket, i, grad) in enumerate(rows):
@@ -154,7 +155,7 @@ class Stepper(Generic[Options]):
         """Return the options of each bucket as the library reads them, converted if a bucket has others than before."""
         held, options = self.converted, [bucket.options for bucket in self.buckets]
         if held is None or not all(map(operator.is_, options, held[0])):
-            held = self.converted = options, c_options(options)
+            held = self.converted = options, c_options(STRUCTURES, options)
         return held[1]
 
     def advance(self, bound: Bound) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu import library
-from bighorn.kernels.cpu.abi import Gradient, Weights
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE
@@ -34,16 +34,18 @@ def unsupported(param: Tensor) -> str | None:
     return None
 
 
-def describe_gradient(g: Tensor, layout: array[int] | None) -> Gradient:
+def describe_gradient(g: Tensor, layout: array[int] | None) -> Any:
     """Return the structure of a gradient."""
-    return Gradient(layout=layout.buffer_info()[0] if layout else None, size=g.numel(), type=TYPES[g.dtype])
+    return library.STRUCTURES["Gradient"](
+        layout=layout.buffer_info()[0] if layout else None, size=g.numel(), type=TYPES[g.dtype]
+    )
 
 
-def weights(bucket: Bucket[Options], i: int, positions: array[int] | None, memory: array[int] | None) -> Weights:
+def weights(bucket: Bucket[Options], i: int, positions: array[int] | None, memory: array[int] | None) -> Any:
     """Return how the weights of row `i` of a bucket are stored: `position_layout` and `memory_layout` of them."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     offset, param_id = (first_position(bucket, i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
-    return Weights(
+    return library.STRUCTURES["Weights"](
         data=x.data_ptr(),
         memory=memory.buffer_info()[0] if memory else None,
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),

@@ -1,4 +1,4 @@
-/* The digest of the sources and the layout of the structures, by which Python detects a library of another build. */
+/* The digest of the sources and the fields of the structures, from which Python builds its own. */
 #include "abi.h"
 #include "compiler.h"
 
@@ -7,17 +7,15 @@
 /* The digest of the sources; CMakeLists.txt computes it. */
 EXPORT const char *bighorn_sources(void) { return SOURCES; }
 
-/* One field of a structure; an entry with an empty field name describes the whole structure. */
 typedef struct {
-    const char *structure, *field;
-    int64_t offset, size;
-} FieldLayout;
+    const char *structure, *name, *type;
+} Field;
 
-#define FIELD_LAYOUT(S, type, name) {#S, #name, offsetof(S, name), sizeof(type)},
-#define STRUCT_LAYOUT(S, FIELDS) FIELDS(FIELD_LAYOUT, S){#S, "", 0, sizeof(S)},
+#define DESCRIBE_FIELD(S, type, name) {#S, #name, #type},
+#define DESCRIBE_STRUCT(S, FIELDS) FIELDS(DESCRIBE_FIELD, S)
 
 /* All fields of all structures of abi.h; after the last one, an entry without names. */
-EXPORT const FieldLayout *bighorn_layouts(void) {
-    static const FieldLayout layouts[] = {FOR_EACH_STRUCT(STRUCT_LAYOUT){NULL, NULL, 0, 0}};
-    return layouts;
+EXPORT const Field *bighorn_fields(void) {
+    static const Field fields[] = {FOR_EACH_STRUCT(DESCRIBE_STRUCT){NULL, NULL, NULL}};
+    return fields;
 }

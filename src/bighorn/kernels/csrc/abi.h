@@ -1,7 +1,8 @@
-/* The structures and constants that Python passes to the library. kernels/cpu/abi.py mirrors this file with ctypes.
+/* The structures and constants that Python passes to the library. kernels/cpu/abi.py builds
+ * the same with ctypes.
  *
  * A structure is a list of its fields, FIELD(S, type, name). The list declares the structure at the end of this file,
- * and abi.c exports the offset and the size of each field in it, which abi.py compares when it loads the library. */
+ * and abi.c exports the name and the type of each field in it; abi.py has the checksum of all. */
 #ifndef BIGHORN_ABI_H
 #define BIGHORN_ABI_H
 

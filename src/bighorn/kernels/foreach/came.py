@@ -108,7 +108,7 @@ class Batch:
         apply_mask: Tensor | None,
     ) -> None:
         o, x = bucket.options, as_vector(bucket.params[rows[0]])
-        columns = {"x": bucket.params, **bucket.state, "figures": list(bucket.metrics)}
+        columns = {"x": bucket.params, **bucket.state, "metrics": list(bucket.metrics)}
         self.scratch = scratch
         self.options, self.apply_mask, self.dtype, self.size = o, apply_mask, compute_dtype(x), x.numel()
         self.targets = {name: [as_vector(tensors[i]) for i in rows] for name, tensors in columns.items()}
@@ -125,7 +125,7 @@ class Batch:
 
     def step(self) -> None:
         """Make four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
-        figures = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
+        metrics = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
         if self.size:
             update = self.second_moment()
             if len(self.pieces) == 1:
@@ -134,8 +134,8 @@ class Batch:
             excess = (rms_u / self.options.clip_threshold).clamp(min=1)
             r, c = self.confidence(update, excess)
             self.move(r, c)
-            figures = [rms_u, 1 / excess, self.mean_of_product(r, c).to(rms_u.dtype)]
-        write(self.arrays["figures"], torch.stack(figures, dim=1), self.apply_mask)
+            metrics = [rms_u, 1 / excess, self.mean_of_product(r, c).to(rms_u.dtype)]
+        write(self.arrays["metrics"], torch.stack(metrics, dim=1), self.apply_mask)
         if len(self.targets["x"]) > 1:
             for name, array in self.arrays.items():
                 torch._foreach_copy_(self.targets[name], list(array.unbind()))

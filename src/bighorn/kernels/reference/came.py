@@ -70,8 +70,8 @@ def came(
     lr = o.lr * (x_sum.to(t.dtype) / shard.numel).sqrt().clamp(min=o.scale_eps) if o.scale_parameter else o.lr
     x = x - lr * o.weight_decay * x
     x = x - lr * m * confidence  # CAME-x
-    figures = torch.stack([rms_u, 1 / excess, confidence_mean.to(rms_u.dtype)])
-    return x, new_state, figures
+    metrics = torch.stack([rms_u, 1 / excess, confidence_mean.to(rms_u.dtype)])
+    return x, new_state, metrics
 
 
 class Averages:

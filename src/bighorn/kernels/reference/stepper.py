@@ -115,12 +115,12 @@ class Row:
         rule: Rule,
         x: Tensor,
         state: dict[str, Tensor],
-        figures: Tensor,
+        metrics: Tensor,
         apply_mask: Tensor | None,
         rounding: Rounding,
         bits: Tensor | None,
     ) -> None:
-        self.rule, self.x, self.state, self.figures, self.apply_mask = rule, x, state, figures, apply_mask
+        self.rule, self.x, self.state, self.metrics, self.apply_mask = rule, x, state, metrics, apply_mask
         self.rounding, self.bits = rounding, bits
         self._take(lambda: next(rule))
 
@@ -134,9 +134,9 @@ class Row:
         try:
             self.sums = advance()
         except StopIteration as end:
-            new_x, new_state, figures = end.value
+            new_x, new_state, metrics = end.value
             value = new_x.to(compute_dtype(self.x))
             new = {**new_state, **store_weight(value, self.x.dtype, self.rounding, self.bits)}
-            write(self.figures, figures, self.apply_mask)
+            write(self.metrics, metrics, self.apply_mask)
             for name, tensor in {"x": self.x, **self.state}.items():
                 write(tensor, new[name], self.apply_mask)

@@ -329,7 +329,7 @@ def apply(
 
 
 @triton.jit
-def came_figures(
+def came_metrics(
     rows_ptr,
     grads_ptr,
     apply_mask_ptr,

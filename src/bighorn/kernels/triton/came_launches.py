@@ -117,7 +117,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             self.totals()
             self.codes()
             self.move()
-        self.figures()
+        self.metrics()
 
     def squares(self) -> None:
         """Compute the partial sums of g^2."""
@@ -163,11 +163,11 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Advance the average and step x of unfactored tensors."""
         self.run_tiles(self.unfactored_kernels.came_move, self.scalars)
 
-    def figures(self) -> None:
+    def metrics(self) -> None:
         """Compute the mean confidence, and count the step."""
         _, _, apply_mask, compile_only = self.given
         tables = self.rows, self.grads, apply_mask, self.sums, self.scalars
-        self.launch(self.kernels.came_figures, len(self.indices), tables, compile_only)
+        self.launch(self.kernels.came_metrics, len(self.indices), tables, compile_only)
 
     def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
         """Launch one program for each tile."""

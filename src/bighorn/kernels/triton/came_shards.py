@@ -131,7 +131,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.apply()
         else:
             self.move()
-        self.figures()
+        self.metrics()
 
     def find_present(self) -> None:
         """Find the matrices and lines of tensors with a gradient; those of others have values of an earlier step."""

@@ -47,7 +47,7 @@ def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.conste
 
 @triton.jit
 def write_weight(weight, offsets, mask, value, rng, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """Store a parameter and its aux state; `draw` are the arguments of `random_bits` for "stochastic".
+    """Store a parameter and its aux state; `rng` are the arguments of `random_bits` for "stochastic".
 
     The stored values are returned, since Triton 3.3 compiles no call without a result under a condition.
     """

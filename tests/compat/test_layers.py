@@ -18,11 +18,11 @@ from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lam
 from tests.support.compat_training import step, trained, weights
 
 Params = Mapping[str, Parameter]
-Faces = dict[str, tuple[Callable[[Params, Any], Optimizer], Callable[[Params, Any], Optimizer]]]
+Layers = dict[str, tuple[Callable[[Params, Any], Optimizer], Callable[[Params, Any], Optimizer]]]
 
 EXCLUDED: dict[str, Any] = {"exclude_from_weight_decay": ["beta", "gamma"]}
 
-FACES: Faces = {
+LAYERS: Layers = {
     "torch_npu": (
         lambda params, lr: torch_npu.NpuFusedLamb(params.items(), lr, weight_decay=0.1, use_global_grad_norm=True),
         lambda params, lr: bighorn.Lamb.like("torch_npu", params.items(), lr=lr, weight_decay=0.1, max_grad_norm=1.0),
@@ -62,10 +62,10 @@ def lr(number: int) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("face", FACES)
-def test_it_is_ours_with_its_options(face: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("layer", LAYERS)
+def test_it_is_ours_with_its_options(layer: str, dtype: torch.dtype) -> None:
     results = []
-    for make in FACES[face]:
+    for make in LAYERS[layer]:
         params = weights(dtype)
         optimizer = make(params, lr)
         for number in range(5):
@@ -76,9 +76,9 @@ def test_it_is_ours_with_its_options(face: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", ["load", "native", "deepcopy", "pickle"])
-@pytest.mark.parametrize("face", FACES)
-def test_a_copy_goes_on(face: str, way: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    make, native = FACES[face]
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_copy_goes_on(layer: str, way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make, native = LAYERS[layer]
     whole = weights(dtype)
     uninterrupted = make(whole, lr)
     params = weights(dtype)
@@ -101,7 +101,7 @@ def test_a_copy_goes_on(face: str, way: str, dtype: torch.dtype, tmp_path: Path)
         step(params, optimizer, number)
     assert all(param.equal(whole[name]) for name, param in params.items())
     dtypes = {value.dtype for state in optimizer.state.values() for value in state.values()}
-    assert dtypes <= {torch.float32, torch.float16 if face == "mindformers" else torch.float32}
+    assert dtypes <= {torch.float32, torch.float16 if layer == "mindformers" else torch.float32}
 
 
 def test_pickles_need_schedules_that_pickle() -> None:
@@ -128,9 +128,9 @@ MISSPELT: dict[str, tuple[type, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("face", MISSPELT)
-def test_a_misspelt_keyword_suggests_the_nearest(face: str) -> None:
-    kind, name, nearest = MISSPELT[face]
+@pytest.mark.parametrize("layer", MISSPELT)
+def test_a_misspelt_keyword_suggests_the_nearest(layer: str) -> None:
+    kind, name, nearest = MISSPELT[layer]
     with pytest.raises(TypeError, match=rf"{kind.__name__} got an unknown .*{name!r} \(did you mean {nearest!r}\?\)"):
         kind(**{name: 1})
 
@@ -159,16 +159,16 @@ def test_a_keyword_that_another_class_has_names_that_class(case: str) -> None:
 def test_state_bytes_in_the_words_of_a_face() -> None:
     params = weights(torch.float32)
     expected = bighorn.Lamb.state_bytes(params.items())
-    for face in (mindspore.Lamb, npu_bridge.LAMBOptimizer):
-        assert face.state_bytes(params.items()) == face.state_bytes(params.items(), learning_rate=0.1) == expected
+    for layer in (mindspore.Lamb, npu_bridge.LAMBOptimizer):
+        assert layer.state_bytes(params.items()) == layer.state_bytes(params.items(), learning_rate=0.1) == expected
     assert mindformers.Came.state_bytes(params.items()) == bighorn.Came.state_bytes(params.items(), factor="last_two")
     assert torch_npu.NpuFusedLamb.state_bytes(params.items()) == expected
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_torch_scheduler_drives_it(face: str) -> None:
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_torch_scheduler_drives_it(layer: str) -> None:
     params = weights(torch.float32)
-    optimizer = FACES[face][0](params, 0.1)
+    optimizer = LAYERS[layer][0](params, 0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     seen = []
     for number in range(3):
@@ -176,13 +176,13 @@ def test_a_torch_scheduler_drives_it(face: str) -> None:
         scheduler.step()
         seen.append(optimizer.param_groups[0]["lr"])
     assert seen == [0.05, 0.025, 0.0125]
-    refusing = FACES[face][0](params, lr)
+    refusing = LAYERS[layer][0](params, lr)
     torch.optim.lr_scheduler.ExponentialLR(refusing, 0.5)
     with pytest.raises(RuntimeError, match="initial_lr"):
         step(params, refusing, 0)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_fixed_training_is_the_same_twice(face: str) -> None:
-    first, second = (trained(lambda params: FACES[face][0](params, lr), torch.float32) for _ in range(2))
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_fixed_training_is_the_same_twice(layer: str) -> None:
+    first, second = (trained(lambda params: LAYERS[layer][0](params, lr), torch.float32) for _ in range(2))
     assert all(value.equal(second[name]) for name, value in first.items())

@@ -133,6 +133,35 @@ def test_a_cached_step_is_a_short_walk(kind: Kind, backend: str) -> None:
         assert (files <= 10, moves <= 14) == (True, True), (files, moves)
 
 
+WHOLE: dict[str, tuple[int, int, int]] = {
+    "cpu": (8, 15, 8),
+    "clip": (8, 21, 14),
+    "lamb foreach": (10, 47, 38),
+    "came foreach": (10, 22, 13),
+    "construction": (12, 39, 28),
+    "first step": (26, 89, 65),
+}
+"""Files, moves and moves back of whole walks, which may not grow."""
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_a_whole_walk_does_not_grow(way: str, kind: Kind) -> None:
+    param = Parameter(torch.ones(4, 4))
+    name, _, backend = way.rpartition(" ")
+    if way in ("construction", "first step"):
+        optimizers: list[Any] = []
+        walk = calls(lambda: optimizers.append(kind([("p", param)], lr=0.01, weight_decay=0.1)))
+        param.grad = torch.ones(4, 4)
+        walk = calls(optimizers[0].step) if way == "first step" else walk
+    elif name and name != kind.algorithm.name:
+        pytest.skip(f"of {name}")
+    else:
+        options = {"max_grad_norm": 1.0} if way == "clip" else {}
+        walk = cached_step(kind, [param], backend=backend if name else "cpu", **options)
+    found = counts(walk)
+    assert all(many <= most for many, most in zip(found, WHOLE[way], strict=True)), found
+
+
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_a_cached_step_of_shards_is_a_short_walk(algorithm: str) -> None:
     files, moves = counts_printed_by("step_of_shards", algorithm)

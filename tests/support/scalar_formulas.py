@@ -135,8 +135,8 @@ def _step_tensor(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
     if o.second_moment == "amsgrad":
         v = tensor.v_max = [max(old, new) for old, new in zip(tensor.v_max, v, strict=True)]
 
-    correction1 = 1 - b1**t
-    correction2 = 1.0 if o.second_moment == "adagrad" else 1 - b2**t
+    correction1 = one_minus_power(b1, t)
+    correction2 = 1.0 if o.second_moment == "adagrad" else one_minus_power(b2, t)
     lr = o.lr
     if o.bias_correction == "lr":
         lr *= math.sqrt(correction2) / correction1
@@ -158,6 +158,11 @@ def _step_tensor(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
         x[part] = [w - lr * q * a for w, a in zip(x[part], u, strict=True)]
         ratios.append(Ratio(weight_norm, update_norm, q))
     return ratios
+
+
+def one_minus_power(beta: float, t: int) -> float:
+    """Return 1 - beta^t to the last digits, of which the difference would lose four for 0.9999."""
+    return 1.0 if beta == 0 else -math.expm1(t * math.log(beta))
 
 
 def _slices(tensor: Tensor, stacked: bool) -> Iterator[slice]:
@@ -284,7 +289,7 @@ def came_step(tensor: CameTensor, g: Floats, o: CameOptions) -> CameFigures:
     confidence = [1.0] * size
     if tensor.factor:
         instability = [(a - m) ** 2 + o.eps[1] for a, m in zip(u, tensor.m, strict=True)]
-        confidence = _factored(tensor.res, instability, b3, 1 - b3**tensor.t if o.bias_correction else 1.0)
+        confidence = _factored(tensor.res, instability, b3, one_minus_power(b3, tensor.t) if o.bias_correction else 1.0)
 
     lr = o.lr
     if o.scale_parameter:

@@ -321,7 +321,7 @@ static double learning_rate(const CameWork *w, double param_sum) {
 /* The bias correction of the residuals' averages, which start at 0. */
 static double correction(const CameWork *w) {
     const CameOptions *o = w->options;
-    return o->bias_correction ? sqrt(1 - power(o->betas[2], (int64_t)*w->job.row->step + 1)) : 1;
+    return o->bias_correction ? sqrt(one_minus_power(o->betas[2], (int64_t)*w->job.row->step + 1)) : 1;
 }
 
 /* Updates m and x, if the second moment is not factored. */

@@ -60,10 +60,10 @@ static double trust_ratio(const LambOptions *o, double weight_norm, double updat
  * being divided by it. Returns the learning rate that multiplies u. */
 static double factors_of(const LambOptions *o, const LambRow *row, double grad_scale, LambFactors *f) {
     int64_t t = (int64_t)*row->step + 1;
-    double correction1 = o->bias_correction == BIAS_CORRECTION_NONE ? 1 : 1 - power(o->betas[0], t);
+    double correction1 = o->bias_correction == BIAS_CORRECTION_NONE ? 1 : one_minus_power(o->betas[0], t);
     double correction2 = o->bias_correction == BIAS_CORRECTION_NONE || o->second_moment == SECOND_MOMENT_ADAGRAD
                              ? 1
-                             : 1 - power(o->betas[1], t);
+                             : one_minus_power(o->betas[1], t);
     double correction = sqrt(correction2) / correction1, root = sqrt(correction2), lr = o->lr;
     if (o->bias_correction == BIAS_CORRECTION_LEARNING_RATE) lr *= correction, correction = root = 1;
     *f = (LambFactors){

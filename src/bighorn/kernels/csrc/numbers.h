@@ -199,11 +199,12 @@ static inline int64_t layout_offset(const int64_t *layout, int64_t index, int64_
 
 static inline int64_t layout_last_stride(const int64_t *layout) { return layout[2 * layout[0]]; }
 
-/* Returns base^exponent by squaring: bias corrections need no mathematics library. */
-static inline double power(double base, int64_t exponent) {
-    double result = 1;
-    for (; exponent > 0; exponent >>= 1, base *= base)
-        if (exponent & 1) result *= base;
+/* Returns 1 - base^exponent without the digits that 1 - 0.9999^2 loses: if p is 1 - a and q is 1 - b, then 1 - ab is
+ * p + (1 - p) q. */
+static inline double one_minus_power(double base, int64_t exponent) {
+    double result = 0, square = 1 - base;
+    for (; exponent > 0; exponent >>= 1, square += (1 - square) * square)
+        if (exponent & 1) result += (1 - result) * square;
     return result;
 }
 

@@ -14,6 +14,9 @@ PIECE_BYTES = (
     1 << 20
 )  # bytes of a piece: with fewer, calls cost more than the arithmetic; with more, it exceeds the cache
 
+ALIGNED = 8
+"""The elements at whose multiples tensors begin in the workspace: a dot product's last bits depend on the address."""
+
 Slot = tuple[int, int]
 """A slot of the workspace: its first and last bounds, in units of PIECE_BYTES."""
 
@@ -26,12 +29,15 @@ class Workspace:
 
     def views(self, slot: Slot, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
         """Return flat memory in a slot for each of `like`; fresh memory for an undivided piece that does not fit."""
-        sizes = [tensor.numel() for tensor in like]
+        sizes = list(map(aligned_size, like))
         start = slot[0] * PIECE_BYTES + offset
         end = start + sum(sizes) * dtype.itemsize
         if end <= slot[1] * PIECE_BYTES:
-            return list(self.memory[start:end].view(dtype).split_with_sizes(sizes))
-        return list(torch.empty(sum(sizes), dtype=dtype, device=self.memory.device).split_with_sizes(sizes))
+            memory = self.memory[start:end].view(dtype)
+        else:
+            memory = torch.empty(sum(sizes), dtype=dtype, device=self.memory.device)
+        parts = zip(memory.split_with_sizes(sizes), like, sizes, strict=True)
+        return [part if tensor.numel() == size else part[: tensor.numel()] for part, tensor, size in parts]
 
     def copies(self, slot: Slot, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return copies of the tensors in a slot, flat, in row-major order."""
@@ -48,9 +54,14 @@ class Workspace:
     def square_sums(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor underflow."""
         copies = self.copies(slot, tensors, wide(tensors[0]))
-        if len(copies) == 1:
-            return torch.dot(copies[0], copies[0]).view(1)  # faster than the norm, which uses one thread
+        if self.memory.device.type == "cpu":  # the norm uses one thread, and takes longer than this on one, too
+            return torch.stack([torch.dot(copy, copy) for copy in copies])
         return torch.stack(torch._foreach_norm(copies)).square()
+
+
+def aligned_size(tensor: Tensor) -> int:
+    """Return the elements that a tensor takes in the workspace."""
+    return -(-tensor.numel() // ALIGNED) * ALIGNED
 
 
 _kept = threading.local()

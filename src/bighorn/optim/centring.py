@@ -32,8 +32,9 @@ class Centred(NamedTuple):
         if self.grad is None:
             self.to.zero_()
         else:
-            self.to.copy_(self.grad)  # the last bits of a sum must not depend on the gradient's strides
-        return self.shard.box(self.to).sum(dim=self._inner, keepdim=True)
+            self.to.copy_(self.grad)
+        # The last bits of a sum must depend neither on the gradient's strides nor on the parameter's, which `to` has.
+        return self.shard.box(self.to).contiguous().sum(dim=self._inner, keepdim=True)
 
     def is_split(self) -> bool:
         """Whether other ranks have elements of the same rows."""

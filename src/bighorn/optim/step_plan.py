@@ -99,11 +99,7 @@ class ParamBinding:
     @cached_property
     def centred_grad(self) -> Tensor:
         """The memory of the gradient without the means of its rows, in the dtype of the arithmetic."""
-        return torch.empty_like(
-            self.dense,
-            dtype=torch.promote_types(self.dense.dtype, torch.float32),
-            memory_format=torch.contiguous_format,
-        )
+        return torch.empty_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
 
     def centred(self, grad: Tensor | None) -> Centred:
         """Return a gradient whose means are to be subtracted."""

@@ -23,7 +23,7 @@ def second_rest(row_ptr, option_ptr):
 @triton.jit
 def residual_correction(row_ptr, option_ptr):
     """Return the divisor of the residuals' averages, which are 0 at first."""
-    correction = 1 - tl.exp(common.count(row_ptr) * tl.log(tl.load(option_ptr + layout.BETA3)))
+    correction = common.one_minus_power(tl.load(option_ptr + layout.BETA3), common.count(row_ptr))
     return tl.where(tl.load(option_ptr + layout.CORRECTS) != 0, correction, 1.0)
 
 

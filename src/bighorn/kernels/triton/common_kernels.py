@@ -136,6 +136,17 @@ def count_step(row_ptr):
 
 
 @triton.jit
+def one_minus_power(base, count):
+    """Return 1 - base^count without cancellation, as the function of this name in csrc/numbers.h."""
+    rest, square, result = count.to(tl.int64), 1 - base, 0 * base
+    while rest > 0:
+        result += tl.where(rest % 2 == 1, (1 - result) * square, 0.0)
+        square += (1 - square) * square
+        rest = rest // 2
+    return result
+
+
+@triton.jit
 def gradient_scale(grad_scale_ptr, option_ptr, COMPUTE: tl.constexpr):
     """Return the factor of gradients, whose dtype is that of the arithmetic with them."""
     return (tl.load(grad_scale_ptr) * tl.load(option_ptr + SIGN)).to(COMPUTE)

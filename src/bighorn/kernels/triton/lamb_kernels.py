@@ -347,8 +347,8 @@ def agreeing(m, g):
 @triton.jit
 def corrections(t, option_ptr):
     """Return layout.M_FACTOR, layout.ROOT_EPS and layout.STRIDE at step `t`, the last without a trust ratio."""
-    correction1 = 1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + layout.LOG_BETA1))
-    root2 = tl.sqrt(1 - tl.exp(t.to(tl.float64) * tl.load(option_ptr + layout.LOG_BETA2)))
+    correction1 = common.one_minus_power(tl.load(option_ptr + layout.CORRECTED1), t)
+    root2 = tl.sqrt(common.one_minus_power(tl.load(option_ptr + layout.CORRECTED2), t))
     corrects_lr = tl.load(option_ptr + layout.CORRECTS_LR) != 0
     both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + layout.EPS)
     return (

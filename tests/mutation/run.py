@@ -1,0 +1,107 @@
+"""`make mutants`: plant each fault in a copy of the package, and see that tests find it.
+
+A fault that no test finds means that a test was lost. The faults of C are compiled; the run takes about 20 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from tests.mutation.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "mutants"
+"""The sources of C with a fault, and the objects compiled from them."""
+
+
+def compile_library(package: Path) -> None:
+    """Compile the library of a package's sources; only what has changed since the last call is compiled."""
+    tree = BUILD / "tree"
+    (tree / "src" / "bighorn" / "kernels").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "CMakeLists.txt", tree)
+    copied = tree / "src" / "bighorn" / "kernels" / "csrc"
+    copied.mkdir(exist_ok=True)
+    for source in (package / "kernels" / "csrc").iterdir():
+        target = copied / source.name
+        if not target.exists() or target.read_bytes() != source.read_bytes():
+            shutil.copyfile(source, target)
+    objects = BUILD / "objects"
+    for command in (f"cmake -S {tree} -B {objects}", f"cmake --build {objects} -j 2"):
+        subprocess.run(shlex.split(command), check=True, capture_output=True)
+    shutil.copy(objects / "libbighorn.so", package / "kernels")
+
+
+def passes(site: Path, tests: str) -> bool:
+    """Whether the tests pass with the package in a folder.
+
+    Raises:
+        RuntimeError: pytest did not run, or found no test.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    path = os.pathsep.join([str(site), str(ROOT)])
+    done = subprocess.run(
+        [*command, *shlex.split(tests)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0
+
+
+def copy_of(package: Path) -> Path:
+    """Return the package in a new folder of its own."""
+    site = BUILD / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    shutil.copytree(package, site / "bighorn", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for hook in Path(sysconfig.get_path("purelib")).glob("_editable_*bighorn.py"):
+        (site / hook.name).touch()  # in place of the hook by which an editable install would be found first
+    return site
+
+
+def plant(fault: Fault, site: Path) -> None:
+    """Replace the text.
+
+    Raises:
+        RuntimeError: The file does not have the text exactly once.
+    """
+    path = site / "bighorn" / fault.file
+    text = path.read_text()
+    if text.count(fault.right) != 1:
+        raise RuntimeError(f"{fault.file} has {text.count(fault.right)} times {fault.right!r}: write the fault anew")
+    path.write_text(text.replace(fault.right, fault.wrong))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="parts of the names of faults; default: all")
+    parser.add_argument("--sound", action="store_true", help="run the tests without the faults: they must pass")
+    given = parser.parse_args()
+    chosen = [fault for fault in FAULTS if not given.families or any(part in fault.family for part in given.families)]
+    survived = []
+    for fault in chosen:
+        start, site = time.monotonic(), copy_of(ROOT / "src" / "bighorn")
+        if not given.sound:
+            plant(fault, site)
+        compile_library(site / "bighorn")
+        found = not passes(site, fault.tests)
+        print(f"{'found' if found else 'not found':9}  {time.monotonic() - start:4.0f} s  {fault.family}", flush=True)
+        if not found:
+            survived.append(fault.family)
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} faults were found")
+    return len(chosen) - len(survived) if given.sound else len(survived)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

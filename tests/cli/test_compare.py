@@ -15,6 +15,7 @@ from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.verdict import expected_seconds, interval, verdicts
 from tests.support.command_line import Invoke, assert_self_contained
+from tests.support.tables import for_every
 
 
 def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:
@@ -197,7 +198,7 @@ def test_runs_are_timed_before_they_begin() -> None:
     assert expected_seconds([("lamb", Run(diverging, run.dataset))], {"lamb": (0.1,)}, 1, 1) > 0
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (["--device", "cuda"], "--device cuda"),

@@ -20,6 +20,7 @@ from torch.optim import Optimizer, lr_scheduler
 from bighorn import Came, Lamb
 from bighorn.schedules import RelativeStep
 from tests.support.cases import Kind
+from tests.support.tables import for_every
 
 pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
 with warnings.catch_warnings():
@@ -67,7 +68,7 @@ INPUTS = [
     for info in INFOS
     for given in info.optim_inputs_func(device=CPU)
 ]
-EACH = pytest.mark.parametrize(("kind", "options"), INPUTS)
+EACH = for_every(("kind", "options"), INPUTS)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:

@@ -16,6 +16,7 @@ from bighorn import Came, FlatLayout, Fragment, Lamb
 from tests.support import flat_worker
 from tests.support.cases import Kind
 from tests.support.processes import assert_ended_well, outcomes
+from tests.support.tables import for_every
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def said(world: int, folder: Path) -> list[dict[str, str]]:
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("scenario", flat_worker.scenarios(2))
+@for_every("scenario", flat_worker.scenarios(2))
 def test_two_ranks(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(2, folder)] == [""] * 2
 
 
-@pytest.mark.parametrize("scenario", flat_worker.scenarios(4))
+@for_every("scenario", flat_worker.scenarios(4))
 def test_four_ranks(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(4, folder)] == [""] * 4
 

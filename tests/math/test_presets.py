@@ -28,6 +28,7 @@ from tests.support import peer_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LRS, Case, set_gradients, set_lr
 from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
+from tests.support.tables import for_every
 
 STEPS = 10
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -241,14 +242,14 @@ def need(proof: Proof) -> None:
         pytest.skip(f"{proof.witness} is not installed: {INSTALL[proof.witness]}")
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.id)
+@for_every("proof", PROOFS, ids=lambda proof: proof.id)
 @pytest.mark.parametrize("name", ["reference", "foreach"])
 def test_float64(proof: Proof, name: str) -> None:
     need(proof)
     assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64]
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.id)
+@for_every("proof", PROOFS, ids=lambda proof: proof.id)
 def test_float32(proof: Proof, backend: str) -> None:
     need(proof)
     assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32]
@@ -262,7 +263,7 @@ def test_every_name_is_proven() -> None:
 OPTIONS = [(preset, option) for preset in PRESETS for option in preset.options]
 
 
-@pytest.mark.parametrize(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
+@for_every(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
 def test_the_proofs_would_see_a_missing_option(preset: Preset, option: str) -> None:
     default = inspect.signature(Lamb).parameters[option].default
     proofs = [proof for proof in PROOFS if proof.preset == preset.name and option not in proof.options]

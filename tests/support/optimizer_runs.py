@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
 from tests.support.case_tensors import ZOO
 from tests.support.cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
-from tests.support.covering_cases import covering
+from tests.support.covering_cases import covering, covering_pairs
 
 BY_ID = {case.id: case for case in CASES}
 CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
@@ -54,16 +54,18 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
 def runs(cases: Iterable[Case]) -> list[Any]:
     """Return test parameters, an indirect `backend` and a `case`: each case on each backend that serves it.
 
-    Most are slow tests on Triton, whose kernels are interpreted if there is no GPU.
+    Those are slow tests whose traits other cases have. Backends with code of their own for an option also meet each two
+    options at once. Triton's kernels are interpreted if there is no GPU.
     """
     cases = list(cases)
-    quick = covering(case for case in cases if case.runs_on("triton"))
+    few = covering(case for case in cases if case.runs_on("triton"))
+    more = few | covering_pairs(cases)
     return [
         pytest.param(
             backend,
             case,
             id=f"{backend}-{case.id}",
-            marks=[pytest.mark.slow] if backend == "triton" and case.id not in quick else [],
+            marks=[] if case.id in (more if backend in ("cpu", "foreach") else few) else [pytest.mark.slow],
         )
         for backend in BACKENDS
         for case in cases

@@ -26,6 +26,19 @@ def test_a_table_lists_every_row_that_fails() -> None:
     assert seen == [(1, "a", 7), (2, "b", 7), (3, "c", 7)]
 
 
+def test_a_row_that_skips_does_not_hide_the_others() -> None:
+    @for_every("number", [1, 2, 3])
+    def some(number: int, failing: int) -> None:
+        if number == 1:
+            pytest.skip("no 1 here")
+        assert number != failing
+
+    with pytest.raises(AssertionError, match="1 of 3 rows fail"):
+        some(failing=3)
+    with pytest.raises(pytest.skip.Exception, match="2 of 3 rows pass, without 1: no 1 here"):
+        some(failing=0)
+
+
 class Item:
     """What the selection asks of a collected test."""
 

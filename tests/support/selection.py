@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 
 import pytest
-import torch
 
 from bighorn import kernels
 from tests.support.covering_cases import fewest
@@ -23,7 +22,7 @@ def why_not(backend: str) -> str | None:
 
 
 def one_skip_a_module(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests of a module that lack a GPU, or a backend that is not there, leave one, which says what it lacks."""
+    """Of the tests of a module that lack the same, such as a GPU, leave one, which says what it lacks."""
     said, left_out = set(), []
     for item in items:
         lacks = lacking(item)
@@ -39,9 +38,10 @@ def one_skip_a_module(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def lacking(item: pytest.Item) -> str | None:
-    """Return what a test needs that this machine does not have, or None."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        return "a GPU"
+    """Return what a test needs that is not there, or None."""
+    for mark in item.iter_markers("skipif"):
+        if mark.args and mark.args[0] is True:
+            return str(mark.kwargs.get("reason"))
     backend = parameters(item).get("backend")
     # A library of other sources is a failure, and everything says so.
     return backend if backend in OPTIONAL and why_not(backend) else None

@@ -19,7 +19,7 @@ def for_every(
 ) -> Callable[[Test], Test]:
     """Return a decorator as `pytest.mark.parametrize` is one, for rows that are quick: all of them are one test.
 
-    Rows share the fixtures of the test. A row that skips skips those after it, too.
+    Rows share the fixtures of the test. If rows skip, the others run, and then the test says so as a skip.
     """
     named = (names,) if isinstance(names, str) else tuple(names)
     given = iter(ids) if isinstance(ids, Iterable) else None
@@ -35,14 +35,18 @@ def for_every(
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def all_rows(**fixtures: Any) -> None:
-            failures = []
+            failures, skips = [], []
             for label, values in table:
                 torch.default_generator.manual_seed(0)
                 try:
                     test(**values, **fixtures)
+                except pytest.skip.Exception as skip:
+                    skips.append(f"{label}: {skip.msg}")
                 except (Exception, pytest.fail.Exception):
                     failures.append(f"{label}:\n{traceback.format_exc()}")
             assert not failures, f"{len(failures)} of {len(table)} rows fail\n" + "\n".join(failures)
+            if skips:
+                pytest.skip(f"{len(table) - len(skips)} of {len(table)} rows pass, without {'; '.join(skips)}")
 
         signature = inspect.signature(test)
         rest = [parameter for name, parameter in signature.parameters.items() if name not in named]

@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow oldest-torch newest-torch attack sanitize integrations gpu ledger check docs dist aarch64 format clean
+.PHONY: help train quick test slow oldest-torch newest-torch attack sanitize integrations gpu ledger check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
+	@echo "make quick   set up, run the mathematics, the table of cases and the contract on the CPU: under a minute"
 	@echo "make test    set up, run everything CI runs"
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make oldest-torch   run the tests of the CPU with the oldest torch that is supported, in an environment of its own"
@@ -65,6 +66,11 @@ docs: $(STAMP)
 test: check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# The inner loop: no process is started and nothing is compiled. QUICK=... selects other folders or files.
+QUICK ?= tests/math tests/contract tests/errors tests/scaling tests/backends/test_backends.py
+quick: $(STAMP)
+	$(BIN)/pytest -n 2 --dist load -q -m "not slow and not process" $(QUICK)
 
 # auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
 # The README in it has absolute links, so that it can be read on a package index.

@@ -29,6 +29,7 @@ def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> swee
     return sweep.Cell(optimizer, batch_size, ((0.1, 0.5), (0.2, 0.9), (0.3, 0.6)), lr, trials)
 
 
+@pytest.mark.slow
 def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
     """The grid runs in two processes, which exchange jobs and trials."""
     options = ["--lrs", "lamb=0.005,0.01", "--lrs", "sgd=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]

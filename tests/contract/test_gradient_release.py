@@ -271,6 +271,7 @@ SHARDED = """
 """
 
 
+@pytest.mark.process
 def test_reduced_gradients_of_fsdp2(tmp_path: Path) -> None:
     """A state that is saved asynchronously between two steps is also loaded and continued without release."""
     run_ranks(SHARDED, 2, str(tmp_path / "store"), str(tmp_path))

@@ -268,6 +268,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("way", ["plain", "schedule", "tensor", "two"])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_an_optimizer_made_in_a_compiled_function(way: str, kind: Kind) -> None:

@@ -242,17 +242,32 @@ def need(proof: Proof) -> None:
         pytest.skip(f"{proof.witness} is not installed: {INSTALL[proof.witness]}")
 
 
-@for_every("proof", PROOFS, ids=lambda proof: proof.id)
+EACH_WITNESS = pytest.mark.parametrize(
+    "witness",
+    [
+        pytest.param(name, marks=[pytest.mark.process] * (name in INSTALL))
+        for name in sorted({p.witness for p in PROOFS})
+    ],
+)
+
+
+def need_all(witness: str) -> list[Proof]:
+    proofs = [proof for proof in PROOFS if proof.witness == witness]
+    need(proofs[0])
+    return proofs
+
+
+@EACH_WITNESS
 @pytest.mark.parametrize("name", ["reference", "foreach"])
-def test_float64(proof: Proof, name: str) -> None:
-    need(proof)
-    assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64]
+def test_float64(witness: str, name: str) -> None:
+    for proof in need_all(witness):
+        assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64], proof.id
 
 
-@for_every("proof", PROOFS, ids=lambda proof: proof.id)
-def test_float32(proof: Proof, backend: str) -> None:
-    need(proof)
-    assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32]
+@EACH_WITNESS
+def test_float32(witness: str, backend: str) -> None:
+    for proof in need_all(witness):
+        assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32], proof.id
 
 
 def test_every_name_is_proven() -> None:

@@ -193,6 +193,7 @@ def test_a_schedule_after_no_warmup_is_itself() -> None:
     assert schedule.after_warmup(0) is schedule
 
 
+@pytest.mark.process
 def test_schedules_need_no_torch() -> None:
     """A fresh interpreter runs the module without the package's own import of torch."""
     code = f"""

@@ -67,10 +67,10 @@ test: check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 
-# The inner loop: no process is started and nothing is compiled. QUICK=... selects other folders or files.
+# The inner loop: no process is started, nothing is compiled, and no tensor has millions of elements. QUICK=... selects other folders or files.
 QUICK ?= tests/math tests/contract tests/errors tests/scaling tests/backends/test_backends.py
 quick: $(STAMP)
-	$(BIN)/pytest -n 2 --dist load -q -m "not slow and not process" $(QUICK)
+	$(BIN)/pytest -n 2 --dist load -q -m "not slow and not process and not long" $(QUICK)
 
 # auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
 # The README in it has absolute links, so that it can be read on a package index.

@@ -422,6 +422,7 @@ def test_rows_of_zeros_beside_large_gradients(shape: tuple[int, int], width: int
     torch.testing.assert_close(figures(telemetry), figures(truth), rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Came], indirect=True)
 @pytest.mark.parametrize("backend", ["foreach", "cpu"], indirect=True)
 def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None:

@@ -25,7 +25,7 @@ from bighorn.kernels.cpu.tensors import TYPES
 from bighorn.kernels.options import Factor
 from bighorn.kernels.reference import came as specification
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
-from tests.support.came_kernel_cases import DEFAULTS, OPTIONS, Grad, Leaf, bucket_of
+from tests.support.came_kernel_cases import DEFAULTS, OPTIONS, Grad, Leaf, bucket_of, marks
 
 STATUS = kernels.status()["cpu"]
 pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
@@ -201,8 +201,10 @@ def steps(
         assert_one_step(leaves, bucket, monkeypatch)
 
 
-@pytest.mark.parametrize("factor", LEAVES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("factor", "name"),
+    [pytest.param(factor, name, marks=marks(factor, name)) for factor in LEAVES for name in OPTIONS],
+)
 def test_a_step_equals_the_float64_reference(factor: Factor | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(DEFAULTS, factor=factor, **OPTIONS[name])
     steps(LEAVES[factor], options, monkeypatch, count=5 if name in ("published", "everything") else 3)

@@ -33,6 +33,8 @@ from tests.support.optimizer_runs import (
 )
 from tests.support.tables import for_every
 
+pytestmark = pytest.mark.long
+
 LEAVES = tuple(leaf for leaf in FEW if leaf.name != "empty")
 VALUES = Case("foreign", {}, LEAVES)
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"

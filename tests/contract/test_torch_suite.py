@@ -22,6 +22,8 @@ from bighorn.schedules import RelativeStep
 from tests.support.cases import Kind
 from tests.support.tables import for_every
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # of hypothesis, which no test here uses

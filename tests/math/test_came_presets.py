@@ -29,6 +29,8 @@ from tests.support.cases import LEFT_OUT, Case
 from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
 from tests.support.tables import for_every
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "came-presets.md"
 INSTALL = {"came_pytorch": "pip install 'bighorn[peers]'", "pytorch_optimizer": "pip install 'bighorn[peers]'"}
 FORMULA = "its formula"

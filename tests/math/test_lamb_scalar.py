@@ -134,6 +134,7 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.long
 @for_every("case", [case for case in ORDINARY if case.id in covering(ORDINARY)], ids=lambda case: case.id)
 def test_reference_in_float32_stays_within_rounding_after_ten_steps(case: Case) -> None:
     parameters = case.parameters()

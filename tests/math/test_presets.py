@@ -278,6 +278,7 @@ def test_every_name_is_proven() -> None:
 OPTIONS = [(preset, option) for preset in PRESETS for option in preset.options]
 
 
+@pytest.mark.process
 @for_every(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
 def test_the_proofs_would_see_a_missing_option(preset: Preset, option: str) -> None:
     default = inspect.signature(Lamb).parameters[option].default

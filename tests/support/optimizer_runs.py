@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
-from tests.support.case_tensors import LARGE, ZOO
+from tests.support.case_tensors import HUGE, LARGE, ZOO
 from tests.support.cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.covering_cases import cost, covering, covering_pairs
 
@@ -76,7 +76,10 @@ def runs(cases: Iterable[Case]) -> list[Any]:
             backend,
             case,
             id=f"{backend}-{case.id}",
-            marks=[] if case.id in quick.get(backend, few) else [pytest.mark.slow],
+            marks=[
+                *([pytest.mark.long] if case.leaves is HUGE else []),
+                *([pytest.mark.slow] if case.id not in quick.get(backend, few) else []),
+            ],
         )
         for backend in BACKENDS
         for case in cases

@@ -19,7 +19,6 @@ from bighorn.cli import bench, cuda, measure, peers
 from bighorn.cli.measure import Change
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
-from tests.support.tables import for_every
 
 CPU = torch.device("cpu")
 CYCLES_PER_SECOND = 1e9
@@ -296,7 +295,7 @@ def test_the_error_is_left_out_where_it_takes_too_long(invoke: Invoke, monkeypat
 N = 256 * 128
 
 
-@for_every(
+@pytest.mark.parametrize(
     ("build", "dtype", "clip", "bytes_per_element"),
     [  # the tables of docs/gpu-results.md
         (lambda params: Lamb(params), torch.float32, False, 40),

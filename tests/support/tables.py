@@ -51,6 +51,7 @@ def for_every(
         signature = inspect.signature(test)
         rest = [parameter for name, parameter in signature.parameters.items() if name not in named]
         assert len(rest) + len(named) == len(signature.parameters), named
+        assert "monkeypatch" not in signature.parameters, "a row would have what the rows before it have patched"
         all_rows.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
         return all_rows
 

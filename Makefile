@@ -4,15 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test slow oldest-torch newest-torch attack sanitize integrations gpu ledger check docs dist aarch64 format clean
+.PHONY: help train quick test slow oldest-torch newest-torch attack mutants sanitize integrations gpu ledger check docs dist aarch64 format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
+	@echo "make quick   set up, run the mathematics, the table of cases and the contract on the CPU: under a minute"
 	@echo "make test    set up, run everything CI runs"
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make oldest-torch   run the tests of the CPU with the oldest torch that is supported, in an environment of its own"
 	@echo "make newest-torch   the same with the newest torch, or with that of TORCH=2.13.0"
 	@echo "make attack  random cases, uses, damage and command lines, minutes (MINUTES=30 SEED=7)"
+	@echo "make mutants  plant faults in a copy of the package, and see that tests find each, half an hour (FAULTS='parts of names')"
 	@echo "make sanitize   run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, minutes"
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
@@ -65,6 +67,11 @@ docs: $(STAMP)
 test: check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# The inner loop: no process is started, nothing is compiled, and no tensor has millions of elements. QUICK=... selects other folders or files.
+QUICK ?= tests/math tests/contract tests/errors tests/scaling tests/backends/test_backends.py
+quick: $(STAMP)
+	$(BIN)/pytest -n 2 --dist load -q -m "not slow and not process and not long" $(QUICK)
 
 # auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
 # The README in it has absolute links, so that it can be read on a package index.
@@ -133,6 +140,10 @@ build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/big
 SANITIZE ?= tests/backends/test_backends.py tests/backends/test_came_cpu.py tests/precision/test_precision.py -k 'cpu and not temporaries'
 sanitize: $(STAMP) build/sanitized
 	$(BIN)/python -m tests.support.sanitized -q $(SANITIZE)
+
+FAULTS ?=
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutation.run $(FAULTS)
 
 MINUTES ?= 10
 SEED ?= 1

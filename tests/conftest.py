@@ -10,7 +10,7 @@ import torch
 
 from bighorn import kernels
 from bighorn.kernels.triton.device import interpreted
-from tests.support import cases, fake_gpu, triton_interpreter
+from tests.support import cases, fake_gpu, selection, triton_interpreter
 from tests.support.cases import Kind
 
 if interpreted():
@@ -23,8 +23,11 @@ def pytest_report_header() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that they do not keep one worker busy at the end."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of a run, the longest first, so that they do not keep one worker busy at the end."""
+    selection.one_skip_a_module(config, items)
+    selection.mark_beyond_pairs(items)
     items.sort(key=lambda item: "in_the_interpreter" not in item.name)
 
 
@@ -60,10 +63,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     status = kernels.status().get(name)
     if status is not None and "other sources" in status.detail:
         pytest.fail(f"backend {name}: {status.detail}")  # a run that skips everything would look as if it had passed
-    if status is None or not status.available:
-        pytest.skip(f"backend {name}: {status.detail if status else 'unknown to kernels.status()'}")
-    if status.device != "cpu":
-        pytest.skip(f"backend {name} serves {status.device}: tests/gpu runs it there")
+    reason = selection.why_not(name)
+    if reason is not None:
+        pytest.skip(reason)
     return name
 
 

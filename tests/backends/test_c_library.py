@@ -150,6 +150,7 @@ def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
 
 
 @pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_steps_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     """The driver runs all loops of one instruction set; `make sanitize` runs the tests of the kernels on the others."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels import Bucket, CameOptions, codec, foreach, reference
 from bighorn.kernels.foreach import came as in_pieces
-from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, Make, bucket_of, largest
+from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, Make, bucket_of, largest, marks
 
 
 @pytest.fixture(params=["whole", "cut"])
@@ -69,7 +69,10 @@ def runs() -> list[Any]:
         for dtype in DTYPES
         if dtype not in ("float64", "float32") and case.id.endswith(("published", "-everything"))
     ]
-    return [pytest.param(case, dtype, id=f"{dtype}-{case.id}") for case, dtype in exact + stored]
+    return [
+        pytest.param(case, dtype, id=f"{dtype}-{case.id}", marks=marks(case.options.factor, case.id.split("-", 1)[1]))
+        for case, dtype in exact + stored
+    ]
 
 
 @pytest.mark.parametrize(("case", "dtype"), runs())

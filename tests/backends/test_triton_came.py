@@ -111,7 +111,7 @@ def test_nothing_is_written_without_commit(kind: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, *(KINDS.keys() - {"wide"})))
 def test_a_step_equals_the_reference(kind: str) -> None:
     """The shapes have more rows and columns than a tile, and the average and the residuals are not zero."""
     shapes, options = KINDS[kind]

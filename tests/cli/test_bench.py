@@ -18,6 +18,7 @@ from bighorn.cli import bench, environment, measure, peers
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
+from tests.support.tables import for_every
 
 CPU = torch.device("cpu")
 SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}
@@ -46,7 +47,7 @@ def bench_json(invoke: Invoke, *arguments: object) -> tuple[dict[str, Any], str]
 
 
 # Tensors and parameters as published with the models (torchvision's, timm's and transformers' model cards).
-@pytest.mark.parametrize(
+@for_every(
     ("name", "tensors", "parameters"),
     [
         ("tiny", 200, 12_800),
@@ -166,7 +167,7 @@ def test_cuda_needs_a_device(invoke: Invoke) -> None:
     assert "or --device cpu" in output
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("arguments", "words"),
     [
         (["--shapes", "bert_bse"], ["--shapes", "'bert_bse'", "did you mean bert_base?"]),

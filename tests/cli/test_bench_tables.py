@@ -59,6 +59,7 @@ def test_the_table_of_lambrrr(tmp_path: Path) -> None:
     assert len(heading.rstrip()) <= 80
 
 
+@pytest.mark.slow
 def test_the_table_of_cliffs(tmp_path: Path) -> None:
     names = ["missing", "transposed", "float64"]
     done = run(tmp_path, "--table", "cliffs", "--shapes", ",".join(names), "--seconds", "0", "--json", "bench.json")
@@ -82,7 +83,11 @@ def test_the_table_of_cliffs(tmp_path: Path) -> None:
         # torch 2.11 on an H100: "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout".
         # `alternating` and `gaps` were run there; the others have the same difference of strides.
         *(
-            (f"--device cuda --shapes tiny,{name}", f"--shapes {name}: torch's fused AdamW, the first row, refuses")
+            pytest.param(
+                f"--device cuda --shapes tiny,{name}",
+                f"--shapes {name}: torch's fused AdamW, the first row, refuses",
+                marks=[pytest.mark.slow] * (name != "transposed"),
+            )
             for name in ("alternating", "channels_last", "gaps", "transposed")
         ),
     ],

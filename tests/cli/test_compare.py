@@ -15,6 +15,7 @@ from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS, Dataset
 from bighorn.cli.verdict import expected_seconds, interval, verdicts
 from tests.support.command_line import Invoke, assert_self_contained
+from tests.support.tables import for_every
 
 
 def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:
@@ -28,6 +29,7 @@ def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> swee
     return sweep.Cell(optimizer, batch_size, ((0.1, 0.5), (0.2, 0.9), (0.3, 0.6)), lr, trials)
 
 
+@pytest.mark.slow
 def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
     """The grid runs in two processes, which exchange jobs and trials."""
     options = ["--lrs", "lamb=0.005,0.01", "--lrs", "sgd=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]
@@ -197,7 +199,7 @@ def test_runs_are_timed_before_they_begin() -> None:
     assert expected_seconds([("lamb", Run(diverging, run.dataset))], {"lamb": (0.1,)}, 1, 1) > 0
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (["--device", "cuda"], "--device cuda"),

@@ -49,9 +49,9 @@ def resume() -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_edit_resumes_or_ends_in_one_message(every: int, invoke: Invoke) -> None:
-    """Each value is missing once, and takes each fourth of the wrong values in turn, or all."""
+    """Each value is missing once, and takes each 16th of the wrong values in turn, or all."""
     invoke("train", "--steps", 2, "--threads", 1, "--precision", "fp16", "--save", "run.pt")
     whole = torch.load("run.pt", weights_only=True)
     before, wrong, refused = Path("run.pt").read_bytes(), {}, 0

@@ -25,6 +25,7 @@ from bighorn.cli.shapes import SHAPES, llama
 from bighorn.cli.tasks import TASKS
 from bighorn.kernels.rounding import LOW, ROUNDING_MODES
 from tests.support.command_line import Invoke, assert_self_contained
+from tests.support.tables import for_every
 
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
        (70, 64, 1, 1), (2, 3, 4, 5, 6), (5000,)]  # fmt: skip
@@ -64,7 +65,7 @@ def on_meta(params: Named) -> Named:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", FOOTPRINTS)
+@for_every("name", FOOTPRINTS)
 def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
     # torch's Adafactor divides by the number of elements.
     shapes = [shape for shape in ODD if name != "adafactor" or 0 not in shape]
@@ -75,7 +76,7 @@ def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("way", ROUNDING_MODES)
-@pytest.mark.parametrize("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb"))])
+@for_every("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb"))])
 def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: torch.dtype) -> None:
     params = parameters(ODD, dtype)
     predicted = FOOTPRINTS[name](on_meta(params), weight_rounding=way)
@@ -205,7 +206,7 @@ def test_any_model_without_its_frozen_and_doubled_weights(invoke: Invoke, zoo: s
     assert result["total"]["sgd"] == 4 * 400
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("what", "message"),
     [
         (":Tide", "no 'Tide' there; did you mean Tied?"),
@@ -223,7 +224,7 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
     assert message in invoke("memory", "--model", zoo + what, code=1).output
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (["--shapes", "bert_bse"], "--shapes: no 'bert_bse' here; did you mean bert_base?"),

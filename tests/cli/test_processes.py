@@ -134,8 +134,18 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
     assert "ZeroDivisionError: the reason of it all" in done.stderr
 
 
-@pytest.mark.parametrize("parallel", [[], ["--tail-overlap"], ["--shard-update"]], ids=" ".join)
-@pytest.mark.parametrize("event", ["kill", "kill_saving"], ids=["in-a-step", "in-a-checkpoint"])
+@pytest.mark.parametrize(
+    ("event", "parallel"),
+    [
+        ("kill", []),
+        ("kill_saving", ["--tail-overlap"]),
+        ("kill", ["--shard-update"]),
+        pytest.param("kill_saving", [], marks=[pytest.mark.slow]),
+        pytest.param("kill", ["--tail-overlap"], marks=[pytest.mark.slow]),
+        pytest.param("kill_saving", ["--shard-update"], marks=[pytest.mark.slow]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
 def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_path: Path, invoke: Invoke) -> None:
     """The other process ends at once, and the last complete checkpoint can be resumed."""
     ended = in_processes(2, tmp_path, [job(*DIGITS, *parallel, "--save", "run.pt", **{event: 3})])
@@ -209,6 +219,7 @@ def machines() -> Iterator[list[list[str]]]:
         yield inside
 
 
+@pytest.mark.slow
 def test_two_machines(
     machines: list[list[str]],
     tmp_path: Path,

@@ -16,6 +16,7 @@ import torch
 from bighorn.cli.ranks import Interrupt
 from tests.support.command_line import Invoke
 from tests.support.processes import LIMIT
+from tests.support.tables import for_every
 
 
 def content(path: Path) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def test_another_environment_is_warned_of(invoke: Invoke) -> None:
     assert "instruction set: SSE2 then" in output
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (["--task", "text"], "--task text contradicts the checkpoint, whose run has --task digits"),

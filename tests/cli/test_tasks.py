@@ -12,6 +12,7 @@ from bighorn.cli.tasks import TASKS
 from bighorn.cli.tasks.dataset import batch_indices
 from bighorn.cli.tasks.mnist import FILES, read_idx
 from bighorn.cli.tasks.text import CONTEXT, standard_library
+from tests.support.tables import for_every
 
 IMAGES = struct.pack(">2xBB3I", 8, 3, 2, 2, 3) + bytes(range(12))
 ZIPPED = gzip.compress(IMAGES, mtime=0)  # part of test ids, on which all workers must agree
@@ -24,7 +25,7 @@ def test_idx_values_stand_where_the_format_says(tmp_path: Path, suffix: str) -> 
     assert torch.equal(read_idx(path, 3), torch.arange(12, dtype=torch.uint8).view(2, 2, 3))
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("name", "content", "message"),
     [
         ("magic", b"\0\0\x0d\x03" + IMAGES[4:], "starts with 00 00 0d 03, an idx file of this kind with 00 00 08 03"),

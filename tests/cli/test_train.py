@@ -26,6 +26,7 @@ from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
 from tests.support.command_line import Invoke, without_dropout
+from tests.support.tables import for_every
 
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
@@ -179,7 +180,7 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
     assert Path("run.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (["--task", "digit"], "'digit' is not one of 'digits', 'text', 'mnist'"),
@@ -307,7 +308,7 @@ def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
     assert (first["bias_correction"], first["factor"]) == (True, "last_two")
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import bighorn
 from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
 from tests.support.compat_training import step, trained, weights
+from tests.support.tables import for_every
 
 Params = Mapping[str, Parameter]
 Layers = dict[str, tuple[Callable[[Params, Any], Optimizer], Callable[[Params, Any], Optimizer]]]
@@ -128,7 +129,7 @@ MISSPELT: dict[str, tuple[type, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("layer", MISSPELT)
+@for_every("layer", MISSPELT)
 def test_a_misspelt_keyword_suggests_the_nearest(layer: str) -> None:
     kind, name, nearest = MISSPELT[layer]
     with pytest.raises(TypeError, match=rf"{kind.__name__} got an unknown .*{name!r} \(did you mean {nearest!r}\?\)"):
@@ -149,7 +150,7 @@ ABSENT: dict[str, tuple[type, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ABSENT)
+@for_every("case", ABSENT)
 def test_a_keyword_that_another_class_has_names_that_class(case: str) -> None:
     kind, name, words = ABSENT[case]
     with pytest.raises(TypeError, match=rf"{kind.__name__} got an unknown argument {name!r}.*{words}"):

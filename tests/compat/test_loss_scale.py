@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from bighorn import ExponentialScale, FixedScale, Lamb, WindowScale
 from bighorn.compat import mindspore, npu_bridge
+from tests.support.tables import for_every
 
 SIGNATURES = {
     npu_bridge.FixedLossScaleManager: "(loss_scale)",
@@ -118,7 +119,7 @@ BAD: dict[str, Bad] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@for_every("name", BAD)
 def test_bad_input_is_refused_by_the_names_of_the_system(name: str) -> None:
     make, error, message = BAD[name]
     with pytest.raises(error, match=message):

@@ -15,6 +15,7 @@ from bighorn.compat.mindformers import Came
 from bighorn.compat.mindspore import CosineDecayLR, FixedLossScaleManager
 from tests.support.compat_training import LRS, STEPS, assert_close, gradient, step, trained, weights
 from tests.support.error_checks import refused
+from tests.support.tables import for_every
 
 
 class Layer(nn.Module):
@@ -119,7 +120,7 @@ def factors(row: Tensor, col: Tensor) -> Tensor:
     return (row / row.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1) * col.rsqrt().unsqueeze(-2)
 
 
-@pytest.mark.parametrize(
+@for_every(
     "options",
     [
         {},
@@ -256,7 +257,7 @@ def test_loss_scale_beside_a_scaler_is_refused() -> None:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "error", "message"),
     [
         ({"learning_rate": "0.1"}, TypeError, "^learning_rate must be"),

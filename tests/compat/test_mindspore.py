@@ -17,6 +17,7 @@ from bighorn.compat.mindspore import Lamb, PolynomialDecayLR
 from tests.support.cases import allow_gradients_of
 from tests.support.compat_training import LRS, STEPS, assert_close, by_scalar, gradient, trained, weights
 from tests.support.error_checks import refused
+from tests.support.tables import for_every
 
 pytestmark = pytest.mark.filterwarnings("ignore:params have no names")
 
@@ -285,14 +286,14 @@ ARGUMENT_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), ARGUMENT_ERRORS)
+@for_every(("options", "error", "message"), ARGUMENT_ERRORS)
 def test_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Lamb(**{"params": named(), "learning_rate": 0.1, **options})
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError])
-@pytest.mark.parametrize(
+@for_every(
     "params",
     [
         [3],
@@ -310,7 +311,7 @@ def test_an_element_that_is_neither_parameter_nor_dict(params: Any, error: type[
         Lamb(params, 0.1)
 
 
-@pytest.mark.parametrize("params", [3, None, "weight", Parameter(torch.ones(3)), {"params": []}, set()])
+@for_every("params", [3, None, "weight", Parameter(torch.ones(3)), {"params": []}, set()])
 def test_params_that_are_no_list(params: Any) -> None:
     with pytest.raises(TypeError, match="params must be a list"):
         Lamb(params, 0.1)
@@ -321,7 +322,7 @@ def test_no_parameters() -> None:
         Lamb([], 0.1)
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "error", "message"),
     [
         ({"learning_rate": 0.1}, ValueError, "^group 1: unknown key 'learning_rate'"),

@@ -20,6 +20,7 @@ from bighorn.compat.mindspore import (
     PolynomialDecayLR,
     WarmUpLR,
 )
+from tests.support.tables import for_every
 
 DECAYS = (ExponentialDecayLR, NaturalExpDecayLR, InverseDecayLR)
 
@@ -45,13 +46,13 @@ CASES: dict[str, tuple[schedules.Schedule, Callable[[int], float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_every("name", CASES)
 def test_formulas(name: str) -> None:
     schedule, formula = CASES[name]
     assert schedule.as_list(14) == pytest.approx([formula(step) for step in range(14)], rel=1e-14)
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("schedule", "printed"),
     [
         (ExponentialDecayLR(0.1, 0.9, 4), 0.09486833),
@@ -67,7 +68,7 @@ def test_what_its_documents_print(schedule: schedules.Schedule, printed: float) 
     assert schedule(torch.tensor(2, dtype=torch.int32)) == pytest.approx(printed, abs=1e-8)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_every("name", CASES)
 def test_they_are_dataclasses_like_ours(name: str) -> None:
     schedule = CASES[name][0]
     assert isinstance(schedule, schedules.Schedule)
@@ -109,7 +110,7 @@ def errors() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
     return rows
 
 
-@pytest.mark.parametrize(("kind", "arguments", "error", "message"), errors())
+@for_every(("kind", "arguments", "error", "message"), errors())
 def test_errors(kind: Any, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         kind(**arguments)

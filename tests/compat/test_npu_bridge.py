@@ -11,6 +11,7 @@ from torch import nn
 from bighorn.compat.npu_bridge import LAMBOptimizer
 from tests.support.compat_training import LRS, assert_close, by_scalar, trained
 from tests.support.error_checks import weights
+from tests.support.tables import for_every
 
 
 class Block(nn.Module):
@@ -59,7 +60,7 @@ def test_it_is_the_paper(bias_correction: bool) -> None:
     assert_close(ours, by_scalar(lambda name: {**options, "weight_decay": 0.0 if name in excluded else 0.1}))
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "error", "message"),
     [
         ({"learning_rate": -0.1}, ValueError, r"^learning_rate=-0\.1"),

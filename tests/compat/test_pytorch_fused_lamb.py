@@ -12,6 +12,7 @@ from bighorn.compat.pytorch_fused_lamb import Lamb
 from tests.support.compat_training import LRS, assert_close, by_scalar, gradient, trained
 from tests.support.compat_training import weights as named_weights
 from tests.support.error_checks import weights
+from tests.support.tables import for_every
 
 
 def test_the_documents_example() -> None:
@@ -90,7 +91,7 @@ def test_a_checkpoint_of_the_shipped_class_goes_on(amsgrad: bool) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "error", "message"),
     [
         ({"lr": -0.1}, ValueError, r"lr=-0\.1"),

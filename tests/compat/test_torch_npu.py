@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from bighorn.compat.torch_npu import NpuFusedLamb
 from tests.support.compat_training import LRS, assert_close, by_scalar, trained
 from tests.support.error_checks import weights
+from tests.support.tables import for_every
 
 
 def test_the_documents_example() -> None:
@@ -99,7 +100,7 @@ def test_the_arguments_in_the_documents_order() -> None:
     assert all(map(torch.equal, one.values(), two.values()))
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("options", "error", "message"),
     [
         ({"lr": -0.1}, ValueError, r"lr=-0\.1"),

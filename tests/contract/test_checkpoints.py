@@ -27,11 +27,12 @@ from tests.support.optimizer_runs import (
     runs,
     saved_and_loaded,
 )
+from tests.support.tables import for_every
 
 SMALL = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
 
 
-@pytest.mark.parametrize("case", covering_states(SMALL), ids=lambda case: case.id)
+@for_every("case", covering_states(SMALL), ids=lambda case: case.id)
 def test_weights_only_checkpoint_continues_bitwise(case: Case) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "auto")

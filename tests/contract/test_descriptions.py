@@ -15,6 +15,7 @@ from bighorn import CAME_PRESETS, PRESETS, Came, Lamb
 from bighorn.optim.presets import ELSEWHERE
 from bighorn.schedules import Cosine
 from tests.support.cases import KINDS, Kind
+from tests.support.tables import for_every
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -97,7 +98,7 @@ def test_dir_has_no_internals(kind: Kind) -> None:
     assert [name for name in names if name.startswith("_") and not name.startswith("__")] == []
 
 
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+@for_every("name", sorted(ELSEWHERE))
 def test_an_argument_of_another_package_is_answered_with_ours(name: str) -> None:
     for kind in KINDS:
         if name in kind.__init__.__code__.co_varnames:

@@ -31,6 +31,9 @@ from tests.support.optimizer_runs import (
     model,
     saved_and_loaded,
 )
+from tests.support.tables import for_every
+
+pytestmark = pytest.mark.long
 
 LEAVES = tuple(leaf for leaf in FEW if leaf.name != "empty")
 VALUES = Case("foreign", {}, LEAVES)
@@ -422,7 +425,7 @@ def test_a_checkpoint_of_the_time_before_versions_is_ours(kind: Kind) -> None:
     assert_same_everything(parameters, optimizer, others, other)
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None, True, 1.0])
+@for_every("version", [2, 0, "1", None, True, 1.0])
 def test_a_checkpoint_of_a_newer_format_is_refused(version: object, kind: Kind) -> None:
     optimizer = kind([Parameter(torch.ones(3))], lr=0.1)
     state = copy.deepcopy(optimizer.state_dict())

@@ -23,6 +23,8 @@ from tests.support.cases import Case, Kind, set_gradients
 from tests.support.offloading import in_groups, loss_of, network
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, assert_same_everything, copies, runs
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 TRIED = (
     *("paper-v5", "both-by-name", "amsgrad-in-lr", "two-groups-options", "mixed-paper-v5", "complex64-paper-v5"),
@@ -271,6 +273,7 @@ SHARDED = """
 """
 
 
+@pytest.mark.process
 def test_reduced_gradients_of_fsdp2(tmp_path: Path) -> None:
     """A state that is saved asynchronously between two steps is also loaded and continued without release."""
     run_ranks(SHARDED, 2, str(tmp_path / "store"), str(tmp_path))

@@ -16,6 +16,7 @@ from bighorn import Came, Lamb
 from bighorn.arguments import OF_SGD
 from tests.support.cases import KINDS, Kind
 from tests.support.optimizer_runs import assert_bitwise, backward, model
+from tests.support.tables import for_every
 
 PAGE = Path(__file__).parents[2] / "docs" / "groups.md"
 
@@ -104,7 +105,7 @@ def stepping(kind: Kind, keys: dict[str, Any], late: bool) -> tuple[torch.nn.Mod
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["given", "written later"])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@for_every("framework", FRAMEWORKS)
 def test_keys_of_frameworks_are_kept_saved_and_loaded(framework: str, late: bool, kind: Kind) -> None:
     keys = FRAMEWORKS[framework]
     net, optimizer = stepping(kind, keys, late)
@@ -138,11 +139,7 @@ def test_distributed_checkpoints_hold_them(flat: bool, kind: Kind) -> None:
     assert {key: fresh.param_groups[0][key] for key in keys} == keys
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(kind, name) for kind in KINDS for name in (*MISSPELLINGS, *OWN[kind])],
-    indirect=["kind"],
-)
+@for_every(("kind", "name"), [(kind, name) for kind in KINDS for name in (*MISSPELLINGS, *OWN[kind])])
 def test_misspelt_options_are_refused_wherever_they_are_written(name: str, kind: Kind) -> None:
     meant = (MISSPELLINGS | OWN[kind])[name]
     message = rf"{re.escape(repr(name))} \(did you mean {meant!r}\?\)"
@@ -162,7 +159,7 @@ def test_misspelt_options_are_refused_wherever_they_are_written(name: str, kind:
     assert_bitwise(list(net.parameters()), before)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@for_every("name", OTHERS)
 def test_options_of_other_optimizers_are_refused(name: str, kind: Kind) -> None:
     for late in (False, True) if name not in OF_SGD else (False,):
         with pytest.raises(TypeError, match=rf"{name!r}, an option of torch.optim"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bighorn import Lamb, groups
 from bighorn.groups import Rule
+from tests.support.tables import for_every
 
 NO_DECAY = Rule(r"bias|norm", weight_decay=0.0, adapt=False)
 
@@ -137,14 +138,14 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@for_every("case", WRONG)
 def test_wrong_input_is_refused(case: str) -> None:
     params, rules, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
         groups.by_rules(params, rules)
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("match", "options", "kind", "message"),
     [
         (3, {}, TypeError, "match must be regular expressions in a list, 'ndim<2' or a callable"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bighorn import Lamb
 from bighorn.optim.plan_cache import GuardInputs, PlanGuards, addresses
+from tests.support.tables import for_every
 
 
 def tensors() -> list[Tensor]:
@@ -69,7 +70,7 @@ MOVES: dict[str, Callable[[Things], object]] = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+@for_every("move", MOVES)
 def test_what_has_moved_is_seen(move: str) -> None:
     of = Things(tensors(), states())
     lay = Whereabouts(*of)

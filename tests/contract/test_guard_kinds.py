@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bighorn.optim import plan_cache
 from bighorn.optim.plan_cache import Guard, alike, alike_by_attributes
+from tests.support.tables import for_every
 
 BOTH = pytest.mark.parametrize("ask", [alike, alike_by_attributes])
 
@@ -40,7 +41,7 @@ def test_tensors_of_the_same_kind_are_alike(ask: Callable[[list[Tensor]], Guard]
 
 
 @BOTH
-@pytest.mark.parametrize("change", OTHERS)
+@for_every("change", OTHERS)
 def test_whatever_kernels_are_told_of_a_tensor_makes_a_difference(
     ask: Callable[[list[Tensor]], Guard], change: str
 ) -> None:
@@ -55,7 +56,7 @@ def test_a_conjugated_tensor_is_another(ask: Callable[[list[Tensor]], Guard]) ->
 
 
 @BOTH
-@pytest.mark.parametrize("counts", [(0, 1), (1, 0), (2, 1), (1, 2)])
+@for_every("counts", [(0, 1), (1, 0), (2, 1), (1, 2)])
 def test_another_number_of_tensors_is_never_alike(
     ask: Callable[[list[Tensor]], Guard], counts: tuple[int, int]
 ) -> None:

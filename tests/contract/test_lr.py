@@ -14,6 +14,7 @@ from bighorn import Came, Lamb
 from tests.support.case_tensors import FEW
 from tests.support.cases import KINDS, Case, Kind, set_gradients, set_lr
 from tests.support.optimizer_runs import CASE, advance, assert_bitwise, backward, copies, model, saved_and_loaded
+from tests.support.tables import for_every
 
 
 def test_tensor_lr_is_the_same_as_a_float(kind: Kind, backend: str) -> None:
@@ -125,11 +126,7 @@ for changes in CHANGES.values():
     changes |= {"lr": 0.5, "weight_decay": 0.7, "maximize": True, "grad_centralization": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(kind, name, id=f"{kind.algorithm.name}-{name}") for kind in KINDS for name in CHANGES[kind]],
-    indirect=["kind"],
-)
+@for_every(("kind", "name"), [(kind, name) for kind in KINDS for name in CHANGES[kind]])
 def test_a_value_written_into_a_group_counts_from_the_next_step(name: str, kind: Kind, backend: str) -> None:
     """No earlier step has an effect: a new optimizer with this value takes the same step."""
     change = {name: CHANGES[kind][name]}

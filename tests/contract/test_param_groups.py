@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb
 from tests.support.cases import KINDS, Kind
 from tests.support.optimizer_runs import OWN, assert_bitwise, assert_same_everything, backward, figures, model
+from tests.support.tables import for_every
 
 
 def test_it_is_a_torch_optimizer(kind: Kind) -> None:
@@ -30,7 +31,7 @@ FORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@for_every("form", FORMS)
 def test_params_in_every_form(form: str, kind: Kind, backend: str) -> None:
     results = []
     for make in (FORMS["list"], FORMS[form]):
@@ -136,9 +137,7 @@ STACKED: dict[Kind, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "group"), [(kind, group) for kind in KINDS for group in STACKED[kind]], indirect=["kind"], ids=str
-)
+@for_every(("kind", "group"), [(kind, group) for kind in KINDS for group in STACKED[kind]])
 def test_a_stacked_parameter_is_its_slices(group: dict[str, Any], kind: Kind, backend: str) -> None:
     torch.manual_seed(8)
     stacked = Parameter(torch.randn(3, 6, 7))

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from bighorn import Came, ConvertedStateWarning, Lamb
 from bighorn.schedules import Cosine, Polynomial, RelativeStep, Values, WarmUp
 from tests.support.error_checks import refused
+from tests.support.tables import for_every
 
 LRS = (0.1, 0.05, 0.2, 0.08)
 
@@ -267,7 +268,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "error", "message"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+@for_every(("value", "error", "message"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
 def test_a_bad_form_is_refused_at_construction(value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"(?is){message}"):
         Lamb(weights(), lr=value)

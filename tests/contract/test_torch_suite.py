@@ -20,6 +20,9 @@ from torch.optim import Optimizer, lr_scheduler
 from bighorn import Came, Lamb
 from bighorn.schedules import RelativeStep
 from tests.support.cases import Kind
+from tests.support.tables import for_every
+
+pytestmark = pytest.mark.long
 
 pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
 with warnings.catch_warnings():
@@ -67,7 +70,7 @@ INPUTS = [
     for info in INFOS
     for given in info.optim_inputs_func(device=CPU)
 ]
-EACH = pytest.mark.parametrize(("kind", "options"), INPUTS)
+EACH = for_every(("kind", "options"), INPUTS)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -267,6 +270,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("way", ["plain", "schedule", "tensor", "two"])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_an_optimizer_made_in_a_compiled_function(way: str, kind: Kind) -> None:

@@ -14,6 +14,8 @@ from torch.nn import Parameter
 from bighorn import Came
 from tests.support.case_tensors import arranged
 
+pytestmark = pytest.mark.long
+
 Turn = Callable[[Tensor], Tensor]
 
 OPTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map_only
 from bighorn.cli.ranks import end_process_group
 from tests.support.cases import Kind
 
+pytestmark = pytest.mark.long
+
 SHAPE = (70, 80)
 
 

@@ -16,6 +16,7 @@ from bighorn import Came, FlatLayout, Fragment, Lamb
 from tests.support import flat_worker
 from tests.support.cases import Kind
 from tests.support.processes import assert_ended_well, outcomes
+from tests.support.tables import for_every
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +26,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def said(world: int, folder: Path) -> list[dict[str, str]]:
+def said(world: int, folder: Path, *more: str) -> list[dict[str, str]]:
     """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
-    assert_ended_well(outcomes(Path(flat_worker.__file__), [[rank, world, folder] for rank in range(world)]))
+    assert_ended_well(outcomes(Path(flat_worker.__file__), [[rank, world, folder, *more] for rank in range(world)]))
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("scenario", flat_worker.scenarios(2))
+@for_every("scenario", flat_worker.scenarios(2))
 def test_two_ranks(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(2, folder)] == [""] * 2
 
 
-@pytest.mark.parametrize("scenario", flat_worker.scenarios(4))
+@for_every("scenario", flat_worker.scenarios(4))
 def test_four_ranks(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(4, folder)] == [""] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_run_on_every_layout(world: int, tmp_path: Path) -> None:
+    names = flat_worker.scenarios(world, all_of_them=True)
+    assert said(world, tmp_path, "all") == [dict.fromkeys(names, "")] * world
 
 
 # ---- one process ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from bighorn import megatron_groups
 from tests.support import megatron_worker
 from tests.support.processes import assert_ended_well, outcomes
+from tests.support.tables import for_every
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def said(world: int, folder: Path) -> list[dict[str, str]]:
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("scenario", megatron_worker.scenarios())
+@for_every("scenario", megatron_worker.scenarios())
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks(world: int, scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(world, folder)] == [""] * world

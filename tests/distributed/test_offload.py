@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import offload_worker
 from tests.support.processes import assert_ended_well, outcomes
+from tests.support.tables import for_every
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +19,6 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("scenario", offload_worker.SCENARIOS)
+@for_every("scenario", offload_worker.SCENARIOS)
 def test_two_ranks(scenario: str, said: list[dict[str, str]]) -> None:
     assert [each[scenario] for each in said] == ["", ""]

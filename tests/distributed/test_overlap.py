@@ -19,6 +19,7 @@ from bighorn import Came, Lamb, TailOverlap
 from bighorn.cli.ranks import end_process_group
 from tests.support import overlap_worker
 from tests.support.processes import Outcome, assert_ended_well, outcomes
+from tests.support.tables import for_every
 
 
 def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
@@ -37,7 +38,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str
     return said(2, tmp_path_factory.mktemp("two"), *overlap_worker.SCENARIOS)
 
 
-@pytest.mark.parametrize("scenario", overlap_worker.SCENARIOS)
+@for_every("scenario", overlap_worker.SCENARIOS)
 def test_two_ranks(scenario: str, of_two_ranks: list[dict[str, str]]) -> None:
     assert [said[scenario] for said in of_two_ranks] == ["", ""]
 

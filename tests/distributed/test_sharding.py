@@ -15,6 +15,7 @@ from bighorn import kernels
 from tests.support import sharding_worker, training_digests
 from tests.support.optimizer_runs import BY_ID, advance, assert_bitwise
 from tests.support.processes import assert_ended_well, outcomes
+from tests.support.tables import for_every
 
 
 @pytest.fixture(scope="module")
@@ -24,24 +25,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def said(world: int, folder: Path) -> list[dict[str, str]]:
+def said(world: int, folder: Path, *more: str) -> list[dict[str, str]]:
     """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
-    assert_ended_well(outcomes(Path(sharding_worker.__file__), [[rank, world, folder] for rank in range(world)]))
+    assert_ended_well(outcomes(Path(sharding_worker.__file__), [[rank, world, folder, *more] for rank in range(world)]))
     return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("scenario", sharding_worker.scenarios(2, Path()))
+@for_every("scenario", sharding_worker.scenarios(2, Path()))
 def test_two_ranks(scenario: str, folder: Path) -> None:
     assert [said[scenario] for said in said(2, folder)] == ["", ""]
 
 
-@pytest.mark.parametrize("scenario", sharding_worker.scenarios(4, Path()))
+@for_every("scenario", sharding_worker.scenarios(4, Path()))
 def test_four_ranks(scenario: str, folder: Path) -> None:
     said(2, folder)  # writes the checkpoints
     assert [said[scenario] for said in said(4, folder)] == [""] * 4
 
 
-@pytest.mark.parametrize("scenario", sharding_worker.scenarios(1, Path()))
+@pytest.mark.slow
+def test_every_run_on_every_layout_of_four_ranks(tmp_path: Path) -> None:
+    said(2, tmp_path)
+    names = sharding_worker.scenarios(4, Path(), all_of_them=True)
+    assert said(4, tmp_path, "all") == [dict.fromkeys(names, "")] * 4
+
+
+@for_every("scenario", sharding_worker.scenarios(1, Path()))
 def test_one_process(scenario: str, folder: Path) -> None:
     said(2, folder)
     assert [said[scenario] for said in said(1, folder)] == [""]

@@ -14,6 +14,7 @@ import torch
 
 from bighorn.cli.shapes import SHAPES
 from studies import STUDIES, cells_of
+from tests.support.tables import for_every
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,9 +33,7 @@ scale, eight_bit, precision_table, lora, adapters, offload, offload_peers = map(
 front = script("front")
 
 
-@pytest.mark.parametrize(
-    "source", [scale, eight_bit, precision_table, lora, adapters, offload, offload_peers], ids=NAMES
-)
+@for_every("source", [scale, eight_bit, precision_table, lora, adapters, offload, offload_peers], ids=NAMES)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()

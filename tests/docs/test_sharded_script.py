@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.docs.test_docs import ROOT, blocks
 from tests.support.processes import LIMIT
 from tests.support.torchrun import TORCHRUN, VARIABLES
@@ -23,6 +25,7 @@ def losses(processes: int, steps: int, folder: Path) -> dict[str, str]:
     return dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("step"))
 
 
+@pytest.mark.slow
 def test_the_script_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     whole = losses(2, 30, tmp_path / "whole")
     assert list(whole) == ["step 10", "step 20", "step 30"]

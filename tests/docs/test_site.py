@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import bighorn
+from tests.support.tables import for_every
 
 pytest.importorskip("sphinx")
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
@@ -65,7 +66,7 @@ def test_the_citation_has_the_version() -> None:
     assert f"version: {bighorn.__version__}" in lines
 
 
-@pytest.mark.parametrize("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])
+@for_every("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])
 def test_a_search_finds_a_page(words: str) -> None:
     """The site's search knows whole words of its pages; a page must have all that were asked for."""
     docs = Path(__file__).parents[2] / "docs"

@@ -12,9 +12,10 @@ import torch
 from bighorn import Came
 from bighorn.cli.compare import CompareConfig, compare
 from studies import DOCS, FIGURES, PAGES, STUDIES, cells_of, command, written
+from tests.support.tables import for_every
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@for_every("page", PAGES, ids=lambda page: page.stem)
 def test_the_figures_are_those_of_the_files(page: Path) -> None:
     assert page.read_text() == written(page)
 
@@ -25,7 +26,7 @@ def test_every_study_has_its_place() -> None:
     assert all((DOCS / f"{name}.svg").is_file() for name in shown)
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@for_every("name", STUDIES)
 def test_a_result_can_be_judged(name: str) -> None:
     saved = STUDIES[name]
     assert saved["clean"] is True
@@ -38,7 +39,7 @@ def test_a_result_can_be_judged(name: str) -> None:
         assert best["accuracy"] == pytest.approx(next(t["accuracy"] for t in each["tuned"] if t["lr"] == cell.lr))
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@for_every("name", STUDIES)
 def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
     _, _, *arguments = shlex.split(command(STUDIES[name]))
     params = compare.make_context("compare", arguments).params

@@ -9,6 +9,7 @@ import pytest
 
 from tests.integrations import page
 from tests.integrations.test_same_training import KINDS, LOOPS, by_hand
+from tests.support.tables import for_every
 
 DOCS = Path(__file__).parents[2] / "docs"
 VERSIONS = re.compile(r"^(\| .*? \|) .*? (\|)", re.MULTILINE)
@@ -38,6 +39,6 @@ def test_every_page_of_a_trainer_is_linked() -> None:
     )
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("with-*.md")), ids=lambda path: path.name)
+@for_every("path", sorted(DOCS.glob("with-*.md")), ids=lambda path: path.name)
 def test_a_page_is_about_one_screen(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 110

@@ -12,6 +12,7 @@ import pytest
 from bighorn.compat import mindspore
 from bighorn.scaling.policies import ScalePolicy
 from bighorn.schedules.schedule import Schedule
+from tests.support.tables import for_every
 
 
 def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
@@ -29,7 +30,7 @@ def test_all_are_here() -> None:
     assert len(KINDS) >= 16
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+@for_every("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_a_misspelt_keyword_suggests_the_nearest(kind: type[Any]) -> None:
     for name in (field.name for field in fields(kind)):
         with pytest.raises(TypeError, match=rf"{kind.__name__} got an unknown .*'{name}x' \(did you mean '{name}'\?\)"):

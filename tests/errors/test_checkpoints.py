@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from bighorn import Came
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused, stepped, weights
+from tests.support.tables import for_every
 
 
 def test_a_checkpoint_of_other_shapes(kind: Kind, backend: str) -> None:
@@ -61,7 +62,7 @@ NO_CHECKPOINT: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("state", NO_CHECKPOINT, ids=str)
+@for_every("state", NO_CHECKPOINT, ids=str)
 def test_what_is_no_checkpoint(state: Any, kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, (ValueError, TypeError, KeyError), "param_groups|state"):
@@ -111,7 +112,7 @@ PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+@for_every("part", PARTS)
 def test_a_part_of_a_state(part: str, kind: Kind, backend: str) -> None:
     """Such a state would make steps of a wrong size, whether it was loaded or a part of it was deleted."""
     missing, more, named = PARTS[part]
@@ -166,7 +167,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@for_every("damage", DAMAGE)
 @pytest.mark.parametrize("at_hand", [None, "int8"], ids=str)
 def test_damaged_codes(damage: str, at_hand: str | None, kind: Kind) -> None:
     name, spoil, message = DAMAGE[damage]
@@ -219,7 +220,7 @@ def test_a_state_that_is_no_dict(damage: Any, kind: Kind) -> None:
         optimizer.load_state_dict({**state, "state": {**state["state"], 0: damage}})
 
 
-@pytest.mark.parametrize(
+@for_every(
     ("names", "message"),
     [
         (["a", "b"], "2 names for 3 parameters"),

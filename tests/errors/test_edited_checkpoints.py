@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.support.cases import Kind
+from tests.support.tables import for_every
 
 SHAPE = (64, 80)
 Edit = Callable[[dict[str, Any]], object]
@@ -108,7 +109,7 @@ EDITS: dict[str, tuple[str, Edit]] = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@for_every("edit", EDITS)
 def test_an_edited_checkpoint_is_refused(edit: str, kind: Kind) -> None:
     message, change = EDITS[edit]
     params = [Parameter(torch.ones(shape)) for shape in (SHAPE, (5,), (4, 4))]

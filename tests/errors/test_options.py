@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from bighorn import PRESETS, Came, Lamb
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused, same, snapshot, stepped, weights
+from tests.support.tables import for_every
 
 
 def test_the_snapshot_sees_a_change(kind: Kind) -> None:
@@ -168,20 +169,9 @@ OWN_WHOLE: dict[Kind, list[Value]] = {
 }
 
 
-def for_each(values: dict[Kind, list[Value]]) -> pytest.MarkDecorator:
-    """Run a test with each value of each optimizer."""
-    return pytest.mark.parametrize(
-        ("kind", "name", "value", "error"),
-        [
-            pytest.param(kind, *row, id=f"{kind.algorithm.name}-{row[0]}={str(row[1]).replace(' ', '')[:30]}")
-            for kind, rows in values.items()
-            for row in rows
-        ],
-        indirect=["kind"],
-    )
-
-
-@for_each({kind: OWN_VALUES[kind] + OWN_WHOLE[kind] for kind in KINDS})
+@for_every(
+    ("kind", "name", "value", "error"), [(kind, *row) for kind in KINDS for row in OWN_VALUES[kind] + OWN_WHOLE[kind]]
+)
 def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exception], kind: Kind) -> None:
     of_group = {name: value} if name in kind.algorithm.group_only else {}
     with pytest.raises(error, match=name):
@@ -299,9 +289,7 @@ OWN_MISSPELT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT[kind]], indirect=["kind"]
-)
+@for_every(("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT[kind]])
 def test_an_unknown_option_suggests_the_nearest(kind: Kind, name: str) -> None:
     nearest = OWN_MISSPELT[kind][name]
     with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
@@ -318,9 +306,7 @@ MISSPELT_KEYS = {"weigth_decay": "weight_decay", "learnrate": "lr", "stcked": "s
 OWN_MISSPELT_KEYS = {Lamb: MISSPELT_KEYS | {"adpat": "adapt"}, Came: MISSPELT_KEYS | {"factr": "factor", "adapt": ""}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT_KEYS[kind]], indirect=["kind"]
-)
+@for_every(("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT_KEYS[kind]])
 def test_an_unknown_group_key_suggests_the_nearest(kind: Kind, name: str) -> None:
     nearest = OWN_MISSPELT_KEYS[kind][name]
     with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
@@ -334,7 +320,7 @@ WRITTEN = MISSPELT_KEYS | {"max_grad_nrom": "max_grad_norm", "weight_decays": "w
 WRITTEN |= {"learning_rate": "lr", "weight_decay_rate": "weight_decay"}  # as others call them
 
 
-@pytest.mark.parametrize("name", [name for name, nearest in WRITTEN.items() if nearest])
+@for_every("name", [name for name, nearest in WRITTEN.items() if nearest])
 def test_a_misspelt_key_written_into_a_group_later(name: str, kind: Kind, backend: str) -> None:
     parameters, optimizer = stepped(kind, backend)
     optimizer.param_groups[0][name] = 0.0
@@ -396,7 +382,7 @@ OF_THE_WHOLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_WHOLE)
+@for_every("name", OF_THE_WHOLE)
 def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str, kind: Kind) -> None:
     """But for ZeroRedundancyOptimizer, which writes what the constructor got into every group."""
     with pytest.raises(ValueError, match=rf"^param_groups\[0\] has {name}=.*belongs to the whole optimizer"):
@@ -406,7 +392,7 @@ def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str, kind: Kind)
     assert not {"max_grad_norm", "skip_nonfinite"} & optimizer.param_groups[0].keys()
 
 
-@pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
+@for_every("name", ["foreach", "fused", "capturable", "differentiable"])
 def test_torchs_switches_name_ours(name: str, kind: Kind) -> None:
     switch: dict[str, Any] = {name: True}
     with pytest.raises(TypeError, match=f"(?s){name}.*backend"):
@@ -422,7 +408,7 @@ UNFIT: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("unfit", UNFIT)
+@for_every("unfit", UNFIT)
 @pytest.mark.parametrize("when", ["at construction", "in a group later", "in a checkpoint"])
 def test_a_precision_that_does_not_fit_the_parameter(unfit: str, when: str, kind: Kind) -> None:
     dtype, options, message = UNFIT[unfit]

@@ -17,6 +17,7 @@ from bighorn import Lamb
 from bighorn.cli.ranks import end_process_group
 from tests.support.cases import Kind, Optimizer, allow_gradients_of
 from tests.support.error_checks import Errors, refused, stepped, weights
+from tests.support.tables import for_every
 
 
 @pytest.mark.parametrize("empty", [[], iter(())], ids=["list", "iterator"])
@@ -61,7 +62,7 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "refusal"), [case[1:] for case in PARAMS], ids=[case[0] for case in PARAMS])
+@for_every(("make", "refusal"), [case[1:] for case in PARAMS], ids=[case[0] for case in PARAMS])
 def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str], kind: Kind) -> None:
     with pytest.raises(refusal[0], match=refusal[1]):
         kind(make(), lr=0.1)

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, WindowScale
 from tests.support.loss_scaling import backward
+from tests.support.tables import for_every
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scale-0": (lambda: FixedScale(0.0), ValueError, "init_scale=0.0 .*above 0"),
@@ -52,7 +53,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@for_every("name", BAD)
 def test_bad_input_is_refused(name: str) -> None:
     make, error, message = BAD[name]
     with pytest.raises(error, match=message):

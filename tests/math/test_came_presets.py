@@ -27,6 +27,9 @@ from tests.support import peer_came_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LEFT_OUT, Case
 from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
+from tests.support.tables import for_every
+
+pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parents[2] / "docs" / "came-presets.md"
 INSTALL = {"came_pytorch": "pip install 'bighorn[peers]'", "pytorch_optimizer": "pip install 'bighorn[peers]'"}
@@ -146,14 +149,14 @@ def need(proof: Proof) -> None:
         pytest.skip(f"{proof.witness} is not installed: {INSTALL[proof.witness]}")
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.id)
+@for_every("proof", PROOFS, ids=lambda proof: proof.id)
 @pytest.mark.parametrize("name", ["reference", "foreach"])
 def test_float64(proof: Proof, name: str) -> None:
     need(proof)
     assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64]
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.id)
+@for_every("proof", PROOFS, ids=lambda proof: proof.id)
 def test_float32(proof: Proof, backend: str) -> None:
     need(proof)
     assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32]

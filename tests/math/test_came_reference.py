@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from bighorn.kernels import foreach, reference
 from tests.support import scalar_formulas
 from tests.support.came_kernel_cases import (
-    CASES,
     DEFAULTS,
     EDGES,
+    IN_TURN,
     MAIN,
     STEPS,
     VECTORS,
@@ -39,7 +39,7 @@ def assert_moved_alike(ours: Tensor, theirs: Tensor, start: Tensor, bound: float
     assert error <= bound * movement + stored, f"{what}: {error:.2e}, {error / max(movement, 1e-300):.2e} of {movement}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", IN_TURN)
 def test_reference_equals_the_scalar_witness(case: Case) -> None:
     tensors = case.tensors(torch.float64)
     starts = [x.clone() for x in tensors]

@@ -16,7 +16,9 @@ from torch.nn import Parameter
 from tests.support import scalar_formulas
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LAMB, LRS, Case, set_gradients, set_lr
+from tests.support.covering_cases import covering
 from tests.support.optimizer_runs import figures
+from tests.support.tables import for_every
 
 EXACT = {torch.float32, torch.float64, torch.complex128}
 PLAIN = [
@@ -105,7 +107,7 @@ def test_reference_equals_the_paper_in_float64(case: Case) -> None:
                 assert_equal_to(tensor.v_max, state["max_exp_avg_sq"], 1e-14, f"{what}: max_exp_avg_sq")
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.id)
+@for_every("case", [case for case in PLAIN if case.id in covering(PLAIN)], ids=lambda case: case.id)
 def test_telemetry_tells_the_ratios_of_the_paper(case: Case) -> None:
     case = case.in_double()
     parameters = case.parameters()
@@ -132,7 +134,8 @@ ORDINARY = [
 ]
 
 
-@pytest.mark.parametrize("case", ORDINARY, ids=lambda case: case.id)
+@pytest.mark.long
+@for_every("case", [case for case in ORDINARY if case.id in covering(ORDINARY)], ids=lambda case: case.id)
 def test_reference_in_float32_stays_within_rounding_after_ten_steps(case: Case) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "reference", lr=0.01)

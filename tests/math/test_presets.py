@@ -28,6 +28,7 @@ from tests.support import peer_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LRS, Case, set_gradients, set_lr
 from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
+from tests.support.tables import for_every
 
 STEPS = 10
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -241,17 +242,32 @@ def need(proof: Proof) -> None:
         pytest.skip(f"{proof.witness} is not installed: {INSTALL[proof.witness]}")
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.id)
+EACH_WITNESS = pytest.mark.parametrize(
+    "witness",
+    [
+        pytest.param(name, marks=[pytest.mark.process] * (name in INSTALL))
+        for name in sorted({p.witness for p in PROOFS})
+    ],
+)
+
+
+def need_all(witness: str) -> list[Proof]:
+    proofs = [proof for proof in PROOFS if proof.witness == witness]
+    need(proofs[0])
+    return proofs
+
+
+@EACH_WITNESS
 @pytest.mark.parametrize("name", ["reference", "foreach"])
-def test_float64(proof: Proof, name: str) -> None:
-    need(proof)
-    assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64]
+def test_float64(witness: str, name: str) -> None:
+    for proof in need_all(witness):
+        assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64], proof.id
 
 
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.id)
-def test_float32(proof: Proof, backend: str) -> None:
-    need(proof)
-    assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32]
+@EACH_WITNESS
+def test_float32(witness: str, backend: str) -> None:
+    for proof in need_all(witness):
+        assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32], proof.id
 
 
 def test_every_name_is_proven() -> None:
@@ -262,7 +278,8 @@ def test_every_name_is_proven() -> None:
 OPTIONS = [(preset, option) for preset in PRESETS for option in preset.options]
 
 
-@pytest.mark.parametrize(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
+@pytest.mark.process
+@for_every(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
 def test_the_proofs_would_see_a_missing_option(preset: Preset, option: str) -> None:
     default = inspect.signature(Lamb).parameters[option].default
     proofs = [proof for proof in PROOFS if proof.preset == preset.name and option not in proof.options]

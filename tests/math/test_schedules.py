@@ -37,6 +37,7 @@ from bighorn.schedules import (
     scaled_lr,
     values,
 )
+from tests.support.tables import for_every
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
 
@@ -105,10 +106,10 @@ FORMULAS: list[tuple[Schedule, dict[int, float]]] = [
         {0: 0.0, 1: 0.05, 2: 0.1, 3: 0.2, 99: 0.2},
     ),
 ]
-EACH = pytest.mark.parametrize("schedule", [schedule for schedule, _ in FORMULAS], ids=repr)
+EACH = for_every("schedule", [schedule for schedule, _ in FORMULAS], ids=repr)
 
 
-@pytest.mark.parametrize(("schedule", "expected"), FORMULAS, ids=[repr(schedule) for schedule, _ in FORMULAS])
+@for_every(("schedule", "expected"), FORMULAS, ids=[repr(schedule) for schedule, _ in FORMULAS])
 def test_formula(schedule: Schedule, expected: dict[int, float]) -> None:
     for step, value in expected.items():
         assert schedule(step) == pytest.approx(value, rel=1e-14, abs=1e-300 if value else 1e-17), step
@@ -146,7 +147,7 @@ def test_as_list_of_nothing() -> None:
     assert WarmUp(0.1, 2).as_list(0) == []
 
 
-@pytest.mark.parametrize("number", [1, np.float32(1), np.float64(1), torch.tensor(1.0), torch.tensor(1), Fraction(1)])
+@for_every("number", [1, np.float32(1), np.float64(1), torch.tensor(1.0), torch.tensor(1), Fraction(1)])
 def test_other_kinds_of_numbers_are_the_same_schedule(number: Any) -> None:
     assert repr(Exponential(number, number, 3)) == "Exponential(lr=1.0, decay_rate=1.0, decay_steps=3, staircase=False)"
     assert Values([number]) == Values((1.0,))
@@ -158,7 +159,7 @@ def test_other_kinds_of_integers_are_the_same_step(steps: Any) -> None:
     assert WarmUp(1.0, 6)(steps) == 0.5
 
 
-@pytest.mark.parametrize(
+@for_every(
     "values",
     [
         [0.5, 0.25, 1],
@@ -192,6 +193,7 @@ def test_a_schedule_after_no_warmup_is_itself() -> None:
     assert schedule.after_warmup(0) is schedule
 
 
+@pytest.mark.process
 def test_schedules_need_no_torch() -> None:
     """A fresh interpreter runs the module without the package's own import of torch."""
     code = f"""
@@ -289,7 +291,7 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), BAD, ids=[message for _, _, message in BAD])
+@for_every(("make", "error", "message"), BAD, ids=[message for _, _, message in BAD])
 def test_errors(make: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         make()
@@ -358,7 +360,7 @@ TORCH: dict[str, tuple[Schedule, Scheduler]] = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "scheduler"), TORCH.values(), ids=TORCH)
+@for_every(("schedule", "scheduler"), TORCH.values(), ids=TORCH)
 def test_torch_agrees(schedule: Schedule, scheduler: Scheduler) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     witness = scheduler(optimizer)
@@ -396,7 +398,7 @@ OPTAX: dict[str, tuple[Schedule, Callable[[Any], Any]]] = {
 """Each schedule, and a function of optax's module of schedules that returns the same."""
 
 
-@pytest.mark.parametrize(("schedule", "witness"), OPTAX.values(), ids=OPTAX)
+@for_every(("schedule", "witness"), OPTAX.values(), ids=OPTAX)
 def test_optax_agrees(schedule: Schedule, witness: Callable[[Any], Any]) -> None:
     theirs = witness(pytest.importorskip("optax").schedules)
     assert [float(theirs(step)) for step in range(10)] == pytest.approx(schedule.as_list(10), rel=3e-6, abs=1e-8)

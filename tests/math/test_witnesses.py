@@ -83,6 +83,7 @@ OPTAX: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("jax_in_double")
 @pytest.mark.parametrize("options", OPTAX, ids=["usual", "large-eps", "no-decay"])
 def test_optax_in_float64(options: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ def test_optax_in_float64(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("jax_in_double")
+@pytest.mark.process
 def test_optax_in_float32(backend: str) -> None:
     ours = parameters(torch.float32)
     train(Lamb(ours, weight_decay=0.1, backend=backend), ours, torch.float32)

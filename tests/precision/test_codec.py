@@ -7,9 +7,10 @@ import torch
 
 from bighorn.kernels import codec
 from tests.support.case_tensors import arranged
+from tests.support.tables import for_every
 
 
-@pytest.mark.parametrize("exponent", [*range(-149, -120), -20, 0, 20, 127])
+@for_every("exponent", [*range(-149, -120), -20, 0, 20, 127])
 def test_every_code_survives_a_round_trip(exponent: int) -> None:
     """Subnormal scales have fewer than 127 values below them, so codes change, but decoded values never do."""
     scale = torch.full((1, 1), 2.0**exponent * (1.5 if exponent > -149 else 1.0))
@@ -38,7 +39,7 @@ def test_blocks_run_inside_rows_of_dim_0() -> None:
     assert all(torch.equal(a, b) for a, b in zip(codec.encode(moved), (codes, scales), strict=True))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (0, 4), (4, 0), (3, 1), (2, 255), (2, 256), (2, 257)], ids=str)
+@for_every("shape", [(), (1,), (7,), (0,), (0, 4), (4, 0), (3, 1), (2, 255), (2, 256), (2, 257)], ids=str)
 def test_the_codec_takes_any_shape(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)
     codes, scales = codec.encode(values)

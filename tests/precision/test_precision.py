@@ -20,6 +20,7 @@ from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, SIGNED, UNSIGNED, For
 from bighorn.kernels.rounding import LOW, Rounding
 from bighorn.optim.state import StateTensorSpec
 from tests.support.cases import Kind
+from tests.support.tables import for_every
 
 FORMS: dict[str, Form] = {
     "linear": LINEAR,
@@ -51,7 +52,7 @@ def bits_for(shape: tuple[int, ...], t: int = 1, seed: int = 0) -> Tensor:
 # ---- codes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@for_every("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("scale", [1.0, 3e-7, 1.7e15], ids=str)
 def test_every_code_survives_a_round_trip(form: Form, scale: float) -> None:
     """Each code is tested with the largest one, which keeps the block's scale. -0 may come back as 0."""
@@ -323,7 +324,7 @@ def step(parameters: list[Parameter], optimizer: Any, steps: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PRECISIONS, 2)])
+@for_every(("before", "after"), [*itertools.permutations(PRECISIONS, 2)])
 def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> None:
     """The change is written into the group or a checkpoint's group; moments stay the same up to their precision."""
     parameters, optimizer = trained(kind, PRECISIONS[before])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.test_process_group import run_ranks
+
+pytestmark = pytest.mark.process
 
 START = """
     import sys, torch

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from bighorn import ExponentialScale, FixedScale, LossScaler, WindowScale
 from bighorn.scaling import ScalePolicy
 from tests.support.loss_scaling import B, G, backward, scales_of, train_on
+from tests.support.tables import for_every
 
 
 def reload(state: dict[str, Any]) -> Any:
@@ -69,7 +70,7 @@ BAD_STATES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_STATES)
+@for_every("name", BAD_STATES)
 def test_a_bad_state_changes_nothing(name: str) -> None:
     change, error, message = BAD_STATES[name]
     scaler = LossScaler()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -156,6 +157,15 @@ CASES = [
     for factor, leaves in LEAVES.items()
     for name, options in OPTIONS.items()
 ]
+
+
+def marks(factor: Factor | None, name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test with an option: both ways to factor a matrix take turns."""
+    turn = ("matrix", "last_two")[list(OPTIONS).index(name) % 2]
+    return [] if factor in (turn, None) or name in ("published", "everything") else [pytest.mark.slow]
+
+
+IN_TURN = [pytest.param(case, id=case.id, marks=marks(case.options.factor, case.id.split("-", 1)[1])) for case in CASES]
 
 
 # ---- buckets -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -22,13 +23,15 @@ COMPILED = {
 }
 """Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""
 
+WORDS = (str, bool, torch.dtype)
+"""Types of options whose values tell code what to do; other values are numbers, which kernels read at run time."""
+
 
 def traits(case: Case) -> set[tuple[object, ...]]:
     """Return properties that can fail independently: each option, kernel, parameter, and combination with a dtype."""
     groups = [{**case.options, **group} for group in case.groups]
-    words = (str, bool, torch.dtype)  # other values are numbers, which kernels read at run time
     has: set[tuple[object, ...]] = {
-        (name, value if isinstance(value, words) else type(value)) for group in groups for name, value in group.items()
+        (name, value if isinstance(value, WORDS) else type(value)) for group in groups for name, value in group.items()
     }
     has |= {tuple(group.get(name, default) for name, default in COMPILED.items()) for group in groups}
     has |= {("groups", len(groups))}
@@ -92,6 +95,26 @@ def covering(cases: Iterable[Case]) -> set[str]:
     Cases of HUGE tensors have no own traits: they are for a backend that works in pieces.
     """
     return fewest({case.id: (traits(case), cost(case)) for case in cases if case.leaves is not HUGE})
+
+
+def covering_pairs(cases: Iterable[Case]) -> set[str]:
+    """Return the ids of cases that together have every trait of all, and each two options of a group at once.
+
+    A tensor of HUGE is the only one that is stepped in pieces, with each of its cases.
+    """
+    cases = list(cases)
+    small = {case.id: (traits(case) | pairs(case), cost(case)) for case in cases if case.leaves is not HUGE}
+    return fewest(small) | {case.id for case in cases if case.leaves is HUGE}
+
+
+def pairs(case: Case) -> set[tuple[object, ...]]:
+    """Return each two options of a group; the dtypes of the case count as options, and numbers as one value."""
+    has: set[tuple[object, ...]] = set()
+    for group in ({**case.options, **group} for group in case.groups):
+        values = sorted((name, str(v if isinstance(v, WORDS) else type(v))) for name, v in group.items())
+        values += [("dtype", str(case.dtype)), ("gradient", str(case.grad_dtype))]
+        has |= set(itertools.combinations(values, 2))
+    return {(case.kind.algorithm.name, *pair) for pair in has}
 
 
 def fewest(candidates: Mapping[str, tuple[set[tuple[object, ...]], float]]) -> set[str]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
-from tests.support.case_tensors import ZOO
+from tests.support.case_tensors import HUGE, LARGE, ZOO
 from tests.support.cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
-from tests.support.covering_cases import covering
+from tests.support.covering_cases import cost, covering, covering_pairs
 
 BY_ID = {case.id: case for case in CASES}
 CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bias"]}, ZOO)
@@ -51,19 +51,35 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
     return loss
 
 
+LONG = {"huge-cautious-states-int8", "came-huge-everything-states-int8", "huge-amsgrad-states-bfloat16"}
+"""Cases of which a step of foreach takes seconds."""
+
+
+def is_short(case: Case) -> bool:
+    """Whether the interpreter takes no more than some seconds for a case."""
+    return case.leaves is not LARGE and cost(case) < 6
+
+
 def runs(cases: Iterable[Case]) -> list[Any]:
     """Return test parameters, an indirect `backend` and a `case`: each case on each backend that serves it.
 
-    Most are slow tests on Triton, whose kernels are interpreted if there is no GPU.
+    Those are slow tests whose traits other cases have. Backends with code of their own for an option also meet each two
+    options at once. Triton's kernels are interpreted if there is no GPU, and their longest cases are slow, too.
     """
     cases = list(cases)
-    quick = covering(case for case in cases if case.runs_on("triton"))
+    few = covering(cases)
+    more = few | covering_pairs(cases)
+    short = {case.id for case in cases if is_short(case)}
+    quick = {"cpu": more, "foreach": more - LONG, "triton": few & short}
     return [
         pytest.param(
             backend,
             case,
             id=f"{backend}-{case.id}",
-            marks=[pytest.mark.slow] if backend == "triton" and case.id not in quick else [],
+            marks=[
+                *([pytest.mark.long] if case.leaves is HUGE else []),
+                *([pytest.mark.slow] if case.id not in quick.get(backend, few) else []),
+            ],
         )
         for backend in BACKENDS
         for case in cases

@@ -11,6 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
+from bighorn.optim.param_groups import COUNT
 from tests.support.case_tensors import BLOCKS, FEW
 from tests.support.cases import CASES, Case, Kind, set_gradients
 from tests.support.covering_cases import covering_states
@@ -290,3 +291,22 @@ def test_distributed_checkpoint_continues_bitwise(flatten: bool, kind: Kind, bac
         backward(network, 3)
         each.step()
     assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)
+
+
+def test_the_step_of_a_schedule_is_the_most_that_a_parameter_has_taken(kind: Kind) -> None:
+    """Checkpoints of other optimizers count per parameter alone."""
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(3))]
+    optimizer = kind(params, lr=[0.4, 0.3, 0.2, 0.1], weight_decay=0.1)
+    for _ in range(3):
+        params[0].grad = torch.ones(3)
+        optimizer.step()
+    params[1].grad = torch.ones(3)
+    state_dict = optimizer.state_dict()
+    state_dict["state"][1] = {name: value.clone() for name, value in state_dict["state"][0].items()}
+    state_dict["state"][1]["step"].fill_(1.0)
+    for order in ((0, 1), (1, 0)):
+        other = kind([Parameter(torch.ones(3)) for _ in params], lr=[0.4, 0.3, 0.2, 0.1], weight_decay=0.1)
+        state = {index: state_dict["state"][each] for index, each in enumerate(order)}
+        groups = [{name: value for name, value in state_dict["param_groups"][0].items() if name != COUNT}]
+        other.load_state_dict({"state": state, "param_groups": groups})
+        assert other.param_groups[0][COUNT] == 3

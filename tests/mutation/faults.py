@@ -55,7 +55,7 @@ FAULTS = (
         "tests/backends/test_backends.py -k reference",
     ),
     Fault(
-        "a lost dtype in foreach",
+        "an axis in foreach",
         "kernels/foreach/came.py",
         "col = (col / shape[axis] + eps)",
         "col = (col / shape[axis + 1] + eps)",
@@ -93,8 +93,8 @@ FAULTS = (
         "a barrier",
         "kernels/csrc/run.c",
         "    if (team == 1) return;",
-        "    if (team <= 2) return;",
-        "tests/backends/test_threads.py",
+        "    if (team >= 1) return;",
+        "tests/backends/test_c_library.py -k barrier",
     ),
     Fault(
         "a stride",
@@ -143,7 +143,7 @@ FAULTS = (
         "optim/plan_cache.py",
         "            and self._params_alike(inputs.params)\n",
         "",
-        "tests/contract/test_guard_kinds.py",
+        "tests/contract/test_guard_kinds.py tests/contract/test_storage.py",
     ),
     Fault(
         "a slice of the memory before",

@@ -55,7 +55,7 @@ def passes(site: Path, tests: str) -> bool:
         text=True,
         check=False,
     )
-    if done.returncode not in (0, 1):
+    if done.returncode > 1:  # below 0, the fault has ended the process
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 0
 

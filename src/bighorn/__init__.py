@@ -1,4 +1,4 @@
-"""Bighorn: LAMB and CAME for PyTorch, fused end to end, exact, and fast on whatever device the parameters are on."""
+"""Bighorn: LAMB, CAME and LARS for PyTorch, fused, exact, and fast on whatever device the parameters are on."""
 
 from bighorn import groups, schedules, telemetry
 from bighorn.distributed import FlatLayout, Fragment, TailOverlap, megatron_groups, release_gradients, shard_update
@@ -6,11 +6,13 @@ from bighorn.offloading import offload
 from bighorn.optim.came import Came, CameTelemetry
 from bighorn.optim.checkpointing import ConvertedStateWarning
 from bighorn.optim.lamb import Lamb, LambTelemetry
-from bighorn.optim.presets import CAME_PRESETS, PRESETS, Preset
+from bighorn.optim.lars import Lars, LarsTelemetry
+from bighorn.optim.presets import CAME_PRESETS, LARS_PRESETS, PRESETS, Preset
 from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [
     "CAME_PRESETS",
+    "LARS_PRESETS",
     "PRESETS",
     "Came",
     "CameTelemetry",
@@ -21,6 +23,8 @@ __all__ = [
     "Fragment",
     "Lamb",
     "LambTelemetry",
+    "Lars",
+    "LarsTelemetry",
     "LossScaler",
     "Preset",
     "TailOverlap",

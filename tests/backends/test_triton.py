@@ -44,7 +44,7 @@ def bucket(
     state = {name: [torch.rand(shape).to(state_dtype) for shape in shapes] for name in ("exp_avg", "exp_avg_sq")}
     blocks = state_dtype in (torch.float16, torch.int8)
     for name, square in (("exp_avg", False), ("exp_avg_sq", True)) if blocks else ():
-        form = codec.LAMB_FORMS[name][torch.uint8 if square and state_dtype == torch.int8 else state_dtype]
+        form = codec.MOMENT_FORMS[name][torch.uint8 if square and state_dtype == torch.int8 else state_dtype]
         coded = [codec.encode(torch.rand(shape) - (0 if square else 0.5), form) for shape in shapes]
         state |= {name: [codes for codes, _ in coded], f"{name}_scale": [scales for _, scales in coded]}
     for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():

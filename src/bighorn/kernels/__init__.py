@@ -19,7 +19,7 @@ from bighorn.kernels import cpu, foreach, reference, triton
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.library import cores
-from bighorn.kernels.options import CameOptions, LambOptions
+from bighorn.kernels.options import AnyOptions, CameOptions, LambOptions, LarsOptions
 from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
 
@@ -30,6 +30,7 @@ __all__ = [
     "CameOptions",
     "Kernel",
     "LambOptions",
+    "LarsOptions",
     "ShardKernel",
     "Status",
     "cores",
@@ -76,6 +77,7 @@ class Backend:
 
     lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
     came: Callable[[list[Bucket[CameOptions]]], Kernel]
+    lars: Callable[[list[Bucket[LarsOptions]]], Kernel]
 
     @classmethod
     def of(cls, package: Any) -> Backend:
@@ -131,7 +133,7 @@ def status() -> dict[str, Status]:
 def pick(
     backend: str,
     param: Tensor,
-    options: LambOptions | CameOptions,
+    options: AnyOptions,
     shard: Shard | None = None,
     solid: bool | None = None,
 ) -> tuple[str, str]:
@@ -175,9 +177,7 @@ def _warn_of(failure: str) -> None:
     )
 
 
-def _unsupported_reason(
-    name: str, param: Tensor, options: LambOptions | CameOptions, shard: Shard | None, solid: bool
-) -> str | None:
+def _unsupported_reason(name: str, param: Tensor, options: AnyOptions, shard: Shard | None, solid: bool) -> str | None:
     backend = BACKENDS[name]
     if getattr(backend, options.algorithm) is None:
         return f"it has no kernels for {options.algorithm}"

@@ -87,7 +87,7 @@ LINEAR = Form(torch.int8, lambda share, _: (share * TOP).round(), lambda code: c
 """The form of CAME's momentum, whose values have similar magnitudes, since the updates that it averages do."""
 
 SIGNED = _root(torch.int8, 128, 1)
-"""The form of LAMB's first moment, by its square root: codes are closer for smaller values."""
+"""The form of LAMB's first moment and LARS's momentum, by its square root: codes are closer for smaller values."""
 
 UNSIGNED = _root(torch.uint8, 256, 2)
 """The form of LAMB's second moment, by its fourth root.
@@ -102,21 +102,22 @@ HALF = Form(torch.float16, _half, lambda code: code)
 HALF_ROOT = Form(torch.float16, _half, lambda code: code, root=True)
 """A second moment in float16, stored as its root, which spans half as many orders of magnitude."""
 
-LAMB_FORMS = {
+MOMENT_FORMS = {
     "exp_avg": {torch.int8: SIGNED, torch.float16: HALF},
     "exp_avg_sq": {torch.uint8: UNSIGNED, torch.float16: HALF_ROOT},
 }
-"""The forms by state name and dtype."""
+"""The forms of LAMB and LARS by state name and dtype."""
 
 
 def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     """Return the form in which a moment of a parameter's state is stored, or None if it is stored as floats.
 
-    LAMB has both moments in blocks or neither, CAME only the first.
+    LAMB has both moments in blocks or neither, CAME only the first; LARS has one.
     """
     if f"{name}_scale" not in state:
         return None
-    return LAMB_FORMS[name].get(state[name].dtype) if "exp_avg_sq_scale" in state else LINEAR
+    is_came = "exp_avg_sq_scale" not in state and any(key.startswith("exp_avg_sq") for key in state)
+    return LINEAR if is_came else MOMENT_FORMS[name].get(state[name].dtype)
 
 
 def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """One table per algorithm: the options that kernels get, each with its type, its check and its conversion to C.
 
 A field with a check is an option of a parameter group, and kernels get the group's value; the algorithm computes the
-others (`optim/lamb.py`, `optim/came.py`). A field with a conversion is a field of the structure in `csrc/abi.h`, in
+others (`optim/lamb.py` and its siblings). A field with a conversion is a field of the structure in `csrc/abi.h`, in
 the same order.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bighorn.arguments import (
     Check,
+    beta,
     betas,
     between,
     bounds,
@@ -34,6 +35,7 @@ BiasCorrection = Literal[False, True, "lr"]
 DecayMode = Literal["ratio", "decoupled", "l2"]
 SecondMoment = Literal["adam", "amsgrad", "adagrad"]
 Factor = Literal["matrix", "last_two"]
+Denominator = Literal["sum", "joint"]
 
 
 class Option(NamedTuple):
@@ -103,7 +105,31 @@ class CameOptions:
     rounding_seed: Annotated[int, Option(count, int)] = 0
 
 
-Options = TypeVar("Options", LambOptions, CameOptions)
+@dataclass(frozen=True)
+class LarsOptions:
+    """The options of one bucket, as `LambOptions`."""
+
+    algorithm: ClassVar[str] = "lars"
+
+    lr: Annotated[float | Tensor, Option(c=float)]
+    momentum: Annotated[float, Option(beta, float)]
+    nesterov: Annotated[bool, Option(flag, int)]
+    weight_decay: Annotated[float, Option(c=float)]
+    trust_coefficient: Annotated[float, Option(positive, float)]
+    eps: Annotated[float, Option(between(0), float)]
+    denominator: Annotated[Denominator, one_of(Denominator)]
+    trust_clip: Annotated[bool, Option(flag, int)]
+    lr_in_momentum: Annotated[bool, Option(flag, int)]
+    adapt: Annotated[bool, Option(c=int)]
+    maximize: Annotated[bool, Option(flag, int)]
+    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
+    rounding_seed: Annotated[int, Option(count, int)] = 0
+    blocks: bool = False
+    """Whether the momentum is kept in blocks, as in `kernels/codec.py`."""
+
+
+Options = TypeVar("Options", LambOptions, CameOptions, LarsOptions)
+AnyOptions = LambOptions | CameOptions | LarsOptions
 
 
 def table(options: type) -> dict[str, Option]:

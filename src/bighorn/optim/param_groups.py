@@ -161,16 +161,17 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
     for key in asked_for(group):
         if not isinstance(key, str):
             raise TypeError(f"{where} got the key {key!r}: a key of a group must be a string")
-        if key in NO_OPTIONS or key in options:
+        if key in NO_OPTIONS or key in options or (key in OF_SGD and not given):
             continue
+        if key in NOT_OURS:
+            refuse_unknown([key], options, where)
         for other in Algorithm.__subclasses__():
             if key in other.options:
                 name = other.name.capitalize()
                 raise TypeError(
                     f"{where} got {key!r}, an option of {name} but not of this optimizer: remove it, or use {name}"
                 )
-        written_by_tools = not given and key in OF_SGD
-        if (key in NOT_OURS and not written_by_tools) or misspells(key, options):
+        if misspells(key, options):
             refuse_unknown([key], options, where)
 
 

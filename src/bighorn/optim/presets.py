@@ -168,6 +168,32 @@ CAME_PRESETS = (
 """The table of presets of `Came`."""
 
 
+_OUTSIDE = {"lr_in_momentum": False}
+
+LARS_PRESETS = (
+    Preset("paper", {"eps": 0.0}, "nothing", "arXiv:1708.03888v3, Algorithm 1"),
+    Preset(
+        "timm",
+        {**_OUTSIDE, "always_adapt": False},
+        "lr multiplies the momentum; no trust ratio where weight_decay is 0",
+        "timm 1.0.31, optim/lars.py",
+    ),
+    Preset(
+        "larc",
+        {**_OUTSIDE, "always_adapt": False, "trust_clip": True},
+        "as timm; a layer's learning rate is at most lr",
+        "timm 1.0.31, optim/lars.py with trust_clip=True",
+    ),
+    Preset(
+        "optax",
+        {"denominator": "joint", "eps": 0.0},
+        "the denominator is ||g + weight_decay * x||, without eps",
+        "optax 0.2.8, lars",
+    ),
+)
+"""The table of presets of `Lars`."""
+
+
 LambPreset = Literal[
     "paper-v5",
     "optax",
@@ -198,6 +224,9 @@ CamePreset = Literal[
     "mindformers",
 ]
 """The names of `CAME_PRESETS`, for type checkers."""
+
+LarsPreset = Literal["paper", "timm", "larc", "optax"]
+"""The names of `LARS_PRESETS`, for type checkers."""
 
 
 def _instead(preset: Preset) -> tuple[str, str]:

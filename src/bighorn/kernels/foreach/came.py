@@ -214,7 +214,7 @@ class Batch:
         for name, value in new.items():
             target = self.arrays[name][at if name == "exp_avg" else at[:2]]
             write(target, value.view(target.shape), self.apply_mask)
-        return dequantize("exp_avg", new).view(u.shape).to(self.dtype)
+        return dequantize("exp_avg", {**self.arrays, **new}).view(u.shape).to(self.dtype)
 
     def average(self, at: Index) -> Tensor:
         """Return a piece of the average as it is stored."""
@@ -222,7 +222,7 @@ class Batch:
         if m.dtype != torch.int8:
             return m
         scales = self.arrays["exp_avg_scale"][at[:2]]
-        in_rows = {"exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}
+        in_rows = {**self.arrays, "exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}
         return dequantize("exp_avg", in_rows).view(m.shape)
 
     def move(self, r: Tensor, c: Tensor) -> None:

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from bighorn.kernels.reference.came import Came
 from bighorn.kernels.reference.lamb import Lamb
+from bighorn.kernels.reference.lars import Lars
 
-__all__ = ["Came", "Lamb", "unsupported_reason", "unsupported_shard_reason"]
+__all__ = ["Came", "Lamb", "Lars", "unsupported_reason", "unsupported_shard_reason"]
 
 
 def unsupported_reason(param: Tensor, options: object) -> str | None:

@@ -1,0 +1,207 @@
+"""LARS: its options, and their values for a bucket. The mathematics is in `kernels/reference/lars.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from bighorn.arguments import Check, StepFunction, count, dtype_among, flag
+from bighorn.kernels import LarsOptions
+from bighorn.kernels.options import Denominator
+from bighorn.kernels.rounding import Rounding
+from bighorn.names import Exclusion, Names, listed
+from bighorn.optim import presets
+from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
+from bighorn.optim.optimizer import KernelOptimizer
+from bighorn.optim.reports import Table
+from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateDtype, StateSpec, moments_dtype, moments_spec
+
+
+@dataclass(frozen=True, repr=False)
+class LarsTelemetry(Table):
+    """The metrics of the last step, with one entry per parameter (per slice of a stacked one); it prints as a table.
+
+    Attributes:
+        names: The parameters' names, or their indices in `param_groups`.
+        weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
+        update_norm: The denominator of the trust ratio without eps, likewise.
+        trust_ratio: The ratio that multiplied the learning rate, likewise.
+        lr: The learning rate of the step, likewise.
+        skipped: The number of steps that wrote nothing because gradients were not finite, since the optimizer was made,
+            copied or loaded; 0-dim, int64.
+    """
+
+    names: tuple[str, ...]
+    weight_norm: Tensor
+    update_norm: Tensor
+    trust_ratio: Tensor
+    lr: Tensor
+    skipped: Tensor
+
+
+class LarsAlgorithm(Algorithm[LarsOptions]):
+    """The options, state tensors and kernel options of `Lars`."""
+
+    name = "lars"
+    kernel_options_type = LarsOptions
+    block_dtypes = ("float16", "int8")
+    group_options: ClassVar[Mapping[str, Check]] = {
+        **SHARED,
+        "always_adapt": flag,
+        "adapt": flag,
+        "state_dtype": dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": count,
+    }
+    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
+
+    def moments(self, group: Group, param: Tensor) -> StateSpec:
+        """The momentum, in one dtype or in blocks."""
+        dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
+        in_blocks = group["state_dtype"] in self.block_dtypes
+        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
+
+    def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
+        """LARS factors no parameter; the stacked dim must be the outermost in memory."""
+        del param
+        return False, int(group["stacked"])
+
+    def kernel_options(self, group: Group, variant: Variant) -> LarsOptions:
+        """The options of the group, and whether the bucket has a trust ratio."""
+        shared = self.shared_options(group, variant)
+        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
+        return LarsOptions(adapt=adapt, blocks=variant.blocks, **shared)
+
+
+class Lars(KernelOptimizer):
+    r"""LARS, momentum whose learning rate each layer multiplies by a trust ratio, in two passes.
+
+    With u = g + weight_decay * x, each layer has the ratio q = trust_coefficient * ||x|| / (||g|| + weight_decay *
+    ||x|| + eps), 1 where ||x|| or ||g|| is 0. The momentum is m = momentum * m + lr * q * u, and x moves by -m. You,
+    Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888v3, Algorithm 1. The state is
+    one number per parameter, half of Adam's.
+
+    Args:
+        params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
+            and any option below that is not marked *whole optimizer*. Groups have three more keys, as those of
+            `bighorn.Lamb`: `adapt`, `stacked` and `grad_centralization`.
+        lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
+            t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
+            The trust coefficient multiplies it in layers with a ratio, so that it is larger than that of SGD. Default:
+            1.0.
+        momentum: Decay of the sum of past steps, in [0, 1). Default: 0.9.
+        weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
+        nesterov: Move x by momentum * m and this step's lr * q * u, as Nesterov's momentum looks ahead. Default: False.
+        trust_coefficient: The factor of the trust ratio, above 0. Default: 1e-3.
+        eps: Added to the denominator of the trust ratio, at least 0. Default: 1e-8.
+        denominator: "sum": ||g|| + weight_decay * ||x||, as in the paper. "joint": ||g + weight_decay * x|| (optax,
+            SimCLR). Default: "sum".
+        trust_clip: At most 1 for the trust ratio over lr, so that a layer's learning rate is at most lr (LARC of apex
+            and timm). Default: False.
+        lr_in_momentum: True: the momentum has lr * q * u, as in the paper. False: it has q * u, and x moves by -lr * m
+            (torch.optim.SGD, timm), which is the same unless lr changes. Default: True.
+        always_adapt: False: no trust ratio if weight_decay is 0 (timm). Default: True.
+        max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
+        skip_nonfinite: As for `bighorn.Lamb`: write nothing in a step whose gradients are not finite. *Whole
+            optimizer.* Default: False.
+        maximize: Maximize the objective instead of minimizing it. Default: False.
+        exclude_from_weight_decay: The parameters without weight decay, as for `bighorn.Lamb`: regular expressions,
+            "ndim<2" (biases and the scales of norms), or a callable (name, param) -> bool. *Whole optimizer.* Default:
+            None.
+        exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
+            Default: None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks
+            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). Default:
+            None.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
+            2 dims, keep float32. Default: 4096.
+        weight_rounding: The rounding of bfloat16 and float16 parameters, as for `bighorn.Lamb`: "nearest",
+            "stochastic", "kahan" or "master". Default: "nearest".
+        rounding_seed: The seed of the random bits of "stochastic". Default: 0.
+        grad_norm_group: As for `bighorn.Lamb`. *Whole optimizer.* Default: None.
+        names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
+            *Whole optimizer.* Default: None.
+        backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
+            (any device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+
+    Raises:
+        TypeError: An unknown option, or a value of a wrong type.
+        ValueError: A value out of range, exclusions that match no name, no parameters, a parameter given twice,
+            flattened or not floating-point, or a backend that cannot serve a parameter.
+
+    Example:
+        >>> import torch
+        >>> from bighorn import Lars
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Lars(model.named_parameters(), weight_decay=1e-4, exclude_from_layer_adaptation=["bias"])
+        >>> model(torch.ones(3, 4)).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.telemetry().names
+        ('weight', 'bias')
+    """
+
+    algorithm = LarsAlgorithm()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor | Iterable[float] | StepFunction = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float | Iterable[float] | StepFunction = 0.0,
+        *,
+        nesterov: bool = False,
+        trust_coefficient: float = 1e-3,
+        eps: float = 1e-8,
+        denominator: Denominator = "sum",
+        trust_clip: bool = False,
+        lr_in_momentum: bool = True,
+        always_adapt: bool = True,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        maximize: bool = False,
+        exclude_from_weight_decay: Exclusion | None = None,
+        exclude_from_layer_adaptation: Exclusion | None = None,
+        state_dtype: torch.dtype | StateDtype | None = None,
+        min_8bit_size: int = MIN_8BIT_SIZE,
+        weight_rounding: Rounding = "nearest",
+        rounding_seed: int = 0,
+        grad_norm_group: Any = None,
+        names: Names | None = None,
+        backend: str = "auto",
+        **unknown: NoReturn,
+    ) -> None:
+        super().__init__(params, locals(), unknown)
+
+    def telemetry(self) -> LarsTelemetry:
+        """Return the norms and trust ratios of the last step, as tensors on the parameters' device.
+
+        They are empty before the first step, and after parameters were added or a state was loaded.
+        """
+        return LarsTelemetry(*self._metrics())
+
+    @classmethod
+    def like(cls, name: presets.LarsPreset, params: ParamsT, **overrides: Any) -> Lars:
+        """Return the LARS of another package or of the paper: a row of `bighorn.LARS_PRESETS`.
+
+        Args:
+            name: The preset; `bighorn doctor --presets` lists them.
+            params: Parameters in any form that `Lars` takes.
+            **overrides: Options of `Lars`, which override those of the preset.
+
+        Raises:
+            TypeError: As for `Lars`.
+            ValueError: As for `Lars`, or there is no such preset.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = Lars.like("timm", model.parameters(), lr=0.5)
+            >>> optimizer.defaults["lr_in_momentum"], optimizer.defaults["always_adapt"]
+            (False, False)
+        """
+        params = listed(params)  # some presets iterate over them as well
+        return cls(params, **presets.options(name, params, overrides, presets.LARS_PRESETS))

@@ -62,7 +62,7 @@ int main(int count, char **arguments) {
         .bias_correction = BIAS_CORRECTION_MOMENTS,
         .grad_averaging = 1,
     };
-    const LambRow lamb = {
+    const LayerRow lamb = {
         .weights = weights,
         .exp_avg = zeros(4 * ELEMS),
         .exp_avg_sq = zeros(4 * ELEMS),
@@ -99,7 +99,7 @@ int main(int count, char **arguments) {
         .factored = 1,
     };
     double *sums = zeros(8 * SUMS), *squares = zeros(ELEMS);
-    double *partial = zeros(8 * SUMS * bighorn_lamb_chunks(&lamb, &gradient, NULL, 1));
+    double *partial = zeros(8 * SUMS * bighorn_layer_chunks(&lamb, &gradient, NULL, 1));
     double *workspace = zeros(8 * bighorn_came_workspace(&came, NULL, &gradient, 1, 1));
     void *scratch = zeros(SCRATCH_BYTES);
     for (int i = 0; i < steps; i++) {

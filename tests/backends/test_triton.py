@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
-from bighorn.kernels.triton import device, lamb, launch_group, tables, trial
+from bighorn.kernels.triton import device, lamb, launch_group, layerwise, tables, trial
 from bighorn.kernels.triton.lamb import LambLaunchGroup
 from tests.support.cases import set_gradients
 from tests.support.processes import LIMIT
@@ -269,19 +269,19 @@ GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this
 
 @compiled
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lamb.unsupported_reason(CPU, OPTIONS) == "it is on cpu, not on a GPU"
+    assert layerwise.unsupported_reason(CPU, OPTIONS) == "it is on cpu, not on a GPU"
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert lamb.unsupported_reason(GPU, OPTIONS) is None
-    assert lamb.unsupported_reason(GPU.double(), OPTIONS) is None
-    assert "decoded to float32" in str(lamb.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
-    assert lamb.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
-    assert lamb.unsupported_reason(GPU, replace(OPTIONS, cautious=True)) is None
-    assert lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
+    assert layerwise.unsupported_reason(GPU, OPTIONS) is None
+    assert layerwise.unsupported_reason(GPU.double(), OPTIONS) is None
+    assert "decoded to float32" in str(layerwise.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
+    assert layerwise.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
+    assert layerwise.unsupported_reason(GPU, replace(OPTIONS, cautious=True)) is None
+    assert layerwise.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
     long = torch.empty(2, 2**31, device="meta")
-    assert "32 bits" in str(lamb.unsupported_reason(long, replace(OPTIONS, blocks=True)))
+    assert "32 bits" in str(layerwise.unsupported_reason(long, replace(OPTIONS, blocks=True)))
     monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
-    assert "older" in str(lamb.unsupported_reason(GPU, OPTIONS))
+    assert "older" in str(layerwise.unsupported_reason(GPU, OPTIONS))
     kernels._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
         picked = kernels.pick("auto", GPU, OPTIONS)
@@ -343,8 +343,8 @@ def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch
 
 @interpreted
 def test_the_interpreter_serves_the_cpu_alone() -> None:
-    assert lamb.unsupported_reason(CPU, OPTIONS) is None
-    assert "unset it" in str(lamb.unsupported_reason(GPU, OPTIONS))
+    assert layerwise.unsupported_reason(CPU, OPTIONS) is None
+    assert "unset it" in str(layerwise.unsupported_reason(GPU, OPTIONS))
 
 
 PROGRAM = """

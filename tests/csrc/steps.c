@@ -167,13 +167,13 @@ static const struct {
     {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_NONE, DECAY_L2, 0},
 };
 
-static LambRow lamb_rows[MAX_ROWS];
+static LayerRow lamb_rows[MAX_ROWS];
 
 static void add_lamb(int64_t height, int64_t width, int stored, int state_type, int second_moment) {
     const int64_t size = height * width, scales = height * blocks_in_row(width);
     const bool in_blocks = state_type == INT8 || state_type == FLOAT16;
     const bool amsgrad = second_moment == SECOND_MOMENT_AMSGRAD && !in_blocks;
-    lamb_rows[rows] = (LambRow){
+    lamb_rows[rows] = (LayerRow){
         .weights = weights_of(rows, height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_sq = zeros(size, bytes_of(state_type)),
@@ -218,7 +218,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
              stored++)
             for (int k = 0; k < 2 + doubles; k++)
                 add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
-    double *partial = zeros(2 * LAYER_SUMS * bighorn_lamb_chunks(lamb_rows, gradients, NULL, rows), sizeof(double));
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(lamb_rows, gradients, NULL, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();

@@ -69,7 +69,7 @@ def cached_step(kind: Kind, params: list[Parameter], **options: Any) -> list[Fun
 
 
 FIRST_ARITHMETIC: dict[tuple[str, str], Function] = {
-    ("lamb", "cpu"): ("kernels/cpu/lamb.py", "_run"),
+    ("lamb", "cpu"): ("kernels/cpu/layerwise.py", "_run"),
     ("came", "cpu"): ("kernels/cpu/came.py", "_run"),
     ("lamb", "reference"): ("kernels/reference/lamb.py", "lamb"),
     ("came", "reference"): ("kernels/reference/came.py", "came"),

@@ -57,6 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         came_unfactored_kernels,
         common_kernels,
         lamb_kernels,
+        lars_kernels,
     )
     from tests.support.triton_compat import use_driver
 
@@ -72,6 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         came_unfactored_kernels,
         common_kernels,
         lamb_kernels,
+        lars_kernels,
     ):
         for thing in vars(module).values():
             if hasattr(thing, "device_caches"):

@@ -7,11 +7,11 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from bighorn.kernels import options
 
-VERSION = 173058732
+VERSION = 1550241951
 """The checksum of the fields that this package knows.
 
 A library with other fields would read and write at wrong addresses. Whoever changes abi.h changes it.
@@ -68,7 +68,7 @@ Conversions = list[tuple[str, Callable[[Any], Any]]]
 
 CONVERSIONS: dict[type, Conversions] = {
     kind: [(name, option.c) for name, option in options.table(kind).items() if option.c]
-    for kind in (options.LambOptions, options.CameOptions)
+    for kind in get_args(options.AnyOptions)
 }
 """The fields of the structure of each class of options, which has the class's name, and their conversions."""
 

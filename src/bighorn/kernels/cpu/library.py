@@ -70,19 +70,10 @@ def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
     library.bighorn_advance.argtypes = [address, count]
     library.bighorn_square_sum.argtypes = [run, address, address, count, address]
     library.bighorn_square_sum.restype = number
-    library.bighorn_lamb_chunks.argtypes = [address, address, address, count]
-    library.bighorn_lamb_chunks.restype = count
-    library.bighorn_lamb_step.argtypes = [
-        run,
-        *[address] * 5,
-        count,
-        number,
-        address,
-        address,
-        count,
-        ctypes.c_int,
-        address,
-    ]
+    library.bighorn_layer_chunks.argtypes = [address, address, address, count]
+    library.bighorn_layer_chunks.restype = count
+    for step in (library.bighorn_lamb_step, library.bighorn_lars_step):
+        step.argtypes = [run, *[address] * 5, count, number, address, address, count, ctypes.c_int, address]
     library.bighorn_came_workspace.argtypes = [address, address, address, count, ctypes.c_int]
     library.bighorn_came_workspace.restype = count
     library.bighorn_came_step.argtypes = [run, *[address] * 7, count, number, ctypes.c_int, address]

@@ -13,6 +13,7 @@ enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, RO
 
 enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECOND_MOMENT_ADAGRAD = 2 };
 enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
+enum LarsDenominator { DENOMINATOR_SUM = 0, DENOMINATOR_JOINT = 1 };
 enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
 
 /* The phases of a layer-wise step. If one call runs both, the second phase finds its data in cache. */
@@ -74,13 +75,28 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, maximize)        \
     FIELD(S, uint64_t, rounding_seed)
 
-/* One tensor (or one slice of a stacked one), with its state, which is dense.
+#define LARS_OPTIONS_FIELDS(FIELD, S)   \
+    FIELD(S, double, lr)                \
+    FIELD(S, double, momentum)          \
+    FIELD(S, int32_t, nesterov)         \
+    FIELD(S, double, weight_decay)      \
+    FIELD(S, double, trust_coefficient) \
+    FIELD(S, double, eps)               \
+    FIELD(S, int32_t, denominator)      \
+    FIELD(S, int32_t, trust_clip)       \
+    FIELD(S, int32_t, lr_in_momentum)   \
+    FIELD(S, int32_t, adapt)            \
+    FIELD(S, int32_t, maximize)         \
+    FIELD(S, uint64_t, rounding_seed)
+
+/* One tensor (or one slice of a stacked one) of a layer-wise step, with its state, which is dense. LARS has the first
+ * moment alone.
  * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
  * numel: the elements of the whole tensor, of which the row can be a shard.
  * step: the number of steps taken so far.
  * metrics: the output: weight norm, update norm, trust ratio.
  * options: the index of its options. */
-#define LAMB_ROW_FIELDS(FIELD, S)       \
+#define LAYER_ROW_FIELDS(FIELD, S)      \
     FIELD(S, Weights, weights)          \
     FIELD(S, void *, exp_avg)           \
     FIELD(S, void *, exp_avg_sq)        \
@@ -106,7 +122,7 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, maximize)        \
     FIELD(S, uint64_t, rounding_seed)
 
-/* As LambRow, with `matrices` of height x width elements one after the other.
+/* As LayerRow, with `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an int8 average.
  * exp_avg_sq: the second moment if it is not factored; if it is, the four averages after it are used instead.
  * metrics: the output: RMS of u, its clip factor, mean confidence. */
@@ -153,7 +169,8 @@ typedef double *RoundSums[3];
     STRUCT(Gradient, GRADIENT_FIELDS)        \
     STRUCT(Weights, WEIGHTS_FIELDS)          \
     STRUCT(LambOptions, LAMB_OPTIONS_FIELDS) \
-    STRUCT(LambRow, LAMB_ROW_FIELDS)         \
+    STRUCT(LarsOptions, LARS_OPTIONS_FIELDS) \
+    STRUCT(LayerRow, LAYER_ROW_FIELDS)       \
     STRUCT(CameOptions, CAME_OPTIONS_FIELDS) \
     STRUCT(CameRow, CAME_ROW_FIELDS)         \
     STRUCT(CameShard, CAME_SHARD_FIELDS)

@@ -3,9 +3,8 @@
 #ifndef BIGHORN_LAMB_H
 #define BIGHORN_LAMB_H
 
-#include "gradient.h"
+#include "layer_loops.h"
 #include "layerwise.h"
-#include "rounding.h"
 
 /* One tensor's step as plain factors. */
 typedef struct {
@@ -18,20 +17,8 @@ typedef struct {
     int cautious;                         /* whether elements of r that point along their gradient are masked */
 } LambFactors;
 
-/* A chunk: elements [start, start + size) of a row. */
-typedef struct {
-    const LambRow *row;
-    const Gradient *gradient;
-    const void *grad;
-    int64_t start, size;
-} LambChunk;
-
-/* Whether weights are bfloat16 that can be used in place; and whether gradients are, too. */
-static inline int is_in_bfloat16(const Weights *w) {
-    return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST && !w->memory;
-}
-
-static inline int all_in_bfloat16(const LambChunk *b) {
+/* Whether weights and gradients are bfloat16 that can be used in place. */
+static inline int all_in_bfloat16(const LayerChunk *b) {
     return is_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
 }
 
@@ -40,11 +27,11 @@ static inline int all_in_bfloat16(const LambChunk *b) {
 typedef struct {
     /* Updates the moments and computes u; if updates are cautious, the masked r. It is stored unless `update` is NULL.
      */
-    LayerSums (*moments)(const LambChunk *chunk, const LambFactors *factors, int second_moment, void *update);
+    LayerSums (*moments)(const LayerChunk *chunk, const LambFactors *factors, int second_moment, void *update);
     /* Updates x from what is stored; if `update` is NULL, it is computed again. */
-    void (*apply)(const LambChunk *chunk, const LambFactors *factors, double step, const void *update);
+    void (*apply)(const LayerChunk *chunk, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */
-    LayerSums (*moments_and_apply)(const LambChunk *chunk, const LambFactors *factors, int second_moment, double step);
+    LayerSums (*moments_and_apply)(const LayerChunk *chunk, const LambFactors *factors, int second_moment, double step);
 } LambLoops;
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */
@@ -99,8 +86,5 @@ static inline real update_of(const LambReals f, real x, real r) { return FMA(f.w
 static inline real moved(const LambReals f, real step, real x, real u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */
 }
-
-/* Whether a sum of squares in the type of the arithmetic is accurate. */
-static inline int in_range(double sum) { return REAL_TYPE == FLOAT64 || (sum > 1e-24 && sum < 1e30); }
 
 #endif

@@ -7,7 +7,7 @@
 /* One block. If the number of elements is not a multiple of LANES, data are copied into buffers and padded with
  * zeros. */
 typedef struct {
-    const LambRow *row;
+    const LayerRow *row;
     int64_t start, scale;
     int n, type; /* the type of x and g: bfloat16 if both are used in place, else float32 */
     const void *x, *g;
@@ -32,7 +32,7 @@ typedef struct {
          : ((block)->type == BFLOAT16 ? function(CODEC_HALF, CODEC_HALF_ROOT, BFLOAT16, block, __VA_ARGS__)  \
                                       : function(CODEC_HALF, CODEC_HALF_ROOT, FLOAT32, block, __VA_ARGS__)))
 
-static int64_t code_bytes(const LambRow *row) { return row->state_type == INT8 ? 1 : 2; }
+static int64_t code_bytes(const LayerRow *row) { return row->state_type == INT8 ? 1 : 2; }
 
 /* ---- lanes ----------------------------------------------------------------------------------------------- */
 
@@ -107,7 +107,7 @@ static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) 
     return buffer;
 }
 
-static void load_block(LambQuantBlock *block, const LambRow *row, CodecPart part, float *u) {
+static void load_block(LambQuantBlock *block, const LayerRow *row, CodecPart part, float *u) {
     const int64_t start = part.start, bytes = code_bytes(row);
     block->row = row, block->start = start, block->scale = part.scale, block->n = part.size;
     block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
@@ -130,7 +130,7 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
     if (block->n % LANES) block->x = padded(block->x_buffer, block->x, block->n * 4, sizeof block->x_buffer);
 }
 
-FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambChunk *b, const LambReals *f) {
+FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, const LambReals *f) {
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
         return;
@@ -143,7 +143,7 @@ FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LambChunk *b, con
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
 FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                       LambQuantBlock *block, const LambReals f) {
-    const LambRow *row = block->row;
+    const LayerRow *row = block->row;
     const float m_unit = scale_of(first, row->exp_avg_scale[block->scale]).unit;
     const float v_unit = scale_of(second, row->exp_avg_sq_scale[block->scale]).unit;
     const float beta1 = f.beta1 * m_unit, beta2 = second == CODEC_HALF_ROOT ? f.beta2 : f.beta2 * v_unit;
@@ -202,7 +202,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
 
 /* Stores the moments and computes u, or the masked r. */
 static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
-    const LambRow *row = block->row;
+    const LayerRow *row = block->row;
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     make_ready(block->m, block->n, &block->m_scale);
     make_ready(block->v, block->n, &block->v_scale);
@@ -252,19 +252,19 @@ static void apply_update(const LambReals f, float step, LambQuantBlock *block, c
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
 /* The type of x and g in a block, as `LambQuantBlock.type`. */
-static int type_of(const LambChunk *b, const LambReals *f) {
+static int type_of(const LayerChunk *b, const LambReals *f) {
     return all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
 }
 
 /* Computes the u, or the masked r, of a block again, from weights that have not changed. */
-static void load_block_update(LambQuantBlock *block, const LambChunk *b, const LambReals *f, const int type) {
+static void load_block_update(LambQuantBlock *block, const LayerChunk *b, const LambReals *f, const int type) {
     load_block_weights(block, type);
     if (reads_grad_again(f)) load_block_grad(block, b, f);
     FOR_FORMS(block, update_as, *f);
 }
 
 /* Computes the sums again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambChunk *b, const LambReals *f) {
+static LayerSums careful_sums(const LayerChunk *b, const LambReals *f) {
     LayerSums sums = {0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
@@ -280,7 +280,7 @@ static LayerSums careful_sums(const LambChunk *b, const LambReals *f) {
 
 /* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
  * codes of a block depend on its scales: this saves 4% of the time. */
-static LayerSums step_block(const LambChunk *b, const LambReals *f, const float *step, float *update) {
+static LayerSums step_block(const LayerChunk *b, const LambReals *f, const float *step, float *update) {
     const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}, {0}, {0}};
@@ -307,20 +307,20 @@ static LayerSums step_block(const LambChunk *b, const LambReals *f, const float 
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
-static LayerSums moments(const LambChunk *b, const LambFactors *factors, int second_moment, void *update) {
+static LayerSums moments(const LayerChunk *b, const LambFactors *factors, int second_moment, void *update) {
     const LambReals f = reals_of(factors);
     (void)second_moment; /* blocks do not support AMSGrad; other second moments differ only in factors */
     return step_block(b, &f, NULL, update);
 }
 
-static LayerSums moments_and_apply(const LambChunk *b, const LambFactors *factors, int second_moment, double step) {
+static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, int second_moment, double step) {
     const LambReals f = reals_of(factors);
     const float size = (float)step;
     (void)second_moment;
     return step_block(b, &f, &size, NULL);
 }
 
-static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
+static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const float *stored = update;
     /* Without gradients, weights alone have to be bfloat16. */

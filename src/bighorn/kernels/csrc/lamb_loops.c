@@ -5,14 +5,6 @@
 /* The use of u: none but its square, or it is stored, or it is applied, or the masked r is stored in its place. */
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY, UPDATE_MASK };
 
-/* Elements whose squares are added up in the type of the arithmetic: 64 for each lane. The sums of more that are of one
- * size are rounded in one direction, by more than the 1e-7 that rounding leaves otherwise. */
-#if defined(__SANITIZE_ADDRESS__)
-enum { REAL_SUM_ELEMS = 64 }; /* these loops are not vectorized */
-#else
-enum { REAL_SUM_ELEMS = 64 * SUM_LANES };
-#endif
-
 /* A piece of a row, in place except for weights that are float16 or that are not rounded to the nearest. */
 typedef struct {
     void *x, *m, *v, *v_max;
@@ -20,12 +12,10 @@ typedef struct {
     real buffer[PIECE_ELEMS];
 } LambPiece;
 
-static int used_in_place(const Weights *w) { return (w->type == REAL_TYPE && !w->memory) || is_in_bfloat16(w); }
-
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or as those of float32 masters. The loop
  * for the latter adds up squares in another order than that for float32 gradients, so that it is used where x does not
  * depend on the sums. */
-static int has_bfloat16_grads(const LambChunk *b, const LambReals *f, const enum LambUpdateUse after) {
+static int has_bfloat16_grads(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
     const Weights *w = &b->row->weights;
     const int has_masters = REAL_TYPE == FLOAT32 && w->type == FLOAT32 && used_in_place(w) &&
                             b->row->state_type == FLOAT32 && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
@@ -34,17 +24,17 @@ static int has_bfloat16_grads(const LambChunk *b, const LambReals *f, const enum
 
 /* Returns the number of elements in a piece. If all data are used in place, a piece is a whole chunk: a longer loop has
  * more loads in flight, which saves 4% of a step beyond the caches. */
-static int piece_of(const LambChunk *b, const LambReals *f, const enum LambUpdateUse after) {
+static int piece_of(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
     const int reads_reals = f->l2 == 0 && is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
     return used_in_place(&b->row->weights) && (reads_reals || has_bfloat16_grads(b, f, after)) ? CHUNK_ELEMS
                                                                                                : PIECE_ELEMS;
 }
 
-static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
+static void load_piece(LambPiece *p, const LayerRow *row, int64_t start, int n) {
     const Weights *w = &row->weights;
     const int type = row->state_type;
-    p->x_type = used_in_place(w) ? w->type : REAL_TYPE;
-    p->x = used_in_place(w) ? at(w->data, w->type, start) : read_weights(w, start, n, p->buffer);
+    p->x_type = loop_type(w);
+    p->x = load_weights(w, start, n, p->buffer);
     p->state_type = type;
     p->m = at(row->exp_avg, type, start);
     p->v = at(row->exp_avg_sq, type, start);
@@ -52,15 +42,11 @@ static void load_piece(LambPiece *p, const LambRow *row, int64_t start, int n) {
 }
 
 /* Returns the gradient of a piece, with the decay, in the type of the arithmetic. */
-static const real *piece_grad(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n,
+static const real *piece_grad(const LayerChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n,
                               real *buffer) {
     const real *g = read_grad(b->gradient, b->grad, start, n, buffer);
     return p->x_type == REAL_TYPE ? decayed_grad(f, REAL_TYPE, n, g, p->x, buffer)
                                   : decayed_grad(f, BFLOAT16, n, g, p->x, buffer);
-}
-
-static void store_piece(const LambPiece *p, const LambRow *row, uint32_t rng_key, int64_t start, int n) {
-    if (!used_in_place(&row->weights)) write_weights(&row->weights, rng_key, start, n, p->x);
 }
 
 /* Updates the moments of one element, and returns r. */
@@ -174,7 +160,7 @@ static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, cons
          ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored) \
          : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored))
 
-FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambChunk *b, const LambReals *f, int second_moment,
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerChunk *b, const LambReals *f, int second_moment,
                                            const enum LambUpdateUse after, real step, int64_t start, int n,
                                            real *stored) {
     LambPiece p;
@@ -199,13 +185,13 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LambChunk *b, const LambReals *
             case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
             default: sums = STEP_PAIRS(BFLOAT16); break;
         }
-    if (after == UPDATE_APPLY) store_piece(&p, b->row, f->rng_key, start, n);
+    if (after == UPDATE_APPLY) store_weights(&b->row->weights, f->rng_key, start, n, p.x);
     else if (!in_range(sums.weight) || !in_range(sums.update))
         sums = careful_sums(*f, &p, n, g, half ? BFLOAT16 : REAL_TYPE);
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LayerSums step_block(const LambChunk *b, const LambReals *f, int second_moment,
+FORCE_INLINE_TEMPLATE LayerSums step_block(const LayerChunk *b, const LambReals *f, int second_moment,
                                            const enum LambUpdateUse after, real step, real *update) {
     LayerSums sums = {0};
     real buffer[PIECE_ELEMS]; /* for a masked r that is not stored */
@@ -218,14 +204,14 @@ FORCE_INLINE_TEMPLATE LayerSums step_block(const LambChunk *b, const LambReals *
     return sums;
 }
 
-static LayerSums moments(const LambChunk *b, const LambFactors *factors, int second_moment, void *update) {
+static LayerSums moments(const LayerChunk *b, const LambFactors *factors, int second_moment, void *update) {
     const LambReals f = reals_of(factors);
     return f.cautious ? step_block(b, &f, second_moment, UPDATE_MASK, 0, update)
            : update   ? step_block(b, &f, second_moment, UPDATE_KEEP, 0, update)
                       : step_block(b, &f, second_moment, UPDATE_FORGET, 0, NULL);
 }
 
-static LayerSums moments_and_apply(const LambChunk *b, const LambFactors *factors, int second_moment, double step) {
+static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, int second_moment, double step) {
     const LambReals f = reals_of(factors);
     return step_block(b, &f, second_moment, UPDATE_APPLY, (real)step, NULL);
 }
@@ -294,7 +280,7 @@ FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, r
 
 #define MASK_LOOP(x_type, state_type) mask_loop(*f, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, out)
 
-static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out) {
+static void mask_again(const LayerChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out) {
     real buffer[PIECE_ELEMS];
     const real *g = piece_grad(b, f, p, start, n, buffer);
     FOR_TYPES(p, MASK_LOOP, MASK_LOOP);
@@ -310,7 +296,7 @@ static void mask_again(const LambChunk *b, const LambReals *f, const LambPiece *
                   : apply_pairs(f, 0, (real)step, n, stored, NULL, NULL, p.x))
 #define APPLY_MASKED(x_type, state_type) apply_loop(f, x_type, state_type, 1, (real)step, n, masked_r, NULL, NULL, p.x)
 
-static void apply(const LambChunk *b, const LambFactors *factors, double step, const void *update) {
+static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const int again = reads_grad_again(&f) && !update, piece = again ? PIECE_ELEMS : piece_of(b, &f, UPDATE_FORGET);
     real masked_r[PIECE_ELEMS];
@@ -325,7 +311,7 @@ static void apply(const LambChunk *b, const LambFactors *factors, double step, c
         } else {
             FOR_TYPES(&p, APPLY_LOOP, APPLY_PAIRS);
         }
-        store_piece(&p, b->row, f.rng_key, b->start + done, n);
+        store_weights(&b->row->weights, f.rng_key, b->start + done, n, p.x);
     }
 }
 

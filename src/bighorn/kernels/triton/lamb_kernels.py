@@ -12,6 +12,7 @@ import triton.language as tl
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import lamb_layout as layout
+from bighorn.kernels.triton import layer_kernels as layer
 from bighorn.kernels.triton import weight_kernels as weights
 
 
@@ -45,11 +46,11 @@ def lamb_moments(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor = factors_ptr + index * layout.FACTOR
-    first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)
+    first, start, size = layer.chunk_of(row_ptr, chunk, M_FORM, CHUNK)
 
     g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
     v_max = tl.load(row_ptr + layout.MAX_EXP_AVG_SQ)
-    whole = aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
+    whole = layer.aligned(weights.weight_addresses(row_ptr) | m | v | v_max, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         common.at(g, start, G),
@@ -97,7 +98,7 @@ def moments(
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk; return the columns of its sums, one of each per lane."""
-    AT_ONCE: tl.constexpr = BLOCK // layout.FEWER if VECTOR == 1 else BLOCK
+    AT_ONCE: tl.constexpr = BLOCK // layer.FEWER if VECTOR == 1 else BLOCK
     scale, m_factor, root_eps, stride = numbers
     COMPUTE: tl.constexpr = scale.dtype
     beta1 = common.number(option_ptr + layout.BETA1, COMPUTE)
@@ -158,17 +159,17 @@ def lamb_norms(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     WIDTH: tl.constexpr = layout.CAUTIOUS_SUM if CAUTIOUS else layout.SUM
-    x_squares = tensor_total(sums_ptr + layout.X_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
-    u_squares = tensor_total(sums_ptr + layout.U_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
+    x_squares = layer.tensor_total(sums_ptr + layout.X_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
+    u_squares = layer.tensor_total(sums_ptr + layout.U_SQUARES, row_ptr, index, WIDTH, PER_CHUNK)
     if CAUTIOUS:
-        kept = tensor_total(sums_ptr + layout.KEPT, row_ptr, index, WIDTH, PER_CHUNK)
+        kept = layer.tensor_total(sums_ptr + layout.KEPT, row_ptr, index, WIDTH, PER_CHUNK)
         growth = 1 / tl.maximum(kept / tl.maximum(tl.load(row_ptr + layout.NUMEL), 1), layout.LEAST_SHARE)
         m_factor = factors_ptr + index * layout.FACTOR + layout.M_FACTOR
         tl.store(m_factor, tl.load(m_factor) * growth)
         u_squares *= growth * growth
         if DECAY_MODE == "ratio":
             products, decay = (
-                tensor_total(sums_ptr + layout.PRODUCTS, row_ptr, index, WIDTH, PER_CHUNK),
+                layer.tensor_total(sums_ptr + layout.PRODUCTS, row_ptr, index, WIDTH, PER_CHUNK),
                 tl.load(option_ptr + common.DECAY),
             )
             u_squares += 2 * growth * decay * products + decay * decay * x_squares
@@ -183,15 +184,6 @@ def lamb_norms(
     tl.store(norms + 1, update_norm.to(tl.float32))
     tl.store(norms + 2, q.to(tl.float32))
     common.count_step(row_ptr)
-
-
-@triton.jit
-def tensor_total(sums_ptr, row_ptr, index, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Return a column's sum over a tensor's chunks; for shards, the sum over all ranks."""
-    if PER_CHUNK:
-        return common.partial_total(sums_ptr, tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP), WIDTH)
-    else:
-        return tl.load(sums_ptr + WIDTH * index)
 
 
 @triton.jit
@@ -219,13 +211,13 @@ def lamb_apply(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    first, start, size = chunk_of(row_ptr, chunk, M_FORM, CHUNK)
+    first, start, size = layer.chunk_of(row_ptr, chunk, M_FORM, CHUNK)
 
     m, v = (
         tl.load(row_ptr + common.EXP_AVG),
         tl.load(row_ptr + (layout.MAX_EXP_AVG_SQ if AMSGRAD else layout.EXP_AVG_SQ)),
     )
-    whole = aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
+    whole = layer.aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         codec.moment_at(m, tl.load(row_ptr + layout.EXP_AVG_SCALE), start, S, M_FORM),
@@ -274,7 +266,7 @@ def apply(
     DECAY_MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
-    AT_ONCE: tl.constexpr = BLOCK // layout.FEWER if VECTOR == 1 else BLOCK
+    AT_ONCE: tl.constexpr = BLOCK // layer.FEWER if VECTOR == 1 else BLOCK
     m_factor, root_eps, stride, decay, shrink = numbers
     for i in range(first, stop, AT_ONCE):
         where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, M_FORM, AT_ONCE)
@@ -296,31 +288,6 @@ def apply(
 
 
 # ---- arithmetic of both passes -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def chunk_of(row_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
-    """Return a chunk's first element, the origin of its offsets, and its size; all blocks of codes count as full ones.
-
-    With codes, offsets count from the tensor.
-    """
-    if FORM == "":
-        start, size = common.extent(row_ptr, chunk, CHUNK)
-        return start, start, size
-    else:
-        inner = tl.load(row_ptr + common.INNER)
-        full = tl.load(row_ptr + common.SIZE) // inner * tl.cdiv(inner, codec.CODES) * codec.CODES
-        first = (chunk - tl.load(row_ptr + common.FIRST)) * CHUNK
-        return first, 0, tl.minimum(full - first, CHUNK).to(tl.int32)
-
-
-@triton.jit
-def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many elements of a chunk are moved in vectors; a gradient's address affects only its own loads."""
-    if FORM == "":
-        return common.vectorised(addresses, size, BLOCK)
-    else:
-        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + common.INNER) % 8 == 0), size, 0)
 
 
 @triton.jit

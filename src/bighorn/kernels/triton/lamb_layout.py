@@ -27,9 +27,6 @@ WEIGHT_HIGH = tl.constexpr(13)
 RATIO_LOW = tl.constexpr(14)
 RATIO_HIGH = tl.constexpr(15)
 
-# An element that is loaded by itself takes an address of its own, so that fewer of them fit into registers.
-FEWER = tl.constexpr(4)
-
 # The table of factors: float64, one row per tensor.
 M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
 ROOT_EPS = tl.constexpr(1)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
-from bighorn.kernels.options import CameOptions, LambOptions, Options
+from bighorn.kernels.options import AnyOptions, Options
 from bighorn.kernels.triton.device import guard
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
 
 
-def unsupported_shard_reason(shard: Shard, options: LambOptions | CameOptions) -> str | None:
+def unsupported_shard_reason(shard: Shard, options: AnyOptions) -> str | None:
     """The reason why no algorithm of this backend can serve a shard of a tensor that it would serve whole, or None."""
     if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
         return "Triton's random bits are for tensors that are cut up along three dims at most"

@@ -1,11 +1,11 @@
-"""LAMB on the C library: its structures, and one call for the whole model."""
+"""LAMB and LARS on the C library: their structures, and one call for the whole model."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, scratch
 from bighorn.kernels.cpu.stepper import Bound, Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
-from bighorn.kernels.options import LambOptions
+from bighorn.kernels.options import LambOptions, LarsOptions, Options
 from bighorn.kernels.rounding import AUX_STATE
 
 BOTH, FIRST, SECOND = 0, 1, 2
@@ -23,62 +23,66 @@ BOTH, FIRST, SECOND = 0, 1, 2
 SUMS = 4
 """The sums over each row that the library needs: those of LayerSums in csrc/layerwise.h."""
 
-UNMASKED_SUMS = 2
-"""Those that it needs if no update is cautious: the first ones, the sums of squares of x and u."""
 
-
-def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
+def unsupported_reason(param: Tensor, options: LambOptions | LarsOptions) -> str | None:
     """The reason why the library cannot serve a tensor, or None."""
     reason = unsupported(param)
+    if reason is None and options.blocks and isinstance(options, LarsOptions):
+        return "the C library keeps no momentum of LARS in blocks"
     if reason is None and options.blocks and param.dtype == torch.float64:
         return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
     return reason
 
 
-class Lamb(Stepper[LambOptions]):
-    """LAMB in the library."""
+class LayerwiseStepper(Stepper[Options]):
+    """The base of the optimizers whose steps depend on norms of whole tensors."""
 
-    def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
-        super().__init__(buckets)
-        self.partial = torch.empty(0, dtype=torch.float64, device="cpu")
+    step_function: ClassVar[str]
+    """The name of the library's function."""
+
+    partial: Tensor
+    """The sums of the chunks of a row that all threads share: two sets."""
 
     @staticmethod
     def make_row(
-        bucket: Bucket[LambOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
+        bucket: Bucket[Options], i: int, index: int, positions: array[int] | None, memory: array[int] | None
     ) -> Any:
         """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i].data_ptr() for name, tensors in bucket.state.items() if name not in beside}
-        return STRUCTURES["LambRow"](
+        return STRUCTURES["LayerRow"](
             weights=weights(bucket, i, positions, memory),
             **state,
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics_address(i),
-            inner=math.prod(x.shape[1:]) if bucket.options.blocks else 0,
+            inner=math.prod(x.shape[1:]) if "exp_avg_scale" in state else 0,
             numel=bucket.shards[i].numel if bucket.shards else x.numel(),
             state_type=STATE_TYPES[bucket.state["exp_avg"][i].dtype],
             options=index,
         )
 
+    def needed_sums(self) -> int:
+        """Return the number of sums over a row that ranks add up: the sums of squares of x and of its update."""
+        return 2
+
     def reserve(self, threads: int) -> None:
         """Allocate the scratch and the partial sums, which do not depend on the number of threads."""
         del threads
         scratch()
-        # Two sets of sums, with one entry per chunk of a row that all threads share.
-        most = loaded().bighorn_lamb_chunks(self.rows.data_ptr(), self.gradients.data_ptr(), None, len(self.rows))
+        most = loaded().bighorn_layer_chunks(self.rows.data_ptr(), self.gradients.data_ptr(), None, len(self.rows))
         self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
     def launch(self, bound: Bound, grad_scale: float) -> None:
-        """Make one LAMB step of all buckets, without counting it."""
+        """Make one step of all buckets, without counting it."""
         self._run(bound, grad_scale, BOTH, None)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
-        """Make one step of shards, as `reference.Lamb.sharded_step` in one round."""
+        """Make one step of shards, as `reference.Stepper.sharded_step` in one round."""
         bound = self.take()
         if apply_mask is not None and not apply_mask:
             return
         scale = float(grad_scale)
-        needed = SUMS if any(bucket.options.cautious for bucket in self.buckets) else UNMASKED_SUMS
+        needed = self.needed_sums()
         sums = torch.zeros(len(self.rows), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
         self._run(bound, scale, FIRST, sums)
         sent = sums[:, :needed].clone(memory_format=torch.contiguous_format)
@@ -90,7 +94,7 @@ class Lamb(Stepper[LambOptions]):
     def _run(self, bound: Bound, grad_scale: float, phase: int, sums: Tensor | None) -> None:
         buffer = scratch()
         with self.lock:
-            loaded().bighorn_lamb_step(
+            getattr(loaded(), self.step_function)(
                 bound.how,
                 self.c_options(),
                 self.rows.data_ptr(),
@@ -105,3 +109,19 @@ class Lamb(Stepper[LambOptions]):
                 phase,
                 None if sums is None else sums.data_ptr(),
             )
+
+
+class Lamb(LayerwiseStepper[LambOptions]):
+    """LAMB in the library."""
+
+    step_function = "bighorn_lamb_step"
+
+    def needed_sums(self) -> int:
+        """See `LayerwiseStepper.needed_sums`; cautious updates need all."""
+        return SUMS if any(bucket.options.cautious for bucket in self.buckets) else super().needed_sums()
+
+
+class Lars(LayerwiseStepper[LarsOptions]):
+    """LARS in the library."""
+
+    step_function = "bighorn_lars_step"

@@ -1,0 +1,103 @@
+/* LARS: the options, norms and the trust ratio. layerwise.h has the schedule, lars_loops.c the arithmetic on elements.
+ */
+#include "lars.h"
+#include "layer_rows.h"
+
+#include <math.h>
+
+TABLE_PER_ISA(LarsLoops, lars_loops)
+TABLE_PER_ISA(LarsLoops, lars_loops_double)
+TABLE_PER_ISA(StridedLoops, strided_loops)
+
+typedef struct {
+    LayerRows rows;
+    const LarsLoops *loops, *loops_double; /* for weights of up to 32 bits, and float64 weights */
+    const LarsOptions *options;
+} LarsStep;
+
+typedef struct {
+    LayerCopies copies;
+    const LarsLoops *loops;
+    LarsFactors factors;
+} LarsLocals;
+
+_Static_assert(sizeof(LarsLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");
+
+static const LarsOptions *options_of(const LarsStep *s, int64_t row) { return &s->options[s->rows.rows[row].options]; }
+
+static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals) {
+    const LarsStep *s = step;
+    const LayerRow *r = &s->rows.rows[row];
+    const LarsOptions *o = options_of(s, row);
+    LarsLocals *l = locals;
+    l->loops = r->weights.type == FLOAT64 ? s->loops_double : s->loops;
+    l->factors = (LarsFactors){
+        .grad_scale = o->maximize ? -s->rows.grad_scale : s->rows.grad_scale,
+        .weight_decay = o->weight_decay,
+        .norm_decay = o->denominator == DENOMINATOR_JOINT ? o->weight_decay : 0,
+        .momentum = o->momentum,
+        .rng_key = rng_key_at(&r->weights, o->rounding_seed, (int64_t)*r->step + 1),
+    };
+    /* Nothing is stored between the loops, but the scratch is divided by the bytes of an element. */
+    LayerInfo info = {.chunks = chunks_in(s->rows.gradients[row].size), .update_bytes = 1, .needs_ratio = true};
+    plan_copies(&s->rows, row, scratch, bytes, &l->copies, &info);
+    l->copies.first_writes = false, l->copies.second_reads_grad = true;
+    return info;
+}
+
+static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
+    const LarsStep *s = step;
+    const LarsLocals *l = locals;
+    const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
+    (void)update;
+    return l->loops->norms(&b, &l->factors);
+}
+
+/* Makes the same decisions as trust_ratio() in reference/lars.py, which is the specification. */
+static double ratio(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms) {
+    const LarsStep *s = step;
+    const LarsOptions *o = options_of(s, row);
+    LarsFactors *f = &((LarsLocals *)locals)->factors;
+    const double weight_norm = sqrt(total.weight), norm = sqrt(total.update);
+    const double update_norm = o->denominator == DENOMINATOR_SUM ? norm + o->weight_decay * weight_norm : norm;
+    double q = o->trust_coefficient * weight_norm / (update_norm + o->eps); /* LARS-q */
+    if (weight_norm == 0 || norm == 0) q = 1;
+    if (o->trust_clip) q = q >= o->lr ? 1 : q / o->lr;
+    if (!o->adapt) q = 1;
+    const double after = o->lr_in_momentum ? 1 : o->lr;
+    f->before = o->lr_in_momentum ? o->lr * q : q;
+    f->after_u = o->nesterov ? after : 0, f->after_m = o->nesterov ? after * o->momentum : after;
+    float *metrics = s->rows.rows[row].metrics;
+    if (writes_norms) metrics[0] = (float)weight_norm, metrics[1] = (float)update_norm, metrics[2] = (float)q;
+    return q;
+}
+
+static void second(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update) {
+    const LarsStep *s = step;
+    const LarsLocals *l = locals;
+    const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
+    (void)ratio, (void)update; /* the ratio is in the factors */
+    l->loops->apply(&b, &l->factors);
+}
+
+static const LayerwiseRule RULE = {
+    .prepare = prepare,
+    .open_window = open_window,
+    .close_window = close_window,
+    .first = first,
+    .ratio = ratio,
+    .second = second,
+};
+
+static void step_row(void *step, int64_t row, const RowShare *share) { layerwise_step_row(RULE, step, row, share); }
+
+static void step_rows(int thread, int team, void *data) {
+    LayerwiseStep *step = data;
+    for_each_row(&step->queue, thread, team, step_row, step);
+}
+
+EXPORT void bighorn_lars_step(LAYER_STEP_ARGUMENTS(LarsOptions)) {
+    const LarsStep lars = {LAYER_ROWS, lars_loops_for(run->isa), lars_loops_double_for(run->isa), options};
+    LayerwiseStep step = LAYERWISE_STEP(&lars);
+    run_parallel(run, elements_in(&step.queue), step_rows, &step);
+}

@@ -1,0 +1,79 @@
+"""LARS in Triton: the host side. Three launches step the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.options import LarsOptions
+from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex, constants_of
+from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup
+from bighorn.kernels.triton.stepper import Stepper
+from bighorn.kernels.triton.tables import Uploads
+
+
+class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
+    """Rows that share compiled kernels."""
+
+    def __init__(
+        self, buckets: list[Bucket[LarsOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+    ) -> None:
+        from bighorn.kernels.triton import lars_kernels, lars_layout
+
+        self.columns, self.kernels = lars_layout, lars_kernels
+        super().__init__(buckets, indices, layouts, uploads)
+        self.allocate(lars_layout.SUM.value, lars_layout.FACTOR.value)
+
+    @staticmethod
+    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LarsOptions) -> dict[str, Any]:
+        """See `LaunchGroup.compiled_for`."""
+        from bighorn.kernels.triton.common_kernels import LANES
+
+        narrow = all(dtype.itemsize == 2 for dtype in (x, g, m)) and options.weight_rounding == "nearest"
+        return {
+            **constants_of(x, g, m, options),
+            "M_FORM": FORMS[m][0] if options.blocks else "",
+            "BLOCK": LANES.value * (8 if narrow or options.blocks else 4),
+        }
+
+    def first(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool) -> None:
+        """See `LayerLaunchGroup.first`."""
+        tables = self.rows, self.grads, self.program_to_row, options, scale, apply_mask, self.sums
+        self.launch(self.kernels.lars_norms, self.program_to_row.numel(), tables, compile_only)
+
+    def second(
+        self, options: Tensor, scale: Tensor, apply_mask: Tensor, totals: Tensor | None, *, compile_only: bool
+    ) -> None:
+        """See `LayerLaunchGroup.second`."""
+        sums = self.sums if totals is None else totals
+        rows, grads, program_to_row, factors = self.rows, self.grads, self.program_to_row, self.factors
+        tables = rows, grads, options, apply_mask, sums, factors
+        self.launch(self.kernels.lars_ratio, len(self.indices), tables, compile_only, PER_CHUNK=totals is None)
+        second = rows, grads, program_to_row, options, scale, apply_mask, factors
+        self.launch(self.kernels.lars_apply, program_to_row.numel(), second, compile_only)
+
+
+class Lars(Stepper[LarsOptions]):
+    """LARS for some buckets on one device."""
+
+    def launch_group(self, indices: list[RowIndex]) -> LarsLaunchGroup:
+        """See `Stepper.launch_group`."""
+        return LarsLaunchGroup(self.buckets, indices, self.gradient_layouts, self.uploads)
+
+    @staticmethod
+    def kind(bucket: Bucket[LarsOptions], i: int) -> tuple[object, ...]:
+        """See `Stepper.kind`."""
+        del i
+        o = bucket.options
+        return o.weight_rounding, o.blocks
+
+    @staticmethod
+    def option_values(options: LarsOptions) -> list[float]:
+        """See `Stepper.option_values`; `lars_layout.py` numbers the columns."""
+        o = options
+        norm_decay = o.weight_decay if o.denominator == "joint" else 0.0
+        numbers = [o.momentum, o.trust_coefficient, o.eps, norm_decay]
+        return [*numbers, o.adapt, o.trust_clip, o.lr_in_momentum, o.nesterov]

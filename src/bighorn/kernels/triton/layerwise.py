@@ -1,0 +1,91 @@
+"""Layer-wise optimizers in Triton: a step in two passes, with norms of whole tensors between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bighorn.kernels import codec
+from bighorn.kernels.options import LambOptions, LarsOptions, Options
+from bighorn.kernels.triton.device import unsupported
+from bighorn.kernels.triton.launch_group import CHUNK, LaunchGroup, shard_of
+
+FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
+"""The forms of both moments in blocks, as `codec_kernels.py` names them."""
+
+
+def unsupported_reason(param: Tensor, options: LambOptions | LarsOptions) -> str | None:
+    """The reason why this backend cannot serve a tensor, or None."""
+    reason = unsupported(param)
+    if options.blocks and param.dtype == torch.float64:
+        return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
+    if (
+        options.blocks
+        and not reason
+        and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
+    ):
+        return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
+    return reason
+
+
+class LayerLaunchGroup(LaunchGroup[Options]):
+    """Rows that share compiled kernels, and the sums of their chunks."""
+
+    columns: Any
+    """The module with the layout of the optimizer's tables."""
+
+    def allocate(self, width: int, factors: int) -> None:
+        """Allocate the sums of chunks, `width` each, and the factors of rows."""
+        self.width, self.sharded = width, any(bucket.shards for bucket in self.buckets)
+        self.sums = torch.empty(width * self.program_to_row.numel(), dtype=torch.float64, device=self.device)
+        self.factors = torch.empty(factors * len(self.indices), dtype=torch.float64, device=self.device)
+
+    def first(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool) -> None:
+        """Run the first pass, which leaves the sums of each chunk."""
+        raise NotImplementedError
+
+    def second(
+        self, options: Tensor, scale: Tensor, apply_mask: Tensor, totals: Tensor | None, *, compile_only: bool
+    ) -> None:
+        """Run the second pass, from the totals of all ranks for shards, else from the sums of each chunk."""
+        raise NotImplementedError
+
+    @staticmethod
+    def chunks_of(x: Tensor, options: Any) -> int:
+        """See `LaunchGroup.chunks_of`; all blocks of codes count as full ones."""
+        codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
+        return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
+
+    def own_columns(self) -> list[list[int]]:
+        """See `LaunchGroup.own_columns`; the layout numbers the columns."""
+        rows: list[list[int]] = []
+        for index, i in self.indices:
+            state = self.buckets[index].state
+            addresses: list[int] = [
+                state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES
+            ]
+            rows.append([*addresses, shard_of(self.buckets[index], i).numel])
+        return rows
+
+    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
+        """See `LaunchGroup.step`."""
+        if self.sharded:  # without other ranks, all sums are complete
+            for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
+                pass
+            return
+        self.first(options, scale, apply_mask, compile_only=compile_only)
+        self.second(options, scale, apply_mask, None, compile_only=compile_only)
+
+    def sharded_step(
+        self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
+    ) -> Iterator[Tensor]:
+        """See `LaunchGroup.sharded_step`; the sums of a tensor's chunks are added up together."""
+        self.first(options, scale, apply_mask, compile_only=compile_only)
+        first, stop = self.common.FIRST.value, self.common.STOP.value
+        totals = self.shard_totals(apply_mask, first, stop, self.width, self.width, compile_only)
+        yield totals
+        self.second(options, scale, apply_mask, totals, compile_only=compile_only)

@@ -2,7 +2,7 @@
 
 Nothing is compiled: optimizers step small CPU tensors that count as a GPU's, and each call of `device.compiled` is
 recorded. A new kernel, constant or table therefore needs no line here, and a new option needs one in `lamb_options` or
-`came_options`.
+`options_of`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.kernels.triton import came, came_launches, device, lamb, launch_group, tiles
 from tests.backends import test_triton, test_triton_came
 from tests.backends.test_triton_shards import LAYOUTS, Cuts, on_ranks
@@ -90,7 +90,7 @@ def recorded() -> list[Request]:
         patch.setattr(device, "DEVICES", ("cpu",))
         patch.setattr(launch_group, "compiled", note)
         patch.setattr(came_launches, "area_of", lambda _: tiles.AREA)  # the tiles of large models
-        for kind, x, g, options in (*lamb_options(), *came_options()):
+        for kind, x, g, options in (*lamb_options(), *options_of(Came), *options_of(Lars)):
             step(kind, x, g, options)
         make_shards()
     return requests
@@ -118,14 +118,14 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
             yield Lamb, x, g, {"state_dtype": moments, "weight_rounding": rounding, "cautious": True}
 
 
-def came_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
-    """Yield the same for CAME as `lamb_options` does for LAMB."""
+def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
+    """Yield the same for CAME or LARS as `lamb_options` does for LAMB."""
     for x, g, average in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, "int8")):
-        yield Came, x, g, {"state_dtype": average}
-    for g, average in itertools.product((F64, F32), (None, F32, BF16, F16)):
-        yield Came, F64, g, {"state_dtype": average}
+        yield kind, x, g, {"state_dtype": average}
+    for g, average in itertools.product((F64, F32), (None, F32, BF16, *([F16] if kind is Came else []))):
+        yield kind, F64, g, {"state_dtype": average}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
-        yield Came, x, g, {"state_dtype": average, "weight_rounding": rounding}
+        yield kind, x, g, {"state_dtype": average, "weight_rounding": rounding}
 
 
 def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from bighorn import kernels
-from bighorn.kernels import Bucket, CameOptions, codec, cpu, reference
+from bighorn.kernels import Bucket, CameOptions, codec
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.cpu import abi, library
+from bighorn.kernels.cpu import came as cpu
 from bighorn.kernels.cpu.library import loaded
 from bighorn.kernels.cpu.tensors import TYPES
 from bighorn.kernels.options import Factor
-from bighorn.kernels.reference import came as specification
+from bighorn.kernels.reference import came as reference
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
 from tests.support.came_kernel_cases import DEFAULTS, OPTIONS, Grad, Leaf, bucket_of, marks
 
@@ -150,7 +151,7 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
         assert_stored(state[i], m, averages[i], leaves[i].name)
         return {name: state[i][name] for name in ("exp_avg", "exp_avg_scale") if name in state[i]}
 
-    monkeypatch.setattr(specification, "quantize", rounded)
+    monkeypatch.setattr(reference, "quantize", rounded)
     reference.Came([twin]).step(0.5)
     for i, leaf in enumerate(leaves):
         what = f"{leaf.name}, step {bucket.steps[i]:.0f}"
@@ -258,9 +259,8 @@ def test_the_comparison_sees_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> No
     leaf = Leaf("plain", (70, 90))
     bucket = bucket_of([leaf.values(torch.float32)], DEFAULTS)
     bucket.grads = [leaf.gradient(torch.float32)]
-    fields = abi.CONVERSIONS[CameOptions]
-    wrong = [(name, (lambda _: 0.99999) if name == "clip_threshold" else convert) for name, convert in fields]
-    monkeypatch.setitem(abi.CONVERSIONS, CameOptions, wrong)
+    wrong = {**abi.conversions_of(CameOptions), "clip_threshold": lambda _: 0.99999}
+    monkeypatch.setattr(abi, "conversions_of", lambda _: wrong)
     with pytest.raises(AssertionError, match="plain, step 1"):
         assert_one_step((leaf,), bucket, monkeypatch)
 

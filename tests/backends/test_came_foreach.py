@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bighorn.kernels import Bucket, CameOptions, codec, foreach, reference
-from bighorn.kernels.foreach import came as in_pieces
+from bighorn.kernels import Bucket, CameOptions, codec
+from bighorn.kernels.foreach import came as foreach
+from bighorn.kernels.reference import came as reference
 from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, Make, bucket_of, largest, marks
 
 
@@ -18,8 +19,8 @@ from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, 
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even within rows."""
     if request.param == "cut":
-        monkeypatch.setattr(in_pieces, "PIECE_ELEMS", 8)
-        monkeypatch.setattr(in_pieces, "SMALL", 0)
+        monkeypatch.setattr(foreach, "PIECE_ELEMS", 8)
+        monkeypatch.setattr(foreach, "SMALL", 0)
     return str(request.param)
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
-from bighorn.kernels.triton import device, lamb, launch_group, layerwise, tables, trial
+from bighorn.kernels.triton import device, lamb, launch_group, tables, trial
 from bighorn.kernels.triton.lamb import LambLaunchGroup
 from tests.support.cases import set_gradients
 from tests.support.processes import LIMIT
@@ -96,7 +96,7 @@ def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch
         bucket(*shapes, dtype=torch.bfloat16, state_dtype=state_dtype, weight_rounding=way, adapt=adapt) for _ in "12"
     )
     stepped(ours)
-    kernels.BACKENDS["reference"].lamb([exact]).step()
+    kernels.kernel("reference", "lamb")([exact]).step()
     # A device fuses the product with the sum in exp_avg, and then rounds some moments of bfloat16 the other way: on an
     # H100 16 of 1,536. A trust ratio changed by 1.03e-4, and with it all of x.
     fused = state_dtype == torch.bfloat16 and not device.interpreted()
@@ -131,7 +131,7 @@ def test_the_second_pass_of_a_cautious_update_masks_as_the_first(adapt: bool, de
         each.grads[0] = -torch.ones(9000)
         each.grads[1] = torch.cat([torch.ones(2), -torch.ones(2998)])
     stepped(ours)
-    kernels.BACKENDS["reference"].lamb([exact]).step()
+    kernels.kernel("reference", "lamb")([exact]).step()
     for mine, true in zip(everything(ours), everything(exact), strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-6)
 
@@ -147,7 +147,7 @@ def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
     for _ in range(2):
         before = ours.params[0].clone()
         stepped(ours)
-        kernels.BACKENDS["reference"].lamb([exact]).step()
+        kernels.kernel("reference", "lamb")([exact]).step()
         assert (ours.params[0] != exact.params[0]).double().mean() < 0.01
         moved.append(ours.params[0] != before)
     assert ours.steps == exact.steps == [torch.tensor(2.0**24 + 4)]
@@ -163,7 +163,7 @@ def test_weights_that_a_program_has_set_to_0_are_0(lost: int) -> None:
         each.params[0].zero_()
         each.state["compensation"][0].fill_(lost)
     stepped(ours)
-    kernels.BACKENDS["reference"].lamb([exact]).step()
+    kernels.kernel("reference", "lamb")([exact]).step()
     assert ours.params[0].isfinite().all()
     torch.testing.assert_close(ours.params[0], exact.params[0])
 
@@ -269,19 +269,19 @@ GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this
 
 @compiled
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layerwise.unsupported_reason(CPU, OPTIONS) == "it is on cpu, not on a GPU"
+    assert lamb.Lamb.unsupported_reason(CPU, OPTIONS) == "it is on cpu, not on a GPU"
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert layerwise.unsupported_reason(GPU, OPTIONS) is None
-    assert layerwise.unsupported_reason(GPU.double(), OPTIONS) is None
-    assert "decoded to float32" in str(layerwise.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
-    assert layerwise.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
-    assert layerwise.unsupported_reason(GPU, replace(OPTIONS, cautious=True)) is None
-    assert layerwise.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
+    assert lamb.Lamb.unsupported_reason(GPU, OPTIONS) is None
+    assert lamb.Lamb.unsupported_reason(GPU.double(), OPTIONS) is None
+    assert "decoded to float32" in str(lamb.Lamb.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
+    assert lamb.Lamb.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
+    assert lamb.Lamb.unsupported_reason(GPU, replace(OPTIONS, cautious=True)) is None
+    assert lamb.Lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
     long = torch.empty(2, 2**31, device="meta")
-    assert "32 bits" in str(layerwise.unsupported_reason(long, replace(OPTIONS, blocks=True)))
+    assert "32 bits" in str(lamb.Lamb.unsupported_reason(long, replace(OPTIONS, blocks=True)))
     monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
-    assert "older" in str(layerwise.unsupported_reason(GPU, OPTIONS))
+    assert "older" in str(lamb.Lamb.unsupported_reason(GPU, OPTIONS))
     kernels._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
         picked = kernels.pick("auto", GPU, OPTIONS)
@@ -343,8 +343,8 @@ def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch
 
 @interpreted
 def test_the_interpreter_serves_the_cpu_alone() -> None:
-    assert layerwise.unsupported_reason(CPU, OPTIONS) is None
-    assert "unset it" in str(layerwise.unsupported_reason(GPU, OPTIONS))
+    assert lamb.Lamb.unsupported_reason(CPU, OPTIONS) is None
+    assert "unset it" in str(lamb.Lamb.unsupported_reason(GPU, OPTIONS))
 
 
 PROGRAM = """

@@ -167,7 +167,7 @@ def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:
     """The other rows equal, to the bit, those of a bucket without the missing rows; they also match the reference."""
     algorithm, make = KINDS[kind]
     ours, alone, exact = make(), make(), make()
-    kernel = getattr(kernels.BACKENDS["triton"], algorithm)([ours])
+    kernel = kernels.kernel("triton", algorithm)([ours])
     for number, missing in enumerate(missing_sets(ours)):
         before = bits(ours)
         for each in (ours, alone, exact):
@@ -175,12 +175,12 @@ def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:
             fresh(each, number)
             leave_out(each, missing)
         left = present(alone)
-        other = getattr(kernels.BACKENDS["triton"], algorithm)([left])
+        other = kernels.kernel("triton", algorithm)([left])
         other.prepare()
         squares = other.square_sum()
         other.step(0.5)
         reference = present(exact)
-        getattr(kernels.BACKENDS["reference"], algorithm)([reference]).step(0.5)
+        kernels.kernel("reference", algorithm)([reference]).step(0.5)
 
         kernel.prepare()
         torch.testing.assert_close(kernel.square_sum(), squares, rtol=1e-12, atol=0)
@@ -210,7 +210,7 @@ def rows_of(rows: list[list[Tensor]], missing: set[int]) -> list[list[Tensor]]:
 def test_steps_that_are_not_taken_and_steps_of_none(algorithm: str) -> None:
     make = KINDS[algorithm][1]
     ours = make()
-    kernel = getattr(kernels.BACKENDS["triton"], algorithm)([ours])
+    kernel = kernels.kernel("triton", algorithm)([ours])
     leave_out(ours, {1})
     before = bits(ours)
     kernel.prepare()
@@ -243,7 +243,7 @@ def test_other_rows_without_a_gradient_take_no_table_but_that_of_addresses(
     monkeypatch.setattr(tables.Uploads, "table", counting)
     monkeypatch.setattr(launch_group, "compiled", noting)
     of = KINDS[algorithm][1]()
-    kernel = getattr(kernels.BACKENDS["triton"], algorithm)([of])
+    kernel = kernels.kernel("triton", algorithm)([of])
     kernel.prepare()
     kernel.step()
     made.clear()
@@ -264,14 +264,14 @@ def test_tables_are_made_anew_while_gradients_are_missing(algorithm: str) -> Non
     """A new seed of random bits rebuilds the tables; a missing gradient keeps the dtype of the previous one."""
     make = transposed(KINDS[f"{algorithm}-stochastic"][1])
     ours, alone = make(), make()
-    kernel = getattr(kernels.BACKENDS["triton"], algorithm)([ours])
+    kernel = kernels.kernel("triton", algorithm)([ours])
     for each in (ours, alone):
         each.options = replace(each.options, rounding_seed=7)
         leave_out(each, {0, 1})
     kernel.prepare()
     kernel.step()
     left = present(alone)
-    other = getattr(kernels.BACKENDS["triton"], algorithm)([left])
+    other = kernels.kernel("triton", algorithm)([left])
     other.prepare()
     other.step()
     assert all(map(same, rows_of(bits(ours), {0, 1}), bits(left)))
@@ -290,7 +290,7 @@ def test_a_step_count_without_rows_advances_while_it_is_among_the_counts() -> No
     of = KINDS["lamb"][1]()
     count = torch.tensor(3.0)
     of.unique_steps = [*of.unique_steps, count]
-    kernel = kernels.BACKENDS["triton"].lamb([of])
+    kernel = kernels.kernel("triton", "lamb")([of])
     for expected in (4, 5):
         kernel.prepare()
         kernel.step()
@@ -336,7 +336,7 @@ SHARDS: dict[str, tuple[str, Make, list[dict[int, Any]]]] = {
 def test_shards_without_a_gradient_stay_as_they_are(kind: str) -> None:
     """Their sums are 0; those of the other rows equal the sums of buckets without the missing rows."""
     algorithm, make, cuts = SHARDS[kind]
-    triton = getattr(kernels.BACKENDS["triton"], algorithm)
+    triton = kernels.kernel("triton", algorithm)
     whole = make()
     ours, alone = on_ranks(whole, cuts), on_ranks(whole, cuts)
     running = [triton([rank]) for rank in ours]

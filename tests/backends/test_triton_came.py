@@ -117,7 +117,7 @@ def test_a_step_equals_the_reference(kind: str) -> None:
     shapes, options = KINDS[kind]
     ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
     stepped(ours)
-    kernels.BACKENDS["reference"].came([exact]).step()
+    kernels.kernel("reference", "came")([exact]).step()
     torch.testing.assert_close(ours.metrics, exact.metrics, rtol=2e-5 if kind.startswith("int8") else 1e-6, atol=0)
     for name, columns in ours.state.items():
         for mine, true in zip(columns, exact.state[name], strict=True):
@@ -179,8 +179,8 @@ GPU = torch.zeros(70, 70, 3, 3, device="meta")  # represents a tensor on a devic
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert came.unsupported_reason(GPU, OPTIONS) is None
-    assert came.unsupported_reason(GPU[0], replace(OPTIONS, factor="last_two")) is None
-    assert came.unsupported_reason(GPU, OPTIONS) is None
+    assert came.Came.unsupported_reason(GPU, OPTIONS) is None
+    assert came.Came.unsupported_reason(GPU[0], replace(OPTIONS, factor="last_two")) is None
+    assert came.Came.unsupported_reason(GPU, OPTIONS) is None
     name, reason = kernels.pick("auto", GPU, replace(OPTIONS, factor="last_two"))
     assert (name, "4900 matrices of 3 x 3 are too many" in reason) == ("foreach", True)

@@ -180,7 +180,7 @@ def came_on_ranks_equals_the_unsharded_step(
     factor, shapes, cuts = LAYOUTS[layout]
     whole = test_triton_came.bucket(*shapes, **{"factor": factor, **options})
     ranks, theirs = on_ranks(whole, cuts, shards_of), on_ranks(whole, cuts, shards_of)
-    added, expected = together(ranks, came.Came, 0.5), together(theirs, kernels.BACKENDS["reference"].came, 0.5)
+    added, expected = together(ranks, came.Came, 0.5), together(theirs, kernels.kernel("reference", "came"), 0.5)
     assert added == expected
     test_triton_came.stepped(whole, 0.5)
     rtol, atol = (1e-13, 1e-15) if "dtype" in options else (1e-5, 1e-6)
@@ -201,7 +201,7 @@ def test_lamb_on_ranks_equals_the_unsharded_step(cautious: bool, decay_mode: str
     cuts: list[Cuts] = [{0: [3]}, {1: [2]}, {2: [2]}, {0: [3]}]
     whole = test_triton.bucket(*shapes, cautious=cautious, decay_mode=decay_mode)
     ranks, theirs = on_ranks(whole, cuts), on_ranks(whole, cuts)
-    ours, exact = together(ranks, lamb.Lamb, 0.5), together(theirs, kernels.BACKENDS["reference"].lamb, 0.5)
+    ours, exact = together(ranks, lamb.Lamb, 0.5), together(theirs, kernels.kernel("reference", "lamb"), 0.5)
     assert ours == [((4 if cautious else 2) * len(shapes), torch.float64)]
     if not cautious:
         assert (len(ours), sum(size for size, _ in ours)) == (len(exact), sum(size for size, _ in exact))
@@ -229,7 +229,7 @@ def test_nothing_of_shards_is_written_without_commit() -> None:
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:
     """Random bits depend on an element's position in the whole tensor; a few weights differ by the order of sums."""
-    shape, kernel = (7, 300), getattr(kernels.BACKENDS["triton"], algorithm)
+    shape, kernel = (7, 300), kernels.kernel("triton", algorithm)
     whole: Bucket[Any] = (
         test_triton.bucket(shape, dtype=BF16, weight_rounding=way)
         if algorithm == "lamb"

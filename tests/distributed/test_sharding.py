@@ -76,7 +76,7 @@ def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPa
     """The result is equal to the bit on compiled backends, where both run the same arithmetic."""
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
     advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
-    monkeypatch.setattr(kernels.BACKENDS[backend].lamb, "step", in_rounds)
+    monkeypatch.setattr(kernels.kernel(backend, "lamb"), "step", in_rounds)
     advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
     assert_bitwise(shards, whole)
 
@@ -86,7 +86,7 @@ def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPa
 def test_rounds_are_a_step_of_came(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
     advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
-    monkeypatch.setattr(kernels.BACKENDS[backend].came, "step", in_rounds)
+    monkeypatch.setattr(kernels.kernel(backend, "came"), "step", in_rounds)
     advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
     assert_bitwise(shards, whole)
 
@@ -98,5 +98,5 @@ def test_rounds_are_a_step_for_large_tensors(threads: int, monkeypatch: pytest.M
         pytest.skip(kernels.status()["cpu"].detail)
     monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # restored after the test, since digests sets it
     whole = training_digests.digests(threads)
-    monkeypatch.setattr(kernels.BACKENDS["cpu"].lamb, "step", in_rounds)
+    monkeypatch.setattr(kernels.kernel("cpu", "lamb"), "step", in_rounds)
     assert training_digests.digests(threads) == whole

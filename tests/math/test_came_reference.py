@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn.kernels import foreach, reference
+from bighorn.kernels.foreach import came as foreach
+from bighorn.kernels.reference import came as reference
 from tests.support import scalar_formulas
 from tests.support.came_kernel_cases import (
     DEFAULTS,

@@ -1,39 +1,41 @@
 """The backends, and the only module that determines which of them work on this machine.
 
-A backend is a package with `unsupported_reason(param, options)` and one class per algorithm, each in its own file. The
-class is instantiated with buckets when tensors change, and then steps them. `bucket.py` describes its input, and
-`reference` computes the expected result.
+A backend is a package with one module per algorithm, which has the algorithm's name and a class of that name. The class
+is instantiated with buckets when tensors change, and then steps them. `bucket.py` describes its input, and `reference`
+computes the expected result.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from bighorn.kernels import cpu, foreach, reference, triton
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.library import cores
-from bighorn.kernels.options import AnyOptions, CameOptions, LambOptions, LarsOptions
+from bighorn.kernels.options import CameOptions, KernelOptions, LambOptions, LarsOptions
 from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
 
 __all__ = [
     "BACKENDS",
-    "Backend",
     "Bucket",
     "CameOptions",
     "Kernel",
+    "KernelOptions",
     "LambOptions",
     "LarsOptions",
     "ShardKernel",
     "Status",
     "cores",
+    "kernel",
     "pick",
     "status",
 ]
@@ -41,6 +43,14 @@ __all__ = [
 
 class Kernel(Protocol):
     """An algorithm on one backend, instantiated for some buckets on one device."""
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+        """The reason why it cannot serve a tensor, or None."""
+
+    @staticmethod
+    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
+        """The reason why it cannot serve a shard of a tensor that it could serve whole, or None."""
 
     def refresh(self) -> None:
         """Read the buckets again, after parameters have moved, or gradients have become of other dtypes or strides."""
@@ -65,35 +75,23 @@ class ShardKernel(Kernel, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Backend:
-    """An implementation of the kernels: a field for each algorithm, None if the backend has no kernels for it."""
-
-    unsupported_reason: Callable[[Tensor, Any], str | None]
-    """The reason why it cannot serve a tensor, or None."""
-
-    unsupported_shard_reason: Callable[[Shard, Any], str | None]
-    """The reason why it cannot serve a shard of a tensor that it could serve whole, or None."""
-
-    lamb: Callable[[list[Bucket[LambOptions]]], Kernel]
-    came: Callable[[list[Bucket[CameOptions]]], Kernel]
-    lars: Callable[[list[Bucket[LarsOptions]]], Kernel]
-
-    @classmethod
-    def of(cls, package: Any) -> Backend:
-        """Return the backend of a package, which has a class for each algorithm that it serves."""
-        algorithms = [field.name for field in fields(cls) if not field.name.startswith("unsupported")]
-        kernels: dict[str, Any] = {name: getattr(package, name.capitalize(), None) for name in algorithms}
-        return cls(package.unsupported_reason, package.unsupported_shard_reason, **kernels)
+BACKENDS = ("cpu", "triton", "foreach", "reference")
+"""The backends, in the order in which `auto` prefers them."""
 
 
-BACKENDS = {
-    "cpu": Backend.of(cpu),
-    "triton": Backend.of(triton),
-    "foreach": Backend.of(foreach),
-    "reference": Backend.of(reference),
-}
-"""The backends by name, in the order in which `auto` prefers them."""
+@functools.cache
+def kernel(backend: str, algorithm: str) -> Any:
+    """Return the class of an algorithm on a backend; None if the backend has no module of its name.
+
+    Example:
+        >>> kernel("reference", "lamb").__name__
+        'Lamb'
+    """
+    name = f"bighorn.kernels.{backend}.{algorithm}"
+    if importlib.util.find_spec(name) is None:
+        return None
+    return getattr(importlib.import_module(name), algorithm.capitalize())
+
 
 SERVES_WRAPPERS = "reference"
 """The backend that serves wrapper tensors; the others need tensors with memory of their own (`storage.has_memory`)."""
@@ -133,7 +131,7 @@ def status() -> dict[str, Status]:
 def pick(
     backend: str,
     param: Tensor,
-    options: AnyOptions,
+    options: KernelOptions,
     shard: Shard | None = None,
     solid: bool | None = None,
 ) -> tuple[str, str]:
@@ -177,13 +175,15 @@ def _warn_of(failure: str) -> None:
     )
 
 
-def _unsupported_reason(name: str, param: Tensor, options: AnyOptions, shard: Shard | None, solid: bool) -> str | None:
-    backend = BACKENDS[name]
-    if getattr(backend, options.algorithm) is None:
+def _unsupported_reason(
+    name: str, param: Tensor, options: KernelOptions, shard: Shard | None, solid: bool
+) -> str | None:
+    served = kernel(name, options.algorithm)
+    if served is None:
         return f"it has no kernels for {options.algorithm}"
     if name != SERVES_WRAPPERS and not solid:
         return "its tensors are wrappers without memory of their own"
     if shard is not None and shard.elements is not None and name not in SERVES_CUT_ROWS:
         return "ranks hold parts of its rows"
-    reason = backend.unsupported_reason(param, options)
-    return reason if reason or shard is None else backend.unsupported_shard_reason(shard, options)
+    reason: str | None = served.unsupported_reason(param, options)
+    return reason if reason or shard is None else served.unsupported_shard_reason(shard, options)

@@ -1,8 +1,8 @@
 """One table per algorithm: the options that kernels get, each with its type, its check and its conversion to C.
 
 A field with a check is an option of a parameter group, and kernels get the group's value; the algorithm computes the
-others (`optim/lamb.py` and its siblings). A field with a conversion is a field of the structure in `csrc/abi.h`, in
-the same order.
+others (`optim/lamb.py` and its siblings). A field with a conversion is a field of the structure of the same name in
+`csrc/abi.h`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,31 @@ def one_of(kind: Any) -> Option:
     return Option(choice(*values), values.index)
 
 
-@dataclass(frozen=True)
-class LambOptions:
-    """The options of one bucket: without names and group keys."""
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """The options of one bucket, without names and group keys, that every algorithm has."""
 
-    algorithm: ClassVar[str] = "lamb"
-    """The name of the algorithm's field in `kernels.Backend`."""
+    algorithm: ClassVar[str]
+    """The name of the module that has the algorithm's kernels, in each backend."""
 
     lr: Annotated[float | Tensor, Option(c=float)]
+    weight_decay: Annotated[float, Option(c=float)]
+    maximize: Annotated[bool, Option(flag, int)]
+    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
+    rounding_seed: Annotated[int, Option(count, int)] = 0
+
+
+Options = TypeVar("Options", bound=KernelOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambOptions(KernelOptions):
+    """The options of LAMB."""
+
+    algorithm = "lamb"
+
     betas: Annotated[tuple[float, float], Option(betas(2), tuple)]
     eps: Annotated[float, Option(between(0), float)]
-    weight_decay: Annotated[float, Option(c=float)]
     bias_correction: Annotated[BiasCorrection, one_of(BiasCorrection)]
     grad_averaging: Annotated[bool, Option(flag, int)]
     decay_mode: Annotated[DecayMode, one_of(DecayMode)]
@@ -75,61 +89,44 @@ class LambOptions:
     trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
     cautious: Annotated[bool, Option(flag, int)]
-    maximize: Annotated[bool, Option(flag, int)]
-    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
-    rounding_seed: Annotated[int, Option(count, int)] = 0
     blocks: bool = False
     """Whether both moments are kept in blocks, as in `kernels/codec.py`."""
 
 
-@dataclass(frozen=True)
-class CameOptions:
-    """The options of one bucket, as `LambOptions`; all of its rows are factored by one rule, or none of them is."""
+@dataclass(frozen=True, kw_only=True)
+class CameOptions(KernelOptions):
+    """The options of CAME; all rows of a bucket are factored by one rule, or none of them is."""
 
-    algorithm: ClassVar[str] = "came"
+    algorithm = "came"
 
-    lr: Annotated[float | Tensor, Option(c=float)]
     betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
     eps: Annotated[tuple[float, float], Option(came_eps, tuple)]
     clip_threshold: Annotated[float, Option(positive, float)]
-    weight_decay: Annotated[float, Option(c=float)]
     decay_rate: Annotated[float | None, Option(optional(between(0)))]
     bias_correction: Annotated[bool, Option(flag, int)]
     scale_parameter: Annotated[bool, Option(flag, int)]
     scale_eps: Annotated[float, Option(positive, float)]
-    maximize: Annotated[bool, Option(flag, int)]
     factor: Factor | None
     """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
     the leading dims; None: the second moment is unfactored."""
-    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
-    rounding_seed: Annotated[int, Option(count, int)] = 0
 
 
-@dataclass(frozen=True)
-class LarsOptions:
-    """The options of one bucket, as `LambOptions`."""
+@dataclass(frozen=True, kw_only=True)
+class LarsOptions(KernelOptions):
+    """The options of LARS."""
 
-    algorithm: ClassVar[str] = "lars"
+    algorithm = "lars"
 
-    lr: Annotated[float | Tensor, Option(c=float)]
     momentum: Annotated[float, Option(beta, float)]
     nesterov: Annotated[bool, Option(flag, int)]
-    weight_decay: Annotated[float, Option(c=float)]
     trust_coefficient: Annotated[float, Option(positive, float)]
     eps: Annotated[float, Option(between(0), float)]
     denominator: Annotated[Denominator, one_of(Denominator)]
     trust_clip: Annotated[bool, Option(flag, int)]
     lr_in_momentum: Annotated[bool, Option(flag, int)]
     adapt: Annotated[bool, Option(c=int)]
-    maximize: Annotated[bool, Option(flag, int)]
-    weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
-    rounding_seed: Annotated[int, Option(count, int)] = 0
     blocks: bool = False
     """Whether the momentum is kept in blocks, as in `kernels/codec.py`."""
-
-
-Options = TypeVar("Options", LambOptions, CameOptions, LarsOptions)
-AnyOptions = LambOptions | CameOptions | LarsOptions
 
 
 def table(options: type) -> dict[str, Option]:

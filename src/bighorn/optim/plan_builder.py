@@ -164,7 +164,7 @@ def _add_kernels(plan: StepPlan, backends: Backends) -> None:
     sharded_dims = [dims for _, _, dims, _ in backends if isinstance(dims, ShardedDims)]
     for (name, device, dims, centres), used_by in backends.items():
         buckets = [bucket_plan.bucket for bucket_plan in used_by]
-        kernel = getattr(kernels.BACKENDS[name], buckets[0].options.algorithm)(buckets)
+        kernel = kernels.kernel(name, buckets[0].options.algorithm)(buckets)
         launch = Launch(kernel, device, dims, used_by if centres else [])
         if dims is None:
             plan.kernels.append(launch)
@@ -202,7 +202,7 @@ def _try_on_copies(bucket: Bucket[Any], label: str) -> None:
             metrics=bucket.metrics.clone(),
             grads=copies(bucket.grads),
         )
-        for _ in getattr(kernels.BACKENDS["reference"], bucket.options.algorithm)([trial]).sharded_step():
+        for _ in kernels.kernel("reference", bucket.options.algorithm)([trial]).sharded_step():
             pass
     except Exception as error:
         kinds = {type(tensor).__name__ for tensor in (*bucket.params, *bucket.grads)}

@@ -7,14 +7,15 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from bighorn.kernels import options
 
-VERSION = 1550241951
-"""The checksum of the fields that this package knows.
+VERSION = 3349062678
+"""The checksum of the fields that this package knows, without those of options, which it knows by name.
 
-A library with other fields would read and write at wrong addresses. Whoever changes abi.h changes it.
+A library with other fields would read and write at wrong addresses. Whoever changes other structures of abi.h changes
+it.
 """
 
 POINTER = ctypes.c_void_p
@@ -51,7 +52,7 @@ def fields_of(library: ctypes.CDLL) -> Fields:
 
 def checksum(fields: Fields) -> int:
     """Return the number to compare with `VERSION`."""
-    return zlib.crc32(repr(fields).encode())
+    return zlib.crc32(repr([field for field in fields if not field[0].endswith("Options")]).encode())
 
 
 @functools.cache
@@ -64,19 +65,23 @@ def structures_of(fields: Fields) -> Structures:
     return found
 
 
-Conversions = list[tuple[str, Callable[[Any], Any]]]
+@functools.cache
+def conversions_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return the fields of the structure of a class of options, which has the class's name, and their conversions."""
+    return {name: option.c for name, option in options.table(kind).items() if option.c}
 
-CONVERSIONS: dict[type, Conversions] = {
-    kind: [(name, option.c) for name, option in options.table(kind).items() if option.c]
-    for kind in get_args(options.AnyOptions)
-}
-"""The fields of the structure of each class of options, which has the class's name, and their conversions."""
+
+def unknown_options(structures: Structures) -> list[str]:
+    """Return the classes of options whose structures in the library have other fields than here."""
+    kinds: list[Any] = options.KernelOptions.__subclasses__()
+    names = {kind.__name__: set(conversions_of(kind)) for kind in kinds}
+    return [name for name, known in names.items() if known != {field for field, _ in structures[name]._fields_}]
 
 
 def c_options(structures: Structures, each: Sequence[Any]) -> ctypes.Array[Any]:
     """Return options as the library reads them."""
-    kind = type(each[0])
-    structure, conversions = structures[kind.__name__], CONVERSIONS[kind]
-    rows = [structure(*[convert(getattr(options, name)) for name, convert in conversions]) for options in each]
+    kind: Any = type(each[0])
+    structure, conversions = structures[kind.__name__], conversions_of(kind).items()
+    rows = [structure(**{name: convert(getattr(options, name)) for name, convert in conversions}) for options in each]
     array: ctypes.Array[Any] = (structure * len(rows))(*rows)
     return array

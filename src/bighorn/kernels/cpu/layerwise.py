@@ -1,20 +1,20 @@
-"""LAMB and LARS on the C library: their structures, and one call for the whole model."""
+"""Layer-wise optimizers on the C library: the table of rows, and one call for the whole model."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
-from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, scratch
+from bighorn.kernels.cpu.library import STRUCTURES, address, layer_step, loaded, scratch
 from bighorn.kernels.cpu.stepper import Bound, Stepper
-from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
-from bighorn.kernels.options import LambOptions, LarsOptions, Options
+from bighorn.kernels.cpu.tensors import STATE_TYPES, weights
+from bighorn.kernels.options import Options
 from bighorn.kernels.rounding import AUX_STATE
 
 BOTH, FIRST, SECOND = 0, 1, 2
@@ -24,21 +24,8 @@ SUMS = 4
 """The sums over each row that the library needs: those of LayerSums in csrc/layerwise.h."""
 
 
-def unsupported_reason(param: Tensor, options: LambOptions | LarsOptions) -> str | None:
-    """The reason why the library cannot serve a tensor, or None."""
-    reason = unsupported(param)
-    if reason is None and options.blocks and isinstance(options, LarsOptions):
-        return "the C library keeps no momentum of LARS in blocks"
-    if reason is None and options.blocks and param.dtype == torch.float64:
-        return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
-    return reason
-
-
 class LayerwiseStepper(Stepper[Options]):
     """The base of the optimizers whose steps depend on norms of whole tensors."""
-
-    step_function: ClassVar[str]
-    """The name of the library's function."""
 
     partial: Tensor
     """The sums of the chunks of a row that all threads share: two sets."""
@@ -94,7 +81,7 @@ class LayerwiseStepper(Stepper[Options]):
     def _run(self, bound: Bound, grad_scale: float, phase: int, sums: Tensor | None) -> None:
         buffer = scratch()
         with self.lock:
-            getattr(loaded(), self.step_function)(
+            layer_step(self.buckets[0].options.algorithm)(
                 bound.how,
                 self.c_options(),
                 self.rows.data_ptr(),
@@ -109,19 +96,3 @@ class LayerwiseStepper(Stepper[Options]):
                 phase,
                 None if sums is None else sums.data_ptr(),
             )
-
-
-class Lamb(LayerwiseStepper[LambOptions]):
-    """LAMB in the library."""
-
-    step_function = "bighorn_lamb_step"
-
-    def needed_sums(self) -> int:
-        """See `LayerwiseStepper.needed_sums`; cautious updates need all."""
-        return SUMS if any(bucket.options.cautious for bucket in self.buckets) else super().needed_sums()
-
-
-class Lars(LayerwiseStepper[LarsOptions]):
-    """LARS in the library."""
-
-    step_function = "bighorn_lars_step"

@@ -46,7 +46,7 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
     if (present := sources()) is not None and library.bighorn_sources() != present:
         return None, f"{LIBRARY_NAME} was built from other sources than these; reinstall bighorn from source"
-    if abi.checksum(fields) != abi.VERSION:
+    if abi.checksum(fields) != abi.VERSION or abi.unknown_options(abi.structures_of(fields)):
         return None, f"{LIBRARY_NAME} has other structures than this package; reinstall bighorn from source"
     return library, str(path)
 
@@ -72,8 +72,6 @@ def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
     library.bighorn_square_sum.restype = number
     library.bighorn_layer_chunks.argtypes = [address, address, address, count]
     library.bighorn_layer_chunks.restype = count
-    for step in (library.bighorn_lamb_step, library.bighorn_lars_step):
-        step.argtypes = [run, *[address] * 5, count, number, address, address, count, ctypes.c_int, address]
     library.bighorn_came_workspace.argtypes = [address, address, address, count, ctypes.c_int]
     library.bighorn_came_workspace.restype = count
     library.bighorn_came_step.argtypes = [run, *[address] * 7, count, number, ctypes.c_int, address]
@@ -166,6 +164,17 @@ def loaded() -> ctypes.CDLL:
     """Return the library, after `unsupported` has found that there is one."""
     assert LIBRARY is not None, LIBRARY_DETAIL
     return LIBRARY
+
+
+@functools.cache
+def layer_step(algorithm: str) -> Any:
+    """Return the function that steps the rows of a layer-wise optimizer."""
+    function = loaded()[f"bighorn_{algorithm}_step"]
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    run = ctypes.POINTER(STRUCTURES["RunConfig"])
+    tables = [address] * 5
+    function.argtypes = [run, *tables, count, ctypes.c_double, address, address, count, ctypes.c_int, address]
+    return function
 
 
 def run() -> Any:

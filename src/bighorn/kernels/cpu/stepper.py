@@ -13,10 +13,10 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu.abi import c_options
 from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, run
-from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout
+from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout, unsupported
 from bighorn.kernels.options import Options
 
 
@@ -74,6 +74,18 @@ class Stepper(Generic[Options]):
         self.sums = torch.empty(sum(-(-size // CHUNK_ELEMS) for size in sizes), dtype=torch.float64, device="cpu")
         self.threads = 0
         """The number of threads for which `reserve` was called, since the tables were made or refreshed."""
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+        """The reason why the library cannot serve a tensor, or None."""
+        del options
+        return unsupported(param)
+
+    @staticmethod
+    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
+        """The reason why the library cannot serve a shard of a tensor: there is none."""
+        del shard, options
+        return None
 
     def refresh(self) -> None:
         """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""

@@ -2,7 +2,7 @@
  * the same with ctypes.
  *
  * A structure is a list of its fields, FIELD(S, type, name). The list declares the structure at the end of this file,
- * and abi.c exports the name and the type of each field in it; abi.py has the checksum of all. */
+ * and abi.c exports the name and the type of each field in it; abi.py has the checksum of all but options. */
 #ifndef BIGHORN_ABI_H
 #define BIGHORN_ABI_H
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import (
     compute_dtype,
     count_step,
@@ -27,6 +26,7 @@ from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import dequantize, quantize
 from bighorn.kernels.foreach import pieces
 from bighorn.kernels.options import CameOptions
+from bighorn.kernels.reference import came as reference
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import AUX_STATE, load_weight, positions, random_bits, rng_key, store_weight
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import wide, write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
 from bighorn.kernels.foreach.pieces import PIECE_BYTES, aligned_size, store_pieces
 from bighorn.kernels.options import LambOptions
+from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels import reference
 from bighorn.kernels.arithmetic import wide, write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
 from bighorn.kernels.foreach.pieces import store_pieces
 from bighorn.kernels.options import LarsOptions
+from bighorn.kernels.reference import lars as reference
 from bighorn.kernels.reference.lars import trust_ratio
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,18 @@ class Stepper(Generic[Options]):
     def __init__(self, buckets: list[Bucket[Options]], rule: MakeRule[Options]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
         self.rule: MakeRule[Options] = rule
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+        """The reason why this backend cannot serve a tensor: there is none."""
+        del param, options
+        return None
+
+    @staticmethod
+    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
+        """The reason why this backend cannot serve a shard of a tensor: there is none."""
+        del shard, options
+        return None
 
     def refresh(self) -> None:
         """Read the buckets again, after tensors have moved: every step does so."""

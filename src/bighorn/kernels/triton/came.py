@@ -7,7 +7,6 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
 from bighorn.kernels.options import CameOptions
-from bighorn.kernels.triton import stepper
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.came_shards import CameShardLaunchGroup, split_of
 from bighorn.kernels.triton.device import unsupported
@@ -22,30 +21,30 @@ MOST_SMALL = 4096
 """The largest number of small matrices in a tensor that this backend serves, since each takes programs of its own."""
 
 
-def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
-    """The reason why this backend cannot serve a tensor, or None."""
-    reason = unsupported(param)
-    if reason or options.factor is None:
-        return reason
-    shape = tile_grid(param.shape, options.factor)
-    if shape.count > MOST_SMALL and shape.height * shape.width < SMALL:
-        return f"{shape.count} matrices of {shape.height} x {shape.width} are too many and too small for Triton"
-    return None
-
-
-def unsupported_shard_reason(shard: Shard, options: CameOptions) -> str | None:
-    """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None.
-
-    The result is the same on every rank.
-    """
-    count = matrix_shape(torch.Size(shard.shape), options.factor)[0]
-    if count > MOST_SMALL:
-        return f"parts of {count} matrices may be too many and too small for Triton"
-    return stepper.unsupported_shard_reason(shard, options)
-
-
 class Came(Stepper[CameOptions]):
     """CAME for some buckets on one device."""
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
+        """The reason why this backend cannot serve a tensor, or None."""
+        reason = unsupported(param)
+        if reason or options.factor is None:
+            return reason
+        shape = tile_grid(param.shape, options.factor)
+        if shape.count > MOST_SMALL and shape.height * shape.width < SMALL:
+            return f"{shape.count} matrices of {shape.height} x {shape.width} are too many and too small for Triton"
+        return None
+
+    @staticmethod
+    def unsupported_shard_reason(shard: Shard, options: CameOptions) -> str | None:
+        """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None.
+
+        The result is the same on every rank.
+        """
+        count = matrix_shape(torch.Size(shard.shape), options.factor)[0]
+        if count > MOST_SMALL:
+            return f"parts of {count} matrices may be too many and too small for Triton"
+        return Stepper.unsupported_shard_reason(shard, options)
 
     def launch_group(self, indices: list[RowIndex]) -> CameLaunchGroup:
         """See `Stepper.launch_group`."""

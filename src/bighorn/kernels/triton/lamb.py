@@ -12,8 +12,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex, constants_of
-from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup
-from bighorn.kernels.triton.stepper import Stepper
+from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup, LayerwiseStepper
 from bighorn.kernels.triton.tables import Uploads
 
 UNBOUNDED = (0.0, math.inf)
@@ -80,7 +79,7 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
         self.launch(self.kernels.lamb_apply, self.waiting_chunks, second, compile_only)
 
 
-class Lamb(Stepper[LambOptions]):
+class Lamb(LayerwiseStepper[LambOptions]):
     """LAMB for some buckets on one device."""
 
     layout_options = ("rounding_seed", "adapt")  # weight decay can switch the trust ratio on and off

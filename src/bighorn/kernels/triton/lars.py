@@ -10,8 +10,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex, constants_of
-from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup
-from bighorn.kernels.triton.stepper import Stepper
+from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup, LayerwiseStepper
 from bighorn.kernels.triton.tables import Uploads
 
 
@@ -56,7 +55,7 @@ class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
         self.launch(self.kernels.lars_apply, program_to_row.numel(), second, compile_only)
 
 
-class Lars(Stepper[LarsOptions]):
+class Lars(LayerwiseStepper[LarsOptions]):
     """LARS for some buckets on one device."""
 
     def launch_group(self, indices: list[RowIndex]) -> LarsLaunchGroup:

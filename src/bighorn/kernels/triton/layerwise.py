@@ -10,26 +10,13 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import codec
-from bighorn.kernels.options import LambOptions, LarsOptions, Options
+from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import unsupported
 from bighorn.kernels.triton.launch_group import CHUNK, LaunchGroup, shard_of
+from bighorn.kernels.triton.stepper import Stepper
 
 FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
 """The forms of both moments in blocks, as `codec_kernels.py` names them."""
-
-
-def unsupported_reason(param: Tensor, options: LambOptions | LarsOptions) -> str | None:
-    """The reason why this backend cannot serve a tensor, or None."""
-    reason = unsupported(param)
-    if options.blocks and param.dtype == torch.float64:
-        return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
-    if (
-        options.blocks
-        and not reason
-        and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
-    ):
-        return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
-    return reason
 
 
 class LayerLaunchGroup(LaunchGroup[Options]):
@@ -89,3 +76,21 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         totals = self.shard_totals(apply_mask, first, stop, self.width, self.width, compile_only)
         yield totals
         self.second(options, scale, apply_mask, totals, compile_only=compile_only)
+
+
+class LayerwiseStepper(Stepper[Options]):
+    """A layer-wise optimizer for some buckets on one device."""
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+        """The reason why this backend cannot serve a tensor, or None."""
+        reason = unsupported(param)
+        if options.blocks and param.dtype == torch.float64:
+            return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
+        if (
+            options.blocks
+            and not reason
+            and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
+        ):
+            return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
+        return reason

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
-from bighorn.kernels.options import AnyOptions, Options
-from bighorn.kernels.triton.device import guard
+from bighorn.kernels.options import Options
+from bighorn.kernels.triton.device import guard, unsupported
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
-
-
-def unsupported_shard_reason(shard: Shard, options: AnyOptions) -> str | None:
-    """The reason why no algorithm of this backend can serve a shard of a tensor that it would serve whole, or None."""
-    if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
-        return "Triton's random bits are for tensors that are cut up along three dims at most"
-    return None
 
 
 class Stepper(Generic[Options]):
@@ -29,6 +22,19 @@ class Stepper(Generic[Options]):
 
     layout_options: ClassVar[tuple[str, ...]] = ("rounding_seed",)
     """The options whose change requires new tables."""
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+        """The reason why this backend cannot serve a tensor, or None."""
+        del options
+        return unsupported(param)
+
+    @staticmethod
+    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
+        """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
+        if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
+            return "Triton's random bits are for tensors that are cut up along three dims at most"
+        return None
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets

@@ -19,9 +19,8 @@ from tests.attack.test_random_cases import ROUNDINGS
 from tests.backends.test_backends import check_step, twins_of
 from tests.contract.test_reports import REPORTS
 from tests.support.attack_settings import tries
-from tests.support.case_options import CAME_OPTIONS, LAMB_OPTIONS
 from tests.support.case_tensors import Leaf
-from tests.support.cases import KINDS, Case, Optimizer, set_gradients
+from tests.support.cases import CAME, KINDS, LAMB, LARS, Case, Optimizer, set_gradients
 from tests.support.error_checks import same, snapshot
 from tests.support.optimizer_runs import OWN, saved_and_loaded
 
@@ -41,8 +40,8 @@ PRECISIONS: tuple[tuple[torch.dtype, dict[str, Any]], ...] = (
     (torch.bfloat16, {"weight_rounding": "master"}),
 )
 ROWS = {
-    "Lamb": {name: options for name, options in LAMB_OPTIONS.items() if name != "by-callable"},  # cannot be pickled
-    "Came": {name: options for name, options in CAME_OPTIONS.items() if name != "no-decay-by-callable"},
+    table.kind: {name: options for name, options in table.options.items() if "by-callable" not in name}  # not pickled
+    for table in (LAMB, CAME, LARS)
 }
 
 
@@ -58,7 +57,7 @@ class OptimizerUse(RuleBasedStateMachine):
         key=st.integers(0, 2**20),
     )
     def make(self, kind: Any, backend: str, precision: tuple[Any, Any], row: int, key: int) -> None:
-        rows = ROWS[kind.__name__]
+        rows = ROWS[kind]
         options = {**rows[sorted(rows)[row % len(rows)]], **precision[1]}
         if options.get("state_dtype") == "int8" and options.get("second_moment") == "amsgrad":
             del options["second_moment"]

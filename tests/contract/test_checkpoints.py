@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.optim.param_groups import COUNT
 from tests.support.case_tensors import BLOCKS, FEW
 from tests.support.cases import CASES, Case, Kind, set_gradients
@@ -159,11 +159,11 @@ def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options(kind:
     optimizer = case.optimizer(parameters, "auto")
     advance(case, parameters, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
-    new = "trust_ratio_bounds" if kind is Lamb else "decay_rate"
+    new, default = {Lamb: ("trust_ratio_bounds", None), Came: ("decay_rate", None), Lars: ("trust_clip", False)}[kind]
     del state["param_groups"][0][new]
     other = case.optimizer(copies(parameters), "auto")
     other.load_state_dict(state)
-    assert other.param_groups[0][new] is None
+    assert other.param_groups[0][new] is default
 
 
 SCHEDULED: dict[str, float] = {
@@ -254,7 +254,8 @@ def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(kind: Kind
 def test_a_real_step_at_lr_0_counts(kind: Kind, backend: str) -> None:
     """As a warm-up from 0 takes it: the moments and the count move, the parameters do not."""
     net, untouched = model(), model()
-    optimizer = kind(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend)
+    own: dict[str, Any] = {"lr_in_momentum": False} if kind is Lars else {}
+    optimizer = kind(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend, **own)
     backward(net)
     optimizer.step()
     assert_bitwise(list(net.parameters()), list(untouched.parameters()))

@@ -86,7 +86,7 @@ def test_telemetry_prints_as_a_table_and_is_a_dict(kind: Kind) -> None:
     assert [row.split()[0] for row in rows] == list(telemetry.names)
     found = telemetry.as_dict()
     assert names.split() == list(found["0.weight"])
-    column = {"Lamb": "trust_ratio", "Came": "confidence"}[kind.__name__]
+    column = "confidence" if kind is Came else "trust_ratio"
     assert [row[column] for row in found.values()] == getattr(telemetry, column).tolist()
     assert {len(row.split()) for row in rows} == {1 + len(names.split())}
 
@@ -128,6 +128,6 @@ def test_every_argument_of_a_migration_page_is_ours_or_is_answered(page: str) ->
 
 
 def test_an_argument_of_another_package_that_is_off_is_left_out(kind: Kind) -> None:
-    unknown: dict[str, Any] = {"trust_clip": False, "caution": None}
+    unknown: dict[str, Any] = {"use_nvlamb": False, "caution": None}
     optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1, **unknown)
-    assert "trust_clip" not in optimizer.defaults
+    assert "use_nvlamb" not in optimizer.defaults

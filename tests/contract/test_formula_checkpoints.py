@@ -12,13 +12,13 @@ from bighorn import Came, ConvertedStateWarning, Lamb
 from bighorn.compat.torch_npu import NpuFusedLamb
 from tests.support import peer_formulas
 from tests.support.case_tensors import Leaf
-from tests.support.cases import Case, set_gradients
+from tests.support.cases import Case, Optimizer, set_gradients
 from tests.support.optimizer_runs import copies, saved_and_loaded
 
 GROUPED_STEPS = "each group's count of steps is its parameters' own"
 
 
-def note(optimizer: Lamb | Came, state: dict[str, Any]) -> str:
+def note(optimizer: Optimizer, state: dict[str, Any]) -> str:
     """Load a checkpoint of another optimizer, and return the words of the warning."""
     with pytest.warns(ConvertedStateWarning) as caught:
         optimizer.load_state_dict(state)

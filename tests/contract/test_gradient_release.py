@@ -29,6 +29,7 @@ STEPS = 3
 TRIED = (
     *("paper-v5", "both-by-name", "amsgrad-in-lr", "two-groups-options", "mixed-paper-v5", "complex64-paper-v5"),
     *("came-published", "came-relative-step", "came-two-groups-options", "came-float32-states-int8-last-two"),
+    *("lars-paper", "lars-two-groups"),
 )
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

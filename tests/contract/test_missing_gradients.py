@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import Came
 from bighorn.optim import plan_builder
-
-Kind = type[Lamb] | type[Came]
+from tests.support.cases import Kind, Optimizer
 
 SHAPES = [(40, 30), (7,), (1,), (0,), (12, 5, 3, 3), (300, 200), (64, 64), (5, 33)]
 
@@ -30,7 +29,7 @@ def parameters(dtype: torch.dtype) -> list[Parameter]:
     return [Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
 
 
-def states(optimizer: Lamb | Came) -> list[Tensor]:
+def states(optimizer: Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
@@ -64,7 +63,7 @@ def test_a_step_without_some_gradients_is_that_of_the_others_alone(
         names = [f"p{i}" for i, has in enumerate(has_grad) if has]
         assert list(optimizer.telemetry().names) == names
         figures = [other.telemetry() for other, has in zip(others, has_grad, strict=True) if has]
-        norm = "weight_norm" if kind is Lamb else "update_rms"
+        norm = "update_rms" if kind is Came else "weight_norm"
         expected = torch.cat([getattr(each, norm) for each in figures]) if figures else torch.zeros(0)
         torch.testing.assert_close(getattr(optimizer.telemetry(), norm), expected, rtol=1e-6, atol=0)
     for p, q in zip(together, alone, strict=True):

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb
 from bighorn.schedules import Cosine, Polynomial, RelativeStep, Values, WarmUp
+from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused
 from tests.support.tables import for_every
 
@@ -47,7 +48,7 @@ def trained(steps: int, make: Callable[[list[Parameter]], torch.optim.Optimizer]
     return [param.detach() for param in params]
 
 
-def by_hand(steps: int, kind: type[Lamb] | type[Came] = Lamb, **options: Any) -> list[Tensor]:
+def by_hand(steps: int, kind: Kind = Lamb, **options: Any) -> list[Tensor]:
     """The same training with values written into the groups before each step."""
     params = weights()
     optimizer = kind(params, lr=0.0, **{"weight_decay": 0.1, **options})
@@ -69,8 +70,8 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", [Lamb, Came])
-def test_every_form_is_the_same_training(form: str, kind: type[Lamb] | type[Came]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_is_the_same_training(form: str, kind: Kind) -> None:
     ours = trained(4, lambda params: kind(params, lr=FORMS[form](), weight_decay=0.1))
     assert all(map(torch.equal, ours, by_hand(4, kind)))
 
@@ -388,7 +389,7 @@ def test_a_polynomial_is_what_mindspore_users_give() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_several_values_written_beside_a_schedule_take_its_place(kind: type[Lamb] | type[Came]) -> None:
+def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> None:
     """The k-th step takes the k-th value, as if they had been given to the constructor."""
 
     def written(params: list[Parameter]) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from bighorn import Came
+from bighorn import Came, Lars
 from tests.support.case_tensors import ZOO, Leaf, arranged
 from tests.support.cases import Case, Kind, set_gradients
 from tests.support.error_checks import refused
@@ -126,7 +126,8 @@ def test_only_parameters_with_gradients_get_state_and_count_steps(kind: Kind, ba
 
 def test_the_late_step_is_corrected_as_a_first_step(kind: Kind, backend: str) -> None:
     early, late, fresh = (Parameter(torch.ones(9, 9)) for _ in range(3))
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": True, "backend": backend}
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "backend": backend}
+    options |= {"bias_correction": True} if kind is not Lars else {}
     options |= {"decay_rate": 0.8} if kind is Came else {}
     optimizer = kind([early, late], **options)
     for _ in range(3):
@@ -174,6 +175,7 @@ def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> N
 
 REPEATED = ["paper-v5", "everything", "mixed-paper-v5", "large-paper-v5"]
 REPEATED += ["came-published", "came-everything", "came-mixed-published", "came-large-published"]
+REPEATED += ["lars-paper", "lars-everything", "lars-large-paper"]
 
 
 @pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in REPEATED), indirect=["backend"])
@@ -251,7 +253,10 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize(
     ("backend", "case"),
-    runs(BY_ID[name] for name in ("clip-skip", "stacked", "came-clip-skip", "came-everything", "came-stacked")),
+    runs(
+        BY_ID[name]
+        for name in ("clip-skip", "stacked", "came-clip-skip", "came-everything", "came-stacked", "lars-clip-skip")
+    ),
     indirect=["backend"],
 )
 def test_torchs_default_dtype_changes_nothing(case: Case, backend: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.schedules import RelativeStep
 from tests.support.cases import Kind
 from tests.support.tables import for_every
@@ -63,7 +63,19 @@ def inputs_of_came(device: torch.device, dtype: torch.dtype | None = None) -> li
     ]
 
 
-OPTIMIZERS: dict[Any, Any] = {Lamb: inputs_of_lamb, Came: inputs_of_came}
+def inputs_of_lars(device: torch.device, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
+    del device, dtype
+    lars = {"trust_coefficient": 0.1}
+    return [
+        OptimizerInput(NO_PARAMS, lars, desc="default"),
+        OptimizerInput(NO_PARAMS, {**lars, "lr": torch.tensor(0.1)}, desc="tensor lr"),
+        OptimizerInput(NO_PARAMS, {**lars, "weight_decay": 0.1, "maximize": True}, desc="maximize"),
+        OptimizerInput(NO_PARAMS, {**lars, "nesterov": True, "lr_in_momentum": False}, desc="nesterov, as torch's"),
+        OptimizerInput(NO_PARAMS, {**lars, "backend": "foreach"}, desc="foreach"),
+    ]
+
+
+OPTIMIZERS: dict[Any, Any] = {Lamb: inputs_of_lamb, Came: inputs_of_came, Lars: inputs_of_lars}
 INFOS = [OptimizerInfo(kind, optim_inputs_func=inputs, supported_impls=()) for kind, inputs in OPTIMIZERS.items()]
 INPUTS = [
     pytest.param(info.optim_cls, given.kwargs, id=f"{info.name}-{given.desc}")
@@ -237,7 +249,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_learning_rate_schedulers(scheduler: str, tensor: bool, kind: Kind) -> None:
-    """Schedulers that cycle momentum write betas; torch's optimizers accept tensors of one element for them."""
+    """Schedulers that cycle momentum write it or betas; torch's optimizers accept tensors of one element for them."""
     results = []
     for written in (False, True):
         params = parameters()
@@ -245,22 +257,30 @@ def test_learning_rate_schedulers(scheduler: str, tensor: bool, kind: Kind) -> N
         driven = SCHEDULERS[scheduler](optimizer)
         for step in range(6):
             set_gradients(params, step)
-            if written:
-                group = optimizer.param_groups[0]
+            group = optimizer.param_groups[0]
+            if written and kind is Lars:
+                group["momentum"] = torch.tensor(float(group["momentum"]), dtype=torch.float64)
+            elif written:
                 group["betas"] = tuple(torch.tensor([float(beta)], dtype=torch.float64) for beta in group["betas"])
             optimizer.step()
             driven.step()
-        assert all(isinstance(beta, (float, Tensor)) for beta in optimizer.param_groups[0]["betas"])
+        betas = [group["momentum"]] if kind is Lars else group["betas"]
+        assert all(isinstance(beta, (float, Tensor)) for beta in betas)
         results.append(params)
     for p, q in zip(*results, strict=True):
         torch.testing.assert_close(p, q)
 
 
 def test_betas_in_tensors_are_checked(kind: Kind) -> None:
+    if kind is Lars:
+        with pytest.raises(TypeError, match=r"^momentum"):
+            kind(parameters(), momentum=torch.tensor([0.1, 0.2]))  # type: ignore[arg-type]
+        return
+    build: Any = kind
     rest = (0.9,) if kind is Lamb else (0.9, 0.99)
     for beta in (torch.tensor(1.5), torch.tensor([0.1, 0.2]), torch.tensor(0.5j)):
         with pytest.raises((TypeError, ValueError), match=r"^betas\[0\]"):
-            kind(parameters(), lr=0.1, betas=(beta, *rest))
+            build(parameters(), lr=0.1, betas=(beta, *rest))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The reference backend is compared with the scalar formulas; all other comparisons depend on this one."""
+"""The reference's LAMB and LARS are compared with the scalar formulas; all other comparisons depend on this one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from torch.nn import Parameter
 
 from tests.support import scalar_formulas
 from tests.support.case_tensors import Leaf
-from tests.support.cases import LAMB, LRS, Case, set_gradients, set_lr
+from tests.support.cases import LAMB, LARS, LRS, Case, set_gradients, set_lr
 from tests.support.covering_cases import covering
 from tests.support.optimizer_runs import figures
 from tests.support.tables import for_every
 
 EXACT = {torch.float32, torch.float64, torch.complex128}
 PLAIN = [
-    case for case in LAMB.cases() if case.size < 10_000 and case.dtypes() <= EXACT and "state_dtype" not in case.options
+    case
+    for case in (*LAMB.cases(), *LARS.cases())
+    if case.size < 10_000 and case.dtypes() <= EXACT and "state_dtype" not in case.options
 ]
 STEPS = 4
 
@@ -36,22 +38,27 @@ def flat(tensor: Tensor) -> list[float]:
 def excluded(rule: Any, name: str, parameter: Tensor) -> bool:
     if rule is None:
         return False
+    if rule == "ndim<2":
+        return parameter.ndim < 2
     if callable(rule):
         return bool(rule(name, parameter))
     return any(re.search(pattern, name) for pattern in rule)
 
 
-def scalar_options(case: Case, parameters: Sequence[Parameter], lr: float) -> list[scalar_formulas.Options]:
-    known = {field.name for field in fields(scalar_formulas.Options)}
+def scalar_options(
+    case: Case, parameters: Sequence[Parameter], lr: float
+) -> list[scalar_formulas.Options | scalar_formulas.LarsOptions]:
+    of: Any = {"lamb": scalar_formulas.Options, "lars": scalar_formulas.LarsOptions}[case.kind.algorithm.name]
+    known = {field.name for field in fields(of)}
     out = []
     for leaf, parameter in zip(case.leaves, parameters, strict=True):
-        merged = {"weight_decay": 0.1, **case.options, **case.groups[leaf.group], "lr": lr}
+        merged = {**case.usual(), **case.options, **case.groups[leaf.group], "lr": lr}
         options = {key: value for key, value in merged.items() if key in known}
         if excluded(case.options.get("exclude_from_weight_decay"), leaf.name, parameter):
             options["weight_decay"] = 0.0
         if excluded(case.options.get("exclude_from_layer_adaptation"), leaf.name, parameter):
             options["adapt"] = False
-        out.append(scalar_formulas.Options(**options))
+        out.append(of(**options))
     return out
 
 
@@ -102,7 +109,8 @@ def test_reference_equals_the_paper_in_float64(case: Case) -> None:
             state = optimizer.state[parameter]
             assert state["step"] == tensor.t, what
             assert_equal_to(tensor.m, state["exp_avg"], 1e-14, f"{what}: exp_avg")
-            assert_equal_to(tensor.v, state["exp_avg_sq"], 1e-14, f"{what}: exp_avg_sq")
+            if "exp_avg_sq" in state:
+                assert_equal_to(tensor.v, state["exp_avg_sq"], 1e-14, f"{what}: exp_avg_sq")
             if "max_exp_avg_sq" in state:
                 assert_equal_to(tensor.v_max, state["max_exp_avg_sq"], 1e-14, f"{what}: max_exp_avg_sq")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, SIGNED, UNSIGNED, Form
@@ -290,7 +290,7 @@ def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kin
         parameter.fill_(zero)
     assert rounding.load_weight(parameter.detach(), kept).count_nonzero() == 0
     optimizer.step()
-    if isinstance(optimizer, Lamb):
+    if not isinstance(optimizer, Came):
         assert optimizer.telemetry().weight_norm.tolist() == [0]
     assert parameter.isfinite().all()
 
@@ -376,7 +376,8 @@ def test_the_same_bits_for_a_name_wherever_its_parameter_stands(kind: Kind) -> N
 def test_random_bits_beyond_the_last_count(kind: Kind, backend: str) -> None:
     """From step 2^24 on, float32 does not hold the next integer: all steps drew the same bits, and 83% never moved."""
     weight = Parameter(torch.ones(4096).bfloat16())
-    optimizer = kind([weight], lr=1e-3, weight_rounding="stochastic", backend=backend)
+    lr = 1.0 if kind is Lars else 1e-3  # times LARS's trust coefficient
+    optimizer = kind([weight], lr=lr, weight_rounding="stochastic", backend=backend)
     moved, counts = torch.zeros(4096, dtype=torch.bool), []
     for step in range(40):
         weight.grad = torch.ones(4096).bfloat16()

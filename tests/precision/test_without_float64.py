@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.kernels import arithmetic
 from bighorn.kernels.foreach import came as foreach_came
 from bighorn.kernels.foreach import lamb as foreach_lamb
@@ -26,6 +26,7 @@ from tests.support.cases import Kind
         (Came, {}),
         (Came, {"bias_correction": True}),
         (Came, {"decay_rate": 0.8}),
+        (Lars, {"trust_coefficient": 1.0, "denominator": "joint", "nesterov": True}),
     ],
     ids=str,
     indirect=["kind"],

@@ -1,6 +1,6 @@
 """The rows of the table of cases: options of each optimizer, alone and in groups, and dtypes.
 
-A new option is one line in `LAMB_OPTIONS` or `CAME_OPTIONS`, and a new dtype one in `DTYPES`; all tests run with them.
+A new option is one line in `LAMB_OPTIONS` or its siblings, and a new dtype one in `DTYPES`; all tests run with them.
 Weight decay is 0 only in cases about that: without it the trust ratio hides a constant factor of the update.
 """
 
@@ -155,6 +155,59 @@ CAME_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"factor": "last_two", "decay_rate": 0.8, "state_dtype": torch.bfloat16},
         {"scale_parameter": True, "bias_correction": True, "stacked": True, "grad_centralization": "conv"},
     ),
+}
+
+LARS_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {"eps": 0.0},
+    "nesterov": {"nesterov": True},
+    "no-memory": {"momentum": 0.0, "nesterov": True},
+    "large-eps": {"eps": 0.3},
+    "small-trust": {"trust_coefficient": 0.3},
+    "joint": {"denominator": "joint"},
+    "joint-nesterov": {"denominator": "joint", "nesterov": True},
+    "trust-clip": {"trust_clip": True, "trust_coefficient": 0.1},
+    "trust-clip-joint": {"trust_clip": True, "trust_coefficient": 0.1, "denominator": "joint", "lr_in_momentum": False},
+    "lr-outside": {"lr_in_momentum": False},
+    "lr-outside-nesterov": {"lr_in_momentum": False, "nesterov": True},
+    "no-weight-decay": {"weight_decay": 0.0},
+    "clip-active": {"max_grad_norm": 0.7},
+    "clip-inactive": {"max_grad_norm": 1e6},
+    "clip-skip": {"max_grad_norm": 1.5, "skip_nonfinite": True},
+    "skip": {"skip_nonfinite": True},
+    "maximize": {"maximize": True, "denominator": "joint"},
+    "no-decay-by-name": {"exclude_from_weight_decay": [r"bias$", r"^conv\d"]},
+    "no-adapt-by-name": {"exclude_from_layer_adaptation": [r"bias$", r"^big"]},
+    "vectors-excluded": {"exclude_from_weight_decay": "ndim<2", "exclude_from_layer_adaptation": "ndim<2"},
+    "by-callable": {"exclude_from_layer_adaptation": lambda name, p: "big" in name or p.numel() == 17},
+    "sometimes-adapt-by-name": {"always_adapt": False, "exclude_from_weight_decay": ["bias"]},
+    "sometimes-adapt-no-decay": {"always_adapt": False, "weight_decay": 0.0},
+    "everything": {
+        "momentum": 0.7,
+        "nesterov": True,
+        "trust_coefficient": 0.1,
+        "eps": 1e-3,
+        "denominator": "joint",
+        "trust_clip": True,
+        "lr_in_momentum": False,
+        "max_grad_norm": 0.9,
+        "skip_nonfinite": True,
+        "maximize": True,
+        "exclude_from_weight_decay": ["bias"],
+    },
+}
+
+LARS_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "stacked": ({"stacked": True},),
+    "stacked-joint-clipped": ({"stacked": True, "denominator": "joint", "trust_clip": True, "trust_coefficient": 0.1},),
+    "stacked-centralised": ({"stacked": True, "grad_centralization": True},),
+    "centralised": ({"grad_centralization": True},),
+    "centralised-conv": ({"grad_centralization": "conv"},),
+    "not-adapted": ({"adapt": False},),
+    "two-groups": (
+        {"denominator": "joint", "lr_in_momentum": False},
+        {"adapt": False, "weight_decay": 0.0, "momentum": 0.5, "nesterov": True, "stacked": True},
+    ),
+    "two-groups-sometimes-adapt": ({"always_adapt": False}, {"always_adapt": False, "weight_decay": 0.0}),
 }
 
 DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {

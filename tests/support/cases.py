@@ -1,4 +1,4 @@
-"""The table of cases: every option, shape, layout and dtype with which Lamb and Came are tested, for every backend.
+"""The table of cases: every option, shape, layout and dtype with which optimizers are tested, for every backend.
 
 `case_options.py` has its rows, and `case_tensors.py` its parameters.
 """
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, kernels
+from bighorn import Came, Lamb, Lars, kernels
 from bighorn.optim.came import CameAlgorithm
 from bighorn.optim.lamb import LambAlgorithm
+from bighorn.optim.lars import LarsAlgorithm
 from tests.support.case_options import (
     CAME_DTYPES,
     CAME_GROUPS,
@@ -25,13 +26,15 @@ from tests.support.case_options import (
     DTYPES,
     LAMB_GROUPS,
     LAMB_OPTIONS,
+    LARS_GROUPS,
+    LARS_OPTIONS,
     in_blocks,
 )
 from tests.support.case_tensors import BLOCKS, FEW, HUGE, LARGE, MIXED, SCALES, ZOO, Leaf, arranged, double
 
-Optimizer: TypeAlias = Lamb | Came
-Kind: TypeAlias = type[Lamb] | type[Came]
-KINDS: tuple[Kind, ...] = (Lamb, Came)
+Optimizer: TypeAlias = Lamb | Came | Lars
+Kind: TypeAlias = type[Lamb] | type[Came] | type[Lars]
+KINDS: tuple[Kind, ...] = (Lamb, Came, Lars)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
@@ -57,6 +60,25 @@ class ExactCame(Came):
             return None
 
     algorithm = Unrestricted()
+
+
+class ExactLars(Lars):
+    """As `ExactLamb`."""
+
+    class Unrestricted(LarsAlgorithm):
+        def unsupported_reason(self, *_: object) -> None:
+            return None
+
+    algorithm = Unrestricted()
+
+
+EXACT: Mapping[Kind, Kind] = {Lamb: ExactLamb, Came: ExactCame, Lars: ExactLars}
+
+
+def serves(backend: str, kind: Kind) -> bool:
+    """Whether a backend has kernels of an optimizer."""
+    # Until all backends have kernels of LARS.
+    return backend == "auto" or getattr(kernels.BACKENDS[backend], kind.algorithm.name) is not None
 
 
 LRS = (0.1, 0.05, 0.2, 0.08)
@@ -93,6 +115,8 @@ class Case:
         """Whether this backend must serve this case."""
         if backend == "reference":  # it is the specification, to which sizes are nothing
             return self.leaves is not HUGE
+        if not serves(backend, self.kind):
+            return False
         groups = (self.options, *self.groups)
         return not any(group.get(option) for group in groups for option in LEFT_OUT.get(backend, ()))
 
@@ -102,8 +126,9 @@ class Case:
         leaves = tuple(
             replace(leaf, dtype=double(leaf.dtype) if leaf.dtype else None, grad_dtype=None) for leaf in self.leaves
         )
-        kind = ExactLamb if self.kind is Lamb else ExactCame
-        return replace(self, leaves=leaves, options=options, dtype=double(self.dtype), grad_dtype=None, kind=kind)
+        return replace(
+            self, leaves=leaves, options=options, dtype=double(self.dtype), grad_dtype=None, kind=EXACT[self.kind]
+        )
 
     def parameters(self) -> list[Parameter]:
         parameters = []
@@ -130,7 +155,11 @@ class Case:
         groups: list[dict[str, Any]] = [{"params": [], **group} for group in self.groups]
         for leaf, parameter in zip(self.leaves, parameters, strict=True):
             groups[leaf.group]["params"].append((leaf.name, parameter))
-        return self.kind(groups, **{"lr": LRS[0], "weight_decay": 0.1, "backend": backend, **self.options, **options})
+        return self.kind(groups, **{"lr": LRS[0], "backend": backend, **self.usual(), **self.options, **options})
+
+    def usual(self) -> dict[str, Any]:
+        """Return the options of every case; with LARS's default of 1e-3, the rounding of a parameter hides a step."""
+        return {"weight_decay": 0.1, **({"trust_coefficient": 1.0} if issubclass(self.kind, Lars) else {})}
 
     def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the learning rate of a step, unless a schedule computes it."""
@@ -257,4 +286,15 @@ CAME = Rows(
     huge={"everything-states-int8": {**CAME_OPTIONS["everything"], "state_dtype": "int8"}},
 )
 
-CASES = (*LAMB.cases(), *CAME.cases())
+LARS = Rows(
+    Lars,
+    "lars-",
+    LARS_OPTIONS,
+    LARS_GROUPS,
+    DTYPES,
+    with_dtypes=("paper", "everything"),
+    with_sizes=("paper", "everything"),
+    huge={"everything-states-int8": {**LARS_OPTIONS["everything"], "state_dtype": "int8"}},
+)
+
+CASES = (*LAMB.cases(), *CAME.cases(), *LARS.cases())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bighorn import Came, CameTelemetry, Lamb, LambTelemetry
+from bighorn import Came, CameTelemetry, Lamb, LambTelemetry, Lars, LarsTelemetry
 from tests.support.case_tensors import HUGE, LARGE, ZOO
 from tests.support.cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.covering_cases import cost, covering, covering_pairs
@@ -23,6 +23,7 @@ CASE = Case("contract", {"max_grad_norm": 5.0, "exclude_from_weight_decay": ["bi
 OWN: dict[Kind, dict[str, Any]] = {
     Lamb: {"adam": True, "decay_mode": "decoupled", "betas": (0.5, 0.6), "eps": 0.1},
     Came: {"factor": "last_two", "decay_rate": 0.8, "betas": (0.5, 0.6, 0.7), "eps": (1e-3, 1e-2)},
+    Lars: {"momentum": 0.5, "nesterov": True, "denominator": "joint", "lr_in_momentum": False, "eps": 0.1},
 }
 """Group options of each optimizer, other than the defaults."""
 
@@ -116,7 +117,7 @@ def assert_same_everything(
                 assert value.equal(other.state[b][key]), key
 
 
-def figures(telemetry: LambTelemetry | CameTelemetry) -> dict[str, Tensor]:
+def figures(telemetry: LambTelemetry | CameTelemetry | LarsTelemetry) -> dict[str, Tensor]:
     """Return the metrics that kernels write, one entry per parameter."""
     return {name: value for name, value in vars(telemetry).items() if name not in {"names", "lr", "skipped"}}
 

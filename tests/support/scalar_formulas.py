@@ -1,4 +1,7 @@
-"""LAMB and CAME derived again from their papers (arXiv:1904.00962v5, arXiv:2307.02047v2, both Algorithm 2) in floats.
+"""LAMB, CAME and LARS derived again from their papers in floats.
+
+LAMB is arXiv:1904.00962v5, Algorithm 2; CAME is arXiv:2307.02047v2, Algorithm 2; LARS is arXiv:1708.03888v3,
+Algorithm 1.
 
 The reference backend is compared with these formulas, so they share nothing with it: no bighorn, no torch, only flat
 lists of floats and `math`. They are slow on purpose; read them beside the paper.
@@ -34,6 +37,26 @@ class Options:
     stacked: bool = False
     second_moment: Literal["adam", "amsgrad", "adagrad"] = "adam"
     cautious: bool = False
+    maximize: bool = False
+    grad_centralization: bool | Literal["conv"] = False
+
+
+@dataclass(frozen=True)
+class LarsOptions:
+    """The same for LARS."""
+
+    lr: float = 1.0
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    trust_coefficient: float = 1e-3
+    eps: float = 1e-8
+    denominator: Literal["sum", "joint"] = "sum"
+    trust_clip: bool = False
+    lr_in_momentum: bool = True
+    adapt: bool = True
+    always_adapt: bool = True
+    stacked: bool = False
     maximize: bool = False
     grad_centralization: bool | Literal["conv"] = False
 
@@ -89,7 +112,7 @@ def trust_ratio(
 def step(
     tensors: Sequence[Tensor],
     grads: Sequence[Floats | None],
-    options: Sequence[Options],
+    options: Sequence[Options | LarsOptions],
     *,
     inv_scale: float = 1.0,
     max_grad_norm: float | None = None,
@@ -104,22 +127,29 @@ def step(
     if max_grad_norm is not None and total > max_grad_norm:
         clip = max_grad_norm / total
     return [
-        [] if g is None else _step_tensor(tensor, [a * clip for a in g], o)
+        [] if g is None else _step_tensor(tensor, _prepared(tensor, [a * clip for a in g], o), o)
         for tensor, g, o in zip(tensors, present, options, strict=True)
     ]
 
 
-def _step_tensor(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
-    x, b1, b2 = tensor.x, *o.betas
-    tensor.t += 1
-    t = tensor.t
-
+def _prepared(tensor: Tensor, g: Floats, o: Options | LarsOptions) -> Floats:
     if o.maximize:
         g = [-a for a in g]
     # A stacked tensor consists of slices, so the dims of a slice decide.
     dims = len(tensor.shape) - o.stacked
     if o.grad_centralization and dims >= (3 if o.grad_centralization == "conv" else 2):
         g = _centralised(g, rows=math.prod(tensor.shape[: 1 + o.stacked]))
+    return g
+
+
+def _step_tensor(tensor: Tensor, g: Floats, o: Options | LarsOptions) -> list[Ratio]:
+    tensor.t += 1
+    return _lars(tensor, g, o) if isinstance(o, LarsOptions) else _lamb(tensor, g, o)
+
+
+def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
+    x, b1, b2, t = tensor.x, *o.betas, tensor.t
+
     if o.decay_mode == "l2":
         g = [a + o.weight_decay * w for a, w in zip(g, x, strict=True)]
     if o.decay_mode == "decoupled":
@@ -188,6 +218,32 @@ def _cautious(r: Floats, g: Floats) -> Floats:
     mask = [float(a * b > 0) for a, b in zip(r, g, strict=True)]
     share = math.fsum(mask) / len(mask) if mask else 1.0
     return [a * keep / max(share, 1e-3) for a, keep in zip(r, mask, strict=True)]
+
+
+# ---- LARS -------------------------------------------------------------------------------------------------------
+
+
+def _lars(tensor: Tensor, g: Floats, o: LarsOptions) -> list[Ratio]:
+    ratios = []
+    for part in _slices(tensor, o.stacked):
+        w, beta = tensor.x[part], o.weight_decay
+        decayed = [a + beta * b for a, b in zip(g[part], w, strict=True)]
+        weight_norm, grad_norm = norm(w), norm(g[part] if o.denominator == "sum" else decayed)
+        denominator = grad_norm + beta * weight_norm if o.denominator == "sum" else grad_norm
+        local_lr = 1.0  # lambda in the paper
+        if o.adapt and (o.always_adapt or beta != 0):
+            if weight_norm > 0 and grad_norm > 0:
+                local_lr = o.trust_coefficient * weight_norm / (denominator + o.eps)
+            if o.trust_clip:
+                local_lr = min(local_lr / o.lr, 1.0)
+        before, after = (o.lr, 1.0) if o.lr_in_momentum else (1.0, o.lr)
+        step = [before * local_lr * a for a in decayed]
+        v = tensor.m[part] = [o.momentum * m + a for m, a in zip(tensor.m[part], step, strict=True)]
+        if o.nesterov:
+            v = [a + o.momentum * m for a, m in zip(step, v, strict=True)]
+        tensor.x[part] = [b - after * m for b, m in zip(w, v, strict=True)]
+        ratios.append(Ratio(weight_norm, denominator, local_lr))
+    return ratios
 
 
 # ---- CAME -------------------------------------------------------------------------------------------------------

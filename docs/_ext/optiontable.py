@@ -17,9 +17,10 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 SUBJECTS = {
-    "Parameters and rates": "params lr betas eps weight_decay",
+    "Parameters and rates": "params lr betas momentum eps weight_decay",
     "The rule": "adam bias_correction grad_averaging decay_mode always_adapt weight_norm_bounds trust_ratio_bounds "
-    "second_moment cautious clip_threshold factor decay_rate scale_parameter scale_eps maximize",
+    "second_moment cautious nesterov trust_coefficient denominator trust_clip lr_in_momentum clip_threshold factor "
+    "decay_rate scale_parameter scale_eps maximize",
     "Gradients": "max_grad_norm skip_nonfinite grad_norm_group",
     "Parameters by name": "exclude_from_weight_decay exclude_from_layer_adaptation names",
     "Precision and memory": "state_dtype min_8bit_size weight_rounding rounding_seed",

@@ -57,7 +57,7 @@ class Run:
 
 
 def timm(**options: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    return lambda groups: peer_formulas.installed_timm_lamb()(groups, **options)
+    return lambda groups: peer_formulas.installed_timm("lamb").Lamb(groups, **options)
 
 
 def came_pytorch(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

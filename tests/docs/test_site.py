@@ -84,7 +84,7 @@ def test_pictures_take_the_colours_of_the_page() -> None:
     assert {name for name in re.findall(r"var\((--[\w-]+)\)", found) if f"{name}:" not in css} == set()
 
 
-@pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came])
+@pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came, bighorn.Lars])
 def test_every_option_has_a_place_in_a_table(kind: type[Any]) -> None:
     said = optiontable.meanings(kind)
     listed = [word for words in optiontable.SUBJECTS.values() for word in words.split()]

@@ -2,7 +2,7 @@
 
 The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function
 steps all tensors once, and its docstring names the source: repository, file and commit. The last function returns
-timm's own optimizer, if timm is installed.
+timm's own optimizers, if timm is installed.
 """
 
 from __future__ import annotations
@@ -277,11 +277,11 @@ TIMM_ABSENT = None if find_spec("timm") else "timm is not installed: pip install
 """The reason why timm's Lamb is missing; its dependencies do not have a CPU build everywhere."""
 
 
-def installed_timm_lamb() -> Any:
-    """Return the class itself, from timm's folder, since `import timm` needs torchvision."""
+def installed_timm(module: str) -> Any:
+    """Return a module of timm's optimizers, from timm's folder, since `import timm` needs torchvision."""
     spec = find_spec("timm")
     assert spec is not None
     assert spec.submodule_search_locations
     package = sys.modules.setdefault("timm_optim", ModuleType("timm_optim"))
     package.__path__ = [f"{folder}/optim" for folder in spec.submodule_search_locations]
-    return importlib.import_module("timm_optim.lamb").Lamb
+    return importlib.import_module(f"timm_optim.{module}")

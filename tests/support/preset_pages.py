@@ -7,10 +7,18 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from bighorn import Preset
+import torch
+
+from bighorn import Preset, kernels
 
 RESULTS = Path(__file__).parents[2] / "docs" / "preset-results.md"
 FIGURE = re.compile(r"\| (\d+e[+-]\d+) \| (\d+e[+-]\d+) \|$", re.MULTILINE)
+
+
+def backends(dtype: torch.dtype) -> list[str]:
+    """The backends that work on this machine and that serve a dtype."""
+    of = [name for name, found in kernels.status().items() if found.available and found.device == "cpu"]
+    return [name for name in of if name != "triton" or dtype is torch.float32]
 
 
 def named(preset: Preset) -> str:

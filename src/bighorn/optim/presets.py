@@ -1,13 +1,14 @@
-"""Presets: the LAMB and the CAME of other packages by name, as the options in which each differs from the paper.
+"""Presets: the optimizers of other packages by name, as the options in which each differs from the paper.
 
-`tests/math/test_presets.py` and `tests/math/test_came_presets.py` prove every row, against the package itself or a
-second implementation of its formula.
+`tests/math/test_presets.py` and its siblings prove every row, against the package itself or a second implementation of
+its formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,12 +20,12 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """The options of one published LAMB or CAME.
+    """The options of one published LAMB, CAME or LARS.
 
     Attributes:
-        name: The name for `Lamb.like` or `Came.like`.
-        options: The options of `Lamb` or `Came` in addition to its defaults.
-        differs: The differences from version 5 of LAMB's paper, or from CAME's, in words.
+        name: The name for `Lamb.like` or its siblings.
+        options: The options in addition to the defaults.
+        differs: The differences from the paper (of LAMB: from its version 5), in words.
         source: The source: repository, file and commit, or package and version.
         aliases: The names of others that compute the same.
         complete: A function from the parameters and the given options to further options. Default: None.
@@ -56,6 +57,17 @@ def _no_decay_for_norms(params: Iterable[Any], given: Options) -> Options:
     """Exclude norms by parameter names. Groups set their own weight decay, so nothing is excluded from them."""
     name = "exclude_from_weight_decay"
     return {} if name in given or any(isinstance(param, dict) for param in params) else {name: is_norm}
+
+
+def is_bias_or_norm(name: str, param: Tensor) -> bool:
+    """Whether MindSpore's LARS leaves a parameter alone, by default."""
+    del param
+    return "LayerNorm" in name or "bias" in name
+
+
+def _both_exclusions(rule: Any, _: Iterable[Any], given: Options) -> Options:
+    """Exclude parameters from decay and adaptation by a rule, unless the exclusions are given."""
+    return {name: given.get(name, rule) for name in ("exclude_from_weight_decay", "exclude_from_layer_adaptation")}
 
 
 _APEX = {"weight_decay": 0.01, "max_grad_norm": 1.0}
@@ -169,26 +181,69 @@ CAME_PRESETS = (
 
 
 _OUTSIDE = {"lr_in_momentum": False}
+_OF_SGD = {"momentum": 0.0, **_OUTSIDE}
+_SGD = "lr multiplies the momentum, which is 0 unless given"
+_TIMM_LARS = {**_OF_SGD, "always_adapt": False}
+_JOINT = {"denominator": "joint", "eps": 0.0}
+_NEITHER = "neither decay nor trust ratio"
 
 LARS_PRESETS = (
     Preset("paper", {"eps": 0.0}, "nothing", "arXiv:1708.03888v3, Algorithm 1"),
-    Preset(
-        "timm",
-        {**_OUTSIDE, "always_adapt": False},
-        "lr multiplies the momentum; no trust ratio where weight_decay is 0",
-        "timm 1.0.31, optim/lars.py",
-    ),
+    Preset("timm", _TIMM_LARS, f"{_SGD}; no trust ratio where weight_decay is 0", "timm 1.0.31, optim/lars.py"),
     Preset(
         "larc",
-        {**_OUTSIDE, "always_adapt": False, "trust_clip": True},
+        {**_TIMM_LARS, "trust_clip": True},
         "as timm; a layer's learning rate is at most lr",
         "timm 1.0.31, optim/lars.py with trust_clip=True",
     ),
     Preset(
-        "optax",
-        {"denominator": "joint", "eps": 0.0},
-        "the denominator is ||g + weight_decay * x||, without eps",
-        "optax 0.2.8, lars",
+        "apex",
+        {**_OF_SGD, "trust_clip": True, "trust_coefficient": 0.02},
+        f"{_SGD}; a layer's learning rate is at most lr; trust coefficient 0.02. Not as there: {_NEITHER} nor clip if "
+        "a norm is 0",
+        "NVIDIA/apex 0bfb830, parallel/LARC.py around torch.optim.SGD",
+    ),
+    Preset(
+        "flash",
+        _TIMM_LARS,
+        f"as timm. Not as there: {_NEITHER} if a norm is 0",
+        "lightning-flash 0944535, core/optimizers/lars.py; lightning-bolts 2c8b022, pl_bolts/optimizers/lars.py",
+        ("bolts",),
+    ),
+    Preset(
+        "pytorch_optimizer",
+        {**_OUTSIDE, "eps": 0.0},
+        f"lr multiplies the momentum; {_NEITHER} for tensors of less than 2 dims. Not as there: a trust ratio if the "
+        "gradient is 0",
+        "pytorch_optimizer 4.1.0, optimizer/lars.py",
+        complete=partial(_both_exclusions, "ndim<2"),
+    ),
+    Preset(
+        "optax", _JOINT, "the denominator is ||g + weight_decay * x||, without eps", "optax 0.2.8, _src/alias.py, lars"
+    ),
+    Preset(
+        "simclr",
+        _JOINT,
+        "as optax; parameters excluded from weight decay are not adapted either, unless those are listed apart",
+        "google-research/simclr 383d414, tf2/lars_optimizer.py; tensorflow/models 0ca414d, optimization/lars.py",
+        ("tf-models",),
+        complete=_exclusions_fall_back,
+    ),
+    Preset(
+        "barlowtwins",
+        {**_JOINT, **_OUTSIDE},
+        "lr multiplies the momentum; the denominator is ||g + weight_decay * x||, without eps",
+        "facebookresearch/barlowtwins 046eec3, main.py; vicreg 08c8c0c, main_vicreg.py; google-deepmind/"
+        "deepmind-research 4822a45, byol/utils/optimizers.py",
+        ("vicreg", "byol"),
+    ),
+    Preset(
+        "mindspore",
+        {**_OUTSIDE, "eps": 1e-5},
+        f"lr multiplies the momentum; eps 1e-5; {_NEITHER} where a name contains LayerNorm or bias. Not as there: a "
+        "trust ratio if a norm is 0, so that x stays 0",
+        "mindspore 01fc6ef, nn/optim/lars.py, and 09fe5b6, nn/optim/momentum.py; CANN's impl/lars_v2_update.py",
+        complete=partial(_both_exclusions, is_bias_or_norm),
     ),
 )
 """The table of presets of `Lars`."""
@@ -225,7 +280,22 @@ CamePreset = Literal[
 ]
 """The names of `CAME_PRESETS`, for type checkers."""
 
-LarsPreset = Literal["paper", "timm", "larc", "optax"]
+LarsPreset = Literal[
+    "paper",
+    "timm",
+    "larc",
+    "apex",
+    "flash",
+    "bolts",
+    "pytorch_optimizer",
+    "optax",
+    "simclr",
+    "tf-models",
+    "barlowtwins",
+    "vicreg",
+    "byol",
+    "mindspore",
+]
 """The names of `LARS_PRESETS`, for type checkers."""
 
 

@@ -1,0 +1,187 @@
+"""Every preset of LARS is compared with the LARS of its package, and with the page that lists it.
+
+`python -m tests.math.test_lars_presets` measures all of them and writes `docs/lars-presets.md` and LARS's tables of
+`docs/preset-results.md`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bighorn import LARS_PRESETS, Lars, Preset
+from tests.math import test_presets
+from tests.math.test_presets import BARE, BOUNDS, DECAY, FORMULA, INSTALL, Witness, difference, formula, need
+from tests.support import peer_lars_formulas as peers
+from tests.support import preset_pages
+from tests.support.cases import serves
+from tests.support.peer_formulas import installed_timm
+from tests.support.preset_pages import FIGURE, backends, named, tables, without_figures, write, written
+from tests.support.tables import for_every
+
+PAGE = Path(__file__).parents[2] / "docs" / "lars-presets.md"
+PACKAGES = ("timm", "optax", "pytorch_optimizer")
+MOMENTUM = {**DECAY, "momentum": 0.9}
+NORMS = ["bias", "norm"]
+
+Proof = partial(test_presets.Proof, kind=Lars)
+
+
+def package(load: Any, **options: Any) -> Witness:
+    """Return a witness that runs a package's optimizer of torch tensors, in float64."""
+
+    def run(grouped: bool) -> list[Tensor]:
+        params = test_presets.starts(torch.float64)
+        groups = test_presets.in_groups(params, weight_decay=0.0) if grouped else [{"params": params}]
+        test_presets.train(load()(groups, lr=0.1, weight_decay=0.1, **options), params)
+        return [parameter.detach() for parameter in params]
+
+    return run
+
+
+def timm() -> Any:
+    return installed_timm("lars").Lars
+
+
+def pytorch_optimizer() -> Any:
+    return partial(importlib.import_module("pytorch_optimizer").LARS, foreach=False)
+
+
+def optax(_: bool) -> list[Tensor]:
+    return test_presets.optax_run("lars", weight_decay=0.1)
+
+
+PROOFS = (
+    Proof("paper", FORMULA, formula(peers.paper), DECAY),
+    Proof("timm", FORMULA, formula(peers.timm), DECAY, grouped=True, undecayed=BARE),
+    Proof("timm", FORMULA, formula(partial(peers.timm, momentum=0.9)), MOMENTUM),
+    Proof("timm", "timm", package(timm, momentum=0.9), MOMENTUM, grouped=True, undecayed=BARE),
+    Proof("larc", FORMULA, formula(partial(peers.timm, trust_clip=True)), DECAY, grouped=True, undecayed=BARE),
+    Proof("larc", FORMULA, formula(partial(peers.timm, trust_clip=True, momentum=0.9)), MOMENTUM),
+    Proof("larc", "timm", package(timm, trust_clip=True), DECAY, grouped=True, undecayed=BARE),
+    Proof("apex", FORMULA, formula(peers.apex), DECAY, without="still"),
+    Proof("apex", FORMULA, formula(partial(peers.apex, momentum=0.9)), MOMENTUM, without="still"),
+    Proof("flash", FORMULA, formula(peers.flash), DECAY, grouped=True, undecayed=BARE, without="still"),
+    Proof("bolts", FORMULA, formula(partial(peers.flash, momentum=0.9)), MOMENTUM, without="still"),
+    Proof("pytorch_optimizer", "pytorch_optimizer", package(pytorch_optimizer), DECAY, without="still"),
+    Proof("optax", "optax", optax, DECAY),
+    Proof("simclr", FORMULA, formula(peers.simclr), {**DECAY, "exclude_from_weight_decay": NORMS}),
+    Proof("tf-models", FORMULA, formula(peers.simclr), {**DECAY, "exclude_from_weight_decay": NORMS}),
+    Proof("barlowtwins", FORMULA, formula(peers.barlowtwins), DECAY),
+    Proof("vicreg", FORMULA, formula(peers.barlowtwins), DECAY),
+    Proof("byol", FORMULA, formula(peers.barlowtwins), DECAY),
+    Proof("mindspore", FORMULA, formula(peers.mindspore), DECAY, without="zero|nothing|still"),
+)
+
+
+@for_every("proof", PROOFS, ids=lambda proof: proof.id)
+@pytest.mark.parametrize("name", ["reference", "foreach"])
+@pytest.mark.process
+def test_float64(proof: Any, name: str) -> None:
+    need(proof)
+    assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64]
+
+
+@for_every("proof", PROOFS, ids=lambda proof: proof.id)
+@pytest.mark.process
+def test_float32(proof: Any, backend: str) -> None:
+    need(proof)
+    if not serves(backend, Lars):
+        pytest.skip(f"backend {backend} has no kernels of LARS")
+    assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32]
+
+
+def test_every_name_is_proven() -> None:
+    names = {name for preset in LARS_PRESETS for name in (preset.name, *preset.aliases)}
+    assert {proof.preset for proof in PROOFS} == names
+
+
+OPTIONS = [(preset, option) for preset in LARS_PRESETS for option in preset.options if option != "eps"]
+
+
+@pytest.mark.process
+@for_every(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
+def test_the_proofs_would_see_a_missing_option(preset: Preset, option: str) -> None:
+    default = inspect.signature(Lars).parameters[option].default
+    names = (preset.name, *preset.aliases)
+    proofs = [proof for proof in PROOFS if proof.preset in names and option not in proof.options]
+    seen = [proof for proof in proofs if proof.witness not in INSTALL] or proofs[:1]
+    need(seen[0])
+    assert max(difference(p, "reference", torch.float64, **{option: default}) for p in seen) > 1e-9
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------
+
+HEAD = """\
+# Other packages' LARS by name
+
+<!-- Written by `python -m tests.math.test_lars_presets`; a test fails if it differs from the table of presets. -->
+
+`Lars.like(name, params, **overrides)` makes the LARS of another package; `bighorn.LARS_PRESETS` is this table:
+
+```python
+import torch
+from bighorn import Lars
+
+model = torch.nn.Linear(4, 2)
+optimizer = Lars.like("timm", model.named_parameters(), lr=3.2, momentum=0.9, weight_decay=1e-4)
+```
+
+| preset | differs from the paper | options beyond the defaults |
+|---|---|---|
+"""
+
+TAIL = """
+Each row is [tested](preset-results.md) against the package or its formula, except where it says "Not as there". The
+scripts of Barlow Twins, VICReg and BYOL exclude vectors, which their optimizers do not by themselves: [LARS](lars.md).
+"""
+
+
+def page() -> str:
+    """Return the text of `docs/lars-presets.md`."""
+    text = HEAD
+    for preset in LARS_PRESETS:
+        options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
+        text += f"| {named(preset)} | {preset.differs} | {options} |\n"
+    return text + TAIL
+
+
+def results() -> str:
+    """Return LARS's tables of `docs/preset-results.md`, measured now on every backend that works on this machine."""
+    rows = []
+    for proof in PROOFS:
+        given = [f"`{name}={value!r}`" for name, value in proof.options.items() if name != "weight_decay"]
+        given += ["two groups, one without decay"] * proof.grouped
+        double, single = (
+            max(difference(proof, name, dtype) for name in backends(dtype) if serves(name, Lars)) for dtype in BOUNDS
+        )
+        rows.append(f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |")
+    return tables(LARS_PRESETS, PACKAGES, rows)
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    assert PAGE.read_text() == page(), "write it anew: python -m tests.math.test_lars_presets"
+
+
+def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = written("lars")
+    figures = FIGURE.findall(text)
+    assert len(figures) == len(PROOFS)
+    assert max(float(double) for double, _ in figures) <= BOUNDS[torch.float64]
+    assert max(float(single) for _, single in figures) <= BOUNDS[torch.float32]
+    monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
+    monkeypatch.setattr(preset_pages, "version", lambda _: "any")
+    assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_lars_presets"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    write("lars", results())

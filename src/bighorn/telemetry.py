@@ -26,19 +26,19 @@ REPORTS = 3
 """The number of reports in a row after which slow layers are named."""
 
 MULTIPLIERS = ("trust_ratio", "confidence")
-"""The metrics by which LAMB and CAME multiply a layer's learning rate."""
+"""The metrics by which optimizers multiply a layer's learning rate."""
 
 
 def scalars(optimizer: Optimizer) -> dict[str, float]:
     """Return the metrics of `optimizer.telemetry()` by tags METRIC/LAYER. The host waits for the device once.
 
     Args:
-        optimizer: A `Lamb` or `Came`, or a wrapper of one by Accelerate, Lightning or ZeroRedundancyOptimizer.
+        optimizer: A `Lamb`, `Came` or `Lars`, or a wrapper of one by Accelerate, Lightning or ZeroRedundancyOptimizer.
 
     Returns:
-        For LAMB `weight_norm`, `update_norm` and `trust_ratio`, for CAME `update_rms`, `clip_factor` and `confidence`;
-        `lr`, and `effective_lr`, the learning rate times the trust ratio or the confidence; and `skipped_steps`. The
-        dict is empty before the first step.
+        For LAMB and LARS `weight_norm`, `update_norm` and `trust_ratio`, for CAME `update_rms`, `clip_factor` and
+        `confidence`; `lr`, and `effective_lr`, the learning rate times the trust ratio or the confidence; and
+        `skipped_steps`. The dict is empty before the first step.
 
     Raises:
         TypeError: `optimizer` is neither an optimizer with telemetry nor a wrapper of one.
@@ -103,12 +103,13 @@ class SlowLayers:
         self._told = False
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Keep the norms of the first step that this is called after; CAME has no trust ratio, and none are slow."""
+        """Keep the norms of the first step that this is called after; only for LAMB a small trust ratio means slow."""
         if self._first is None:
-            last = _telemetric(optimizer).telemetry()
+            inner = _telemetric(optimizer)
+            last = inner.telemetry()
             if last.names:
-                norms = getattr(last, "weight_norm", None)
-                self._first = ((), last.lr[:0]) if norms is None else (last.names, norms.clone())
+                lamb = inner.algorithm.name == "lamb"
+                self._first = (last.names, last.weight_norm.clone()) if lamb else ((), last.lr[:0])
 
     def found(self, values: dict[str, float]) -> list[str]:
         """Return the layers that were slow in this report and the two before, and warn about the first of them once.
@@ -188,5 +189,6 @@ def _telemetric(optimizer: Any) -> Any:
     while not hasattr(inner, "telemetry"):
         inner = getattr(inner, "optimizer", None) or getattr(inner, "optim", None)
         if inner is None:
-            raise TypeError(f"optimizer must be one with telemetry, a Lamb or a Came, not {type(optimizer).__name__}")
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer must be one with telemetry, a Lamb, a Came or a Lars, not {kind}")
     return inner

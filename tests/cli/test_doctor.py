@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bighorn import CAME_PRESETS, PRESETS, kernels
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, kernels
 from bighorn.cli import doctor
 from bighorn.kernels import Status
 from bighorn.kernels.cpu import library
@@ -88,7 +88,7 @@ def test_presets_are_listed_within_80_columns(invoke: Invoke, monkeypatch: pytes
     output = invoke("doctor", "--presets", "--json", "presets.json").output
     assert max(map(len, output.splitlines())) <= 80
     rows = json.loads(Path("presets.json").read_text())["presets"]
-    assert [row["name"] for row in rows] == [preset.name for preset in (*PRESETS, *CAME_PRESETS)]
+    assert [row["name"] for row in rows] == [preset.name for preset in (*PRESETS, *CAME_PRESETS, *LARS_PRESETS)]
     column = 2 + max(len(name) for row in rows for name in (row["name"], *row["aliases"]))
     for row in rows:
         assert all(re.search(rf"^{name} ", output, re.MULTILINE) for name in (row["name"], *row["aliases"]))

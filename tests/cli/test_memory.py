@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.footprint import FOOTPRINTS, Named, kinds
 from bighorn.cli.memory import MemoryConfig, Total, layer_rows, total_of
@@ -39,6 +39,8 @@ BUILD: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lamb-bf16": partial(Lamb, state_dtype=torch.bfloat16),
     "lamb-fp16": partial(Lamb, state_dtype=torch.float16),
     "lamb-int8": partial(Lamb, state_dtype="int8"),
+    "lars": Lars,
+    "lars-int8": partial(Lars, state_dtype="int8"),
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
@@ -76,7 +78,7 @@ def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("way", ROUNDING_MODES)
-@for_every("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb"))])
+@for_every("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb", "lars"))])
 def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: torch.dtype) -> None:
     params = parameters(ODD, dtype)
     predicted = FOOTPRINTS[name](on_meta(params), weight_rounding=way)

@@ -392,7 +392,7 @@ def test_what_is_no_such_thing() -> None:
         release_gradients(list(net.parameters()), Lamb(net.parameters(), lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not Sequential"):
         release_gradients(net, net)
-    with pytest.raises(ValueError, match=r"AdamW, which has no step_param.*: use Lamb or Came"):
+    with pytest.raises(ValueError, match=r"AdamW, which has no step_param.*: use Lamb, Came or Lars"):
         release_gradients(net, torch.optim.AdamW(net.parameters()))
 
 

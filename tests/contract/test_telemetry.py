@@ -183,7 +183,7 @@ def test_an_optimizer_is_found_in_its_wrappers(name: str, kind: Kind) -> None:
 
 def test_what_is_refused() -> None:
     net = model()
-    with pytest.raises(TypeError, match="a Lamb or a Came, not AdamW"):
+    with pytest.raises(TypeError, match="a Lamb, a Came or a Lars, not AdamW"):
         telemetry.scalars(torch.optim.AdamW(net.parameters()))
     optimizer = Lamb(net.parameters())
     for steps, error, message in (

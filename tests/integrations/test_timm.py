@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from tests.support import peer_formulas
 from tests.support.other_packages import timm_optim
 from tests.support.trainer_model import Net, batches
@@ -64,6 +64,9 @@ LINE: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "opt_e
         ("bighorncame", {"opt_eps": 1e-20}, Came, {"eps": (1e-20, 1e-16)}),
         ("bighorncame", {"opt_args": {"eps": (1e-20, 1e-10)}}, Came, {"eps": (1e-20, 1e-10)}),
         ("bighorncame", {"opt_args": {"state_dtype": "bfloat16"}}, Came, {"state_dtype": "bfloat16"}),
+        ("bighornlars", {}, Lars, {}),
+        ("bighornlars", {"opt_eps": 1e-3, "momentum": 0.5}, Lars, {"eps": 1e-3, "momentum": 0.5}),
+        ("bighornlars", {"opt_args": {"nesterov": True}}, Lars, {"nesterov": True}),
         ("bighornlamb", {"opt_args": {"exclude_from_layer_adaptation": "ndim<2"}}, Lamb, {}),
         ("bighornlamb", {"opt_foreach": False}, Lamb, {}),
     ],
@@ -117,7 +120,7 @@ def test_the_command_runs_a_script_with_the_names_registered(tmp_path: Path) -> 
     )
     command = [sys.executable, "-W", "ignore", "-c", start]
     done = subprocess.run([*command, str(script), "--opt", "bighornlamb"], capture_output=True, text=True, check=True)
-    assert done.stdout == "['--opt', 'bighornlamb'] ['bighorncame', 'bighornlamb', 'bighorntimm']\n"
+    assert done.stdout == "['--opt', 'bighornlamb'] ['bighorncame', 'bighornlamb', 'bighornlars', 'bighorntimm']\n"
 
 
 def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read() -> None:

@@ -12,7 +12,6 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn import Came, Lamb
 from bighorn.arguments import between
 from bighorn.cli import cuda, files
 from bighorn.cli.bench_table import COLUMNS, as_table, notes
@@ -31,6 +30,7 @@ from bighorn.cli.measure import (
     step_times,
     temporaries,
 )
+from bighorn.cli.optimizers import KINDS
 from bighorn.cli.options import FILE, POSITIVE, THREADS, Command, Options, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES
@@ -70,7 +70,8 @@ class BenchConfig(Options):
     device: str = option("cpu", "The device of the tensors, whose time is measured.", choices=tuple(INSTRUMENTS))
     table: str | None = option(
         None,
-        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu).",
+        "Against torch's fused AdamW: Lamb and others (steps), Came and others (came), both on a GPU (gpu); against "
+        "its fused SGD: Lars (lars).",
         choices=tuple(TABLES),
         shown="steps; gpu with --device cuda",
     )
@@ -250,6 +251,6 @@ def _row(
         "first_step_s": first_step,
         "temporaries_bytes": extra,
         "state_bytes": peer.state_bytes(optimizer) or None,  # some optimizers keep tensors outside `state`
-        "explain": optimizer.explain() if isinstance(optimizer, Lamb | Came) else None,
+        "explain": optimizer.explain() if isinstance(optimizer, KINDS) else None,
         "error": error(build, weights, grads) if exact else None,
     }

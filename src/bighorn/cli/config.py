@@ -50,7 +50,7 @@ class RunConfig(Options):
         shown="built in, but mnist",
     )
     optimizer: str = option(
-        "lamb", "Bighorn's lamb or came, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
+        "lamb", "Bighorn's lamb, came or lars, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
     )
     batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"), check=COUNT)
     lr: float | None = option(
@@ -96,14 +96,14 @@ class RunConfig(Options):
         None, "Clip gradients to this 2-norm over all parameters.", shown="no clip", check=POSITIVE
     )
     state_dtype: str | None = option(
-        None, "Type of lamb's moments or came's momentum.", shown="fp32", choices=tuple(STATE_DTYPES)
+        None, "Type of lamb's moments, or of the momentum of came and lars.", shown="fp32", choices=tuple(STATE_DTYPES)
     )
     optimizer_option: tuple[str, ...] = option(
         (),
         "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated.",
         shown="none",
     )
-    backend: str | None = option(None, "Kernels of lamb and came.", shown="auto", choices=("auto", *BACKENDS))
+    backend: str | None = option(None, "Kernels of lamb, came and lars.", shown="auto", choices=("auto", *BACKENDS))
     device: str = option("cpu", "Device of model, batches and optimizer; cuda needs a single process.", choices=DEVICES)
     threads: int | None = option(
         None,
@@ -127,7 +127,7 @@ class RunConfig(Options):
         for flag, value in (("--backend", self.backend), ("--state-dtype", self.state_dtype)):
             if value is not None and not recipe.state_dtypes:
                 raise InputError(
-                    f"{flag} {value} is for lamb and came, but --optimizer {self.optimizer} is torch's own: "
+                    f"{flag} {value} is for lamb, came and lars, but --optimizer {self.optimizer} is torch's own: "
                     f"leave {flag} out."
                 )
 

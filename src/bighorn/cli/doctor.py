@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bighorn import CAME_PRESETS, PRESETS, Lamb
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
@@ -24,7 +24,7 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 @click.command(cls=Command, epilog="Example: bighorn doctor --require cpu --json doctor.json")
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
-@click.option("--presets", is_flag=True, help="List what Lamb.like() and Came.like() give, instead.")
+@click.option("--presets", is_flag=True, help="List what Lamb.like(), Came.like() and Lars.like() give, instead.")
 @click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
 def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> None:
     """Say which backends work here, and why others do not."""
@@ -58,11 +58,11 @@ def findings() -> dict[str, Any]:
 
 
 def preset_rows() -> list[dict[str, Any]]:
-    """The presets of `Lamb.like` and `Came.like` as JSON."""
+    """The presets of all optimizers as JSON."""
     names = ("name", "aliases", "options", "differs", "source")
     return [
         {"optimizer": optimizer, **{name: getattr(preset, name) for name in names}}
-        for optimizer, presets in (("lamb", PRESETS), ("came", CAME_PRESETS))
+        for optimizer, presets in (("lamb", PRESETS), ("came", CAME_PRESETS), ("lars", LARS_PRESETS))
         for preset in presets
     ]
 

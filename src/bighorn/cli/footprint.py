@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
+from bighorn.cli.optimizers import KINDS
 
 Named = Sequence[tuple[str, Tensor]]
 """Parameters with their names, possibly on the meta device."""
@@ -50,6 +51,8 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "lamb-bf16": partial(Lamb.state_bytes, state_dtype="bfloat16"),
     "lamb-fp16": partial(Lamb.state_bytes, state_dtype="float16"),
     "lamb-int8": partial(Lamb.state_bytes, state_dtype="int8"),
+    "lars": Lars.state_bytes,
+    "lars-int8": partial(Lars.state_bytes, state_dtype="int8"),
     "adamw": adam,
     "sgd": sgd,
     "adafactor": adafactor,
@@ -67,7 +70,7 @@ def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str,
 OURS = {
     name: frozenset(inspect.signature(kind).parameters)
     for name in FOOTPRINTS
-    for kind in (Came, Lamb)
+    for kind in KINDS
     if name.startswith(kind.__name__.lower())
 }
 """The options of Bighorn's optimizers."""

@@ -25,8 +25,8 @@ from bighorn.cli.values import bytes_in, check_name, names, read_options, sugges
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 SOURCES = ("task", "shapes", "model", "hf_config")
-SHOWN = tuple(name for name in FOOTPRINTS if name != "came-fp16")
-"""The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``."""
+SHOWN = tuple(name for name in FOOTPRINTS if name not in ("came-fp16", "lars", "lars-int8"))
+"""The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``, and ``lars`` that of ``sgd``."""
 MOST_PARTS = 5
 """The number of kinds of layers with a colour of their own in the report's bars."""
 
@@ -53,7 +53,7 @@ class MemoryConfig(Options):
         None, "The config.json of a Hugging Face model, read offline with the package transformers."
     )
     data: str | None = option(None, "Data for the task, as in bighorn train: they say how many classes there are.")
-    optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown="all but came-fp16")
+    optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown=", ".join(SHOWN))
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     weight_rounding: str = option(
         "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=ROUNDING_MODES

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bighorn import Came, Lamb, shard_update
+from bighorn import Came, Lamb, Lars, shard_update
 from bighorn.cli.errors import InputError
 from bighorn.kernels.rounding import ROUNDING_MODES
+
+KINDS = (Lamb, Came, Lars)
+"""Bighorn's own optimizers."""
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 """The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
@@ -40,7 +43,7 @@ TRUST_RATIO = Metric(
     "trust_ratio",
     "trust ratio",
     "Effective learning rate by layer",
-    "Learning rate x trust ratio: how far a step moves each layer, relative to a plain Adam step.",
+    "Learning rate x trust ratio: how far a step moves each layer, relative to a plain step of Adam or, for lars, SGD.",
     times_lr=True,
 )
 
@@ -95,6 +98,7 @@ OPTIMIZERS = {
         tuple(STATE_DTYPES),
         (CONFIDENCE, UPDATE_RMS),
     ),
+    "lars": Recipe(2.0, 0.01, (0.5, 1.0, 2.0, 5.0, 10.0, 20.0), Lars, tuple(STATE_DTYPES), (TRUST_RATIO,)),
     "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.AdamW, fused=True)),
     "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.Adam, fused=True)),
     "adafactor": Recipe(0.05, 0.01, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), torch.optim.Adafactor),
@@ -112,6 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "came-corrected-int8": {"optimizer": "came", "state_dtype": "int8", "optimizer_option": ("bias_correction=True",)},
     "came-small": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC,)},
     "came-small-corrected": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC, "bias_correction=True")},
+    "lars-int8": {"optimizer": "lars", "state_dtype": "int8"},
     "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
     "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
     "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},
@@ -144,7 +149,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` over named parameters.
 
-    Vectors (biases and norms) have no weight decay and, in Lamb, no trust ratio, as in the BERT runs of LAMB's authors.
+    Vectors (biases and norms) have no weight decay and no trust ratio, as in the BERT runs of LAMB's authors.
     ``max_grad_norm`` is for Bighorn's optimizers; ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
     """
     named = list(model.named_parameters())
@@ -154,7 +159,7 @@ def build_optimizer(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if name == "lamb":
+    if name in ("lamb", "lars"):
         groups[1]["adapt"] = False
     recipe = OPTIMIZERS[name]
     ours: dict[str, Any] = {}

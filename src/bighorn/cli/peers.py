@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.cli.optimizers import state_bytes
 
 WEIGHT_DECAY = 0.01
@@ -70,7 +70,7 @@ class BenchTable:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def _ours(algorithm: type[Lamb | Came], backend: str = "auto", **options: Any) -> Callable[[], Build]:
+def _ours(algorithm: type[Lamb | Came | Lars], backend: str = "auto", **options: Any) -> Callable[[], Build]:
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         dtype = params[0].dtype
         chosen = {"backend": backend, "state_dtype": torch.bfloat16 if dtype == torch.bfloat16 else None, **options}
@@ -122,7 +122,7 @@ def _apex() -> Build:
     return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip or 1e9)
 
 
-def _timm() -> Build:
+def _timm(module: str, name: str) -> Any:
     spec = find_spec("timm")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("not installed; for its optimizers alone: pip install --no-deps timm")
@@ -130,7 +130,11 @@ def _timm() -> Build:
     # imported from their folder under a name that does not have timm as its parent.
     package = sys.modules.setdefault("timm_optim", ModuleType("timm_optim"))
     package.__path__ = [f"{folder}/optim" for folder in spec.submodule_search_locations]
-    lamb = import_module("timm_optim.lamb").Lamb
+    return getattr(import_module(f"timm_optim.{module}"), name)
+
+
+def _timm_lamb() -> Build:
+    lamb = _timm("lamb", "Lamb")
     return lambda params, lr, clip: lamb(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip)
 
 
@@ -174,8 +178,11 @@ PEERS = {
         unclipped(partial(imported, "pytorch_optimizer", "CAME", ": pip install pytorch_optimizer")),
         "pytorch_optimizer",
     ),
+    "lars": Peer("Lars", _ours(Lars), "bighorn"),
+    "timm-lars": Peer("timm Lars", unclipped(partial(_timm, "lars", "Lars"), momentum=0.9), "timm"),
+    "sgd": Peer("torch SGD, fused", unclipped(lambda: torch.optim.SGD, momentum=0.9, fused=True), "torch"),
     "adafactor": Peer("torch Adafactor", unclipped(lambda: torch.optim.Adafactor), "torch"),
-    "timm": Peer("timm Lamb", _timm, "timm"),
+    "timm": Peer("timm Lamb", _timm_lamb, "timm"),
     "pytorch_optimizer": Peer("pytorch_optimizer Lamb", _pytorch_optimizer, "pytorch_optimizer"),
     "apex": Peer("apex FusedLAMB", _apex, "apex", devices=("cuda",), float64=False),
 }
@@ -190,6 +197,12 @@ TABLES = {
     "came": BenchTable(
         baseline="adamw",
         peers=("came", "came-last-two", "came-int8", "came-pytorch", "pytorch_optimizer-came", "adafactor"),
+        shapes=("vit_small", "resnet50"),
+        columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
+    ),
+    "lars": BenchTable(
+        baseline="sgd",
+        peers=("lars", "timm-lars"),
         shapes=("vit_small", "resnet50"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),
     ),

@@ -63,7 +63,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
 
     Args:
         model: A model; the optimizer holds all of its trainable parameters.
-        optimizer: A Lamb or a Came.
+        optimizer: A Lamb, a Came or a Lars.
 
     Returns:
         A handle; its `remove()` undoes it, and its context `accumulate()` keeps gradients meanwhile.
@@ -99,7 +99,8 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if not isinstance(optimizer, StepsAhead):
-        raise ValueError(f"optimizer is {type(optimizer).__name__}, which has no step_param(param): use Lamb or Came")
+        kind = type(optimizer).__name__
+        raise ValueError(f"optimizer is {kind}, which has no step_param(param): use Lamb, Came or Lars")
     if (reason := optimizer.whole_step_reason() or _unsupported_reason(model, optimizer, set(held))) is not None:
         raise ValueError(f"gradients cannot be released: {reason}")
     # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).

@@ -1,4 +1,4 @@
-"""Registration of Lamb and Came with timm, and a command that runs timm's training script with them.
+"""Registration of Lamb, Came and Lars with timm, and a command that runs timm's training script with them.
 
 The command is `python -m bighorn.integrations.timm train.py --opt bighornlamb --lr 5e-3 ...`.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 
 
 def came(
@@ -46,6 +46,7 @@ def register() -> None:
     infos = (
         OptimInfo("bighornlamb", Lamb, "LAMB of Bighorn", has_betas=True),
         OptimInfo("bighorncame", came, "CAME of Bighorn", has_betas=True, num_betas=3),
+        OptimInfo("bighornlars", Lars, "LARS of Bighorn", has_momentum=True),
         OptimInfo("bighorntimm", timm_lamb, "LAMB of Bighorn that computes what timm's does", has_betas=True),
     )
     for info in infos:
@@ -55,8 +56,8 @@ def register() -> None:
 USAGE = """\
 usage: python -m bighorn.integrations.timm SCRIPT [arguments of the script]
 
-Run a training script of timm, such as its train.py, with three more values of --opt: bighornlamb, bighorncame and
-bighorntimm, which computes what timm's own lamb does."""
+Run a training script of timm, such as its train.py, with four more values of --opt: bighornlamb, bighorncame,
+bighornlars, and bighorntimm, which computes what timm's own lamb does."""
 
 
 def main(arguments: list[str]) -> None:

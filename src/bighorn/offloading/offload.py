@@ -53,7 +53,7 @@ def offload(
 
     Args:
         model: A model on a device; with FSDP2, call this after `fully_shard`.
-        optimizer: A Lamb, a Came or an optimizer of `torch.optim` over the model's parameters. It may have state.
+        optimizer: A Lamb, Came or Lars, or one of `torch.optim` over the model's parameters. It may have state.
         overlap: What runs beside other work of the device. With "copies", gradients travel during `backward()`, and
             `step()` steps each bucket while the weights of the one before travel back. With "forward", `step()` returns
             at once, and the forward and the `state_dict()` of each module wait for its weights; any other code that

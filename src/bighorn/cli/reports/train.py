@@ -4,8 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from bighorn import Came, Lamb
-from bighorn.cli.optimizers import Metric, state_bytes
+from bighorn.cli.optimizers import KINDS, Metric, state_bytes
 from bighorn.cli.reports import Section, plots, render
 from bighorn.cli.run import Run
 
@@ -57,7 +56,7 @@ def train_report(run: Run) -> str:
     )
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
-    settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, Lamb | Came) else {})
+    settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
     return render(
         f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings, config.device
     )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from tests.support.cases import KINDS, Kind, serves
+from tests.support.cases import KINDS, Kind
 from tests.support.optimizer_runs import OWN, assert_bitwise, assert_same_everything, backward, figures, model
 from tests.support.tables import for_every
 
@@ -140,8 +140,6 @@ STACKED: dict[Kind, list[dict[str, Any]]] = {
 
 @for_every(("kind", "group"), [(kind, group) for kind in KINDS for group in STACKED[kind]])
 def test_a_stacked_parameter_is_its_slices(group: dict[str, Any], kind: Kind, backend: str) -> None:
-    if not serves(backend, kind):
-        pytest.skip(f"backend {backend} has no kernels of {kind.__name__}")
     torch.manual_seed(8)
     stacked = Parameter(torch.randn(3, 6, 7))
     slices = [Parameter(row.clone()) for row in stacked.detach()]

@@ -299,6 +299,8 @@ def test_squares_beyond_float32_are_skipped(options: dict[str, Any], kind: Kind,
 @pytest.mark.parametrize("spread", [False, True])
 def test_squares_up_to_the_limit_are_stepped(norm: float, spread: bool, kind: Kind, backend: str) -> None:
     for options in (OVERFLOWING["float32"], OVERFLOWING["int8"]):
+        if kind is Lars and "state_dtype" in options and backend == "cpu":
+            continue  # the C library has no momentum of LARS in blocks
         weight = Parameter(torch.ones(64, 128))
         optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
         for _ in range(3):

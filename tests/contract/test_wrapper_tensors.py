@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 from bighorn.cli.ranks import end_process_group
-from tests.support.cases import Kind, serves
+from tests.support.cases import Kind
 
 pytestmark = pytest.mark.long
 
@@ -178,8 +178,6 @@ def test_freed_memory(where: str, backend: str, cached: bool, kind: Kind) -> Non
 
 def test_backends_that_need_memory(kind: Kind) -> None:
     for backend in ("cpu", "foreach"):
-        if not serves(backend, kind):
-            continue
         with pytest.raises(ValueError, match=r"(?s)cannot serve.*without memory"):
             kind([Parameter(Float8Weight(values(0)))], lr=0.1, backend=backend)
 

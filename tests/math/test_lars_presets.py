@@ -22,7 +22,6 @@ from tests.math import test_presets
 from tests.math.test_presets import BARE, BOUNDS, DECAY, FORMULA, INSTALL, Witness, difference, formula, need
 from tests.support import peer_lars_formulas as peers
 from tests.support import preset_pages
-from tests.support.cases import serves
 from tests.support.peer_formulas import installed_timm
 from tests.support.preset_pages import FIGURE, backends, named, tables, without_figures, write, written
 from tests.support.tables import for_every
@@ -94,8 +93,6 @@ def test_float64(proof: Any, name: str) -> None:
 @pytest.mark.process
 def test_float32(proof: Any, backend: str) -> None:
     need(proof)
-    if not serves(backend, Lars):
-        pytest.skip(f"backend {backend} has no kernels of LARS")
     assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32]
 
 
@@ -160,9 +157,7 @@ def results() -> str:
     for proof in PROOFS:
         given = [f"`{name}={value!r}`" for name, value in proof.options.items() if name != "weight_decay"]
         given += ["two groups, one without decay"] * proof.grouped
-        double, single = (
-            max(difference(proof, name, dtype) for name in backends(dtype) if serves(name, Lars)) for dtype in BOUNDS
-        )
+        double, single = (max(difference(proof, name, dtype) for name in backends(dtype)) for dtype in BOUNDS)
         rows.append(f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |")
     return tables(LARS_PRESETS, PACKAGES, rows)
 

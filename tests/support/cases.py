@@ -75,12 +75,6 @@ class ExactLars(Lars):
 EXACT: Mapping[Kind, Kind] = {Lamb: ExactLamb, Came: ExactCame, Lars: ExactLars}
 
 
-def serves(backend: str, kind: Kind) -> bool:
-    """Whether a backend has kernels of an optimizer."""
-    # Until all backends have kernels of LARS.
-    return backend == "auto" or getattr(kernels.BACKENDS[backend], kind.algorithm.name) is not None
-
-
 LRS = (0.1, 0.05, 0.2, 0.08)
 """The learning rate changes at every step; it is large because the rounding of a parameter hides a small step."""
 
@@ -115,7 +109,7 @@ class Case:
         """Whether this backend must serve this case."""
         if backend == "reference":  # it is the specification, to which sizes are nothing
             return self.leaves is not HUGE
-        if not serves(backend, self.kind):
+        if backend == "cpu" and self.kind is Lars and in_blocks(self.options):
             return False
         groups = (self.options, *self.groups)
         return not any(group.get(option) for group in groups for option in LEFT_OUT.get(backend, ()))

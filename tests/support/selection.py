@@ -7,8 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from bighorn import Lars, kernels
-from tests.support.cases import serves
+from bighorn import kernels
 from tests.support.covering_cases import fewest
 
 
@@ -43,18 +42,9 @@ def lacking(item: pytest.Item) -> str | None:
     for mark in item.iter_markers("skipif"):
         if mark.args and mark.args[0] is True:
             return str(mark.kwargs.get("reason"))
-    if (lacks := without_kernels_of(item)) is not None:
-        return lacks
     backend = parameters(item).get("backend")
     # A library of other sources is a failure, and everything says so.
     return backend if backend in OPTIONAL and why_not(backend) else None
-
-
-def without_kernels_of(item: pytest.Item) -> str | None:
-    """Return why a test of shared behaviour is left to other backends: until all of them have kernels of LARS."""
-    backend, kind = (parameters(item).get(name) for name in ("backend", "kind"))
-    without = isinstance(backend, str) and kind is Lars and not serves(backend, Lars)
-    return f"backend {backend} has no kernels of LARS" if without else None
 
 
 OPTIONAL = set(kernels.status()) - {"reference", "foreach", "cpu"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.cpu.layerwise import SUMS, LayerwiseStepper
+from bighorn.kernels.cpu.layerwise import LayerwiseStepper
 from bighorn.kernels.cpu.tensors import unsupported
 from bighorn.kernels.options import LambOptions
 
@@ -20,7 +20,3 @@ class Lamb(LayerwiseStepper[LambOptions]):
         if reason is None and options.blocks and param.dtype == torch.float64:
             return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
         return reason
-
-    def needed_sums(self) -> int:
-        """See `LayerwiseStepper.needed_sums`; cautious updates need all."""
-        return SUMS if any(bucket.options.cautious for bucket in self.buckets) else super().needed_sums()

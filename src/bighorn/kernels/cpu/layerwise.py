@@ -23,6 +23,9 @@ BOTH, FIRST, SECOND = 0, 1, 2
 SUMS = 4
 """The sums over each row that the library needs: those of LayerSums in csrc/layerwise.h."""
 
+UNMASKED_SUMS = 2
+"""Those that it needs if no update is cautious: the first ones, the sums of squares of x and u."""
+
 
 class LayerwiseStepper(Stepper[Options]):
     """The base of the optimizers whose steps depend on norms of whole tensors."""
@@ -48,10 +51,6 @@ class LayerwiseStepper(Stepper[Options]):
             options=index,
         )
 
-    def needed_sums(self) -> int:
-        """Return the number of sums over a row that ranks add up: the sums of squares of x and of its update."""
-        return 2
-
     def reserve(self, threads: int) -> None:
         """Allocate the scratch and the partial sums, which do not depend on the number of threads."""
         del threads
@@ -69,7 +68,7 @@ class LayerwiseStepper(Stepper[Options]):
         if apply_mask is not None and not apply_mask:
             return
         scale = float(grad_scale)
-        needed = self.needed_sums()
+        needed = SUMS if any(getattr(bucket.options, "cautious", False) for bucket in self.buckets) else UNMASKED_SUMS
         sums = torch.zeros(len(self.rows), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
         self._run(bound, scale, FIRST, sums)
         sent = sums[:, :needed].clone(memory_format=torch.contiguous_format)

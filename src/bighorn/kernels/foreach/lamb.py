@@ -15,7 +15,7 @@ from torch import Tensor
 from bighorn.kernels.arithmetic import wide, write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
-from bighorn.kernels.foreach.pieces import PIECE_BYTES, aligned_size, store_pieces
+from bighorn.kernels.foreach.pieces import PIECE_BYTES, Workspace, aligned_size, store_pieces
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
@@ -36,7 +36,7 @@ class LambBatch(Batch[LambOptions]):
         """Whether a piece can be a part of a large row: not if the mask's mean over the row is needed."""
         return not self.bucket.options.cautious
 
-    def step(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
+    def step(self, space: Workspace, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
         """Run both phases: moments and norms of all pieces, then the parameters of all pieces."""
         o, norms = self.bucket.options, self.bucket.metrics[self.rows]
         t = torch.stack(self.bucket.steps[self.rows]) + 1
@@ -45,10 +45,10 @@ class LambBatch(Batch[LambOptions]):
         decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
 
         updates = []
-        for piece, u in self._updates(t, corrections, grad_scale, apply_mask, discard=not self.keeps):
+        for piece, u in self._updates(space, t, corrections, grad_scale, apply_mask, discard=not self.keeps):
             updates.append((piece, u))
             x = self._weights(piece)
-            sums[piece.rows] += torch.stack([self.space.square_sums(WIDE, each) for each in (x, u)], dim=1)
+            sums[piece.rows] += torch.stack([space.square_sums(WIDE, each) for each in (x, u)], dim=1)
 
         weight_norm, update_norm = sums.sqrt().unbind(dim=1)
         weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
@@ -58,8 +58,8 @@ class LambBatch(Batch[LambOptions]):
         write(norms, torch.stack([weight_norm, update_norm, q], dim=1), apply_mask)
 
         step = (corrections[2] * q * o.lr).to(self.dtype).unbind()
-        for piece, u in updates if self.keeps else self._updates(t, corrections, grad_scale, apply_mask):
-            x = self.space.load(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
+        for piece, u in updates if self.keeps else self._updates(space, t, corrections, grad_scale, apply_mask):
+            x = space.load(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
             if o.decay_mode == "decoupled":
                 torch._foreach_mul_(x, decay)
             torch._foreach_addcmul_(x, u, step[piece.rows], value=-1)  # LAMB-x
@@ -67,6 +67,7 @@ class LambBatch(Batch[LambOptions]):
 
     def _updates(
         self,
+        space: Workspace,
         t: Tensor,
         corrections: tuple[Tensor, Tensor, Tensor],
         grad_scale: Tensor | float,
@@ -74,14 +75,14 @@ class LambBatch(Batch[LambOptions]):
         discard: bool = False,
     ) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Advance the moments of each piece, or copies of them, and compute its u."""
-        o, space = self.bucket.options, self.space
+        o = self.bucket.options
         fused = self.fused()
         offset = 0
-        gradients = self._gradients(-grad_scale if o.maximize else grad_scale, copy=o.decay_mode == "l2")
+        gradients = self._gradients(space, -grad_scale if o.maximize else grad_scale, copy=o.decay_mode == "l2")
         for piece, g in zip(self.pieces, gradients, strict=True):
             if o.decay_mode == "l2" and o.weight_decay != 0:
                 torch._foreach_add_(g, self._weights(piece), alpha=o.weight_decay)
-            m, v, peak = self._moments(piece, discard or (apply_mask is not None and not fused))
+            m, v, peak = self._moments(space, piece, discard or (apply_mask is not None and not fused))
             u = space.views(U, piece.x, self.dtype, offset)
             if self.keeps:
                 offset += sum(map(aligned_size, u)) * self.dtype.itemsize

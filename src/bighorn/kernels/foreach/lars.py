@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn.kernels.arithmetic import wide, write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
-from bighorn.kernels.foreach.pieces import store_pieces
+from bighorn.kernels.foreach.pieces import Workspace, store_pieces
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.reference import lars as reference
 from bighorn.kernels.reference.lars import trust_ratio
@@ -24,26 +24,26 @@ class LarsBatch(Batch[LarsOptions]):
 
     moments = ("exp_avg",)
 
-    def step(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
+    def step(self, space: Workspace, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
         """Run both phases: the norms of all pieces, then momentum and parameters of all pieces."""
         o = self.bucket.options
         t = torch.stack(self.bucket.steps[self.rows]) + 1
         scale = -grad_scale if o.maximize else grad_scale
         sums = torch.zeros(len(t), 2, dtype=wide(t), device=t.device)
-        for piece, g in self._updates(scale, decayed=o.denominator == "joint"):
+        for piece, g in self._updates(space, scale, decayed=o.denominator == "joint"):
             x = self._weights(piece)
-            sums[piece.rows] += torch.stack([self.space.square_sums(WIDE, each) for each in (x, g)], dim=1)
+            sums[piece.rows] += torch.stack([space.square_sums(WIDE, each) for each in (x, g)], dim=1)
         weight_norm, update_norm, q = trust_ratio(sums[:, 0], sums[:, 1], o)
         write(self.bucket.metrics[self.rows], torch.stack([weight_norm, update_norm, q], dim=1), apply_mask)
 
         before, after = (o.lr * q, 1.0) if o.lr_in_momentum else (q, o.lr)
         factors = before.to(self.dtype).unbind()
-        for piece, u in self._updates(scale, decayed=True, copy=True):
+        for piece, u in self._updates(space, scale, decayed=True, copy=True):
             torch._foreach_mul_(u, factors[piece.rows])
-            m = self._advance(piece, u, t, apply_mask)
+            m = self._advance(space, piece, u, t, apply_mask)
             if o.nesterov:
                 torch._foreach_add_(u, m, alpha=o.momentum)
-            x = self.space.load(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
+            x = space.load(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
             if isinstance(after, Tensor):
                 torch._foreach_addcmul_(x, u if o.nesterov else m, [after.to(self.dtype)] * len(x), value=-1)
             else:
@@ -51,19 +51,21 @@ class LarsBatch(Batch[LarsOptions]):
             self._store_weights(piece, x, t, apply_mask)
 
     def _updates(
-        self, scale: Tensor | float, *, decayed: bool, copy: bool = False
+        self, space: Workspace, scale: Tensor | float, *, decayed: bool, copy: bool = False
     ) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Yield each piece and its gradients, scaled, with the decay if that is asked for."""
         decay = self.bucket.options.weight_decay if decayed else 0.0
-        for piece, u in zip(self.pieces, self._gradients(scale, copy=copy or decay != 0), strict=True):
+        for piece, u in zip(self.pieces, self._gradients(space, scale, copy=copy or decay != 0), strict=True):
             if decay != 0:
                 torch._foreach_add_(u, self._weights(piece), alpha=decay)  # LARS-u
             yield piece, u
 
-    def _advance(self, piece: Piece, u: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> list[Tensor]:
+    def _advance(
+        self, space: Workspace, piece: Piece, u: list[Tensor], t: Tensor, apply_mask: Tensor | None
+    ) -> list[Tensor]:
         """Advance the momentum of a piece, and return it as it is (or would be) stored."""
         o = self.bucket.options
-        (m,) = self._moments(piece, copy=apply_mask is not None)
+        (m,) = self._moments(space, piece, copy=apply_mask is not None)
         torch._foreach_mul_(m, o.momentum)
         torch._foreach_add_(m, u)  # LARS-m
         if self.in_blocks:

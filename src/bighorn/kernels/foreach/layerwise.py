@@ -76,8 +76,8 @@ class Batch(Generic[Options]):
         """Whether a piece can be a part of a large row."""
         return True
 
-    def step(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
-        """Run both phases: the norms of all pieces, then the parameters of all pieces."""
+    def step(self, space: Workspace, grad_scale: Tensor | float, apply_mask: Tensor | None) -> None:
+        """Run both phases, with temporaries in `space`: the norms of all pieces, then the parameters of all pieces."""
         raise NotImplementedError
 
     def _cut(self) -> Iterator[Piece]:
@@ -102,11 +102,6 @@ class Batch(Generic[Options]):
                 [start + first for start, first in zip(starts, row_starts[rows], strict=True)],
             )
 
-    @property
-    def space(self) -> Workspace:
-        """The memory for temporaries."""
-        return workspace(SIZE, self.bucket.metrics.device)
-
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield pieces of this batch's tensors, which are shaped like parameters, in the parameters' memory order."""
         ordered = [x.permute(order) for x, order in zip(tensors, self.orders, strict=True)]
@@ -117,13 +112,13 @@ class Batch(Generic[Options]):
             return itertools.repeat([])
         return ([x.view(-1) for x in piece] for _, piece in self._pieces(tensors[self.rows]))
 
-    def _gradients(self, scale: Tensor | float, copy: bool = True) -> Iterator[list[Tensor]]:
+    def _gradients(self, space: Workspace, scale: Tensor | float, copy: bool) -> Iterator[list[Tensor]]:
         """Yield the scaled gradients of each piece, without decay; without `copy` they may be the gradients."""
         grads = [grad for grad in self.bucket.grads[self.rows] if grad is not None]
         unscaled = isinstance(scale, float) and scale == 1
         for _, piece in self._pieces(grads):
             flat = [each.contiguous().view(-1) for each in piece]
-            g = self.space.load(G, flat, self.dtype, copy=copy or not unscaled)
+            g = space.load(G, flat, self.dtype, copy=copy or not unscaled)
             if not unscaled:
                 torch._foreach_mul_(g, scale)
             yield g
@@ -148,14 +143,14 @@ class Batch(Generic[Options]):
                 target = x if name == "x" else piece.state[i][name].view(-1)
                 write(target, new, apply_mask)
 
-    def _moments(self, piece: Piece, copy: bool) -> list[list[Tensor]]:
+    def _moments(self, space: Workspace, piece: Piece, copy: bool) -> list[list[Tensor]]:
         """Return the moments of a piece to compute in: themselves, or copies if their dtype or `copy` requires that."""
         if self.in_blocks:
             names = [name for name in self.moments if name in self.bucket.state]
             decoded = [[dequantize(name, state).flatten() for state in piece.state] for name in names]
             return decoded + [[]] * (len(self.moments) - len(names))
         slots = zip(MOMENTS, piece.moments, strict=False)
-        return [self.space.load(slot, tensors, self.dtype, copy) for slot, tensors in slots]
+        return [space.load(slot, tensors, self.dtype, copy) for slot, tensors in slots]
 
     def _encode(
         self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool = False
@@ -211,10 +206,11 @@ class LayerwiseStepper(Stepper[Options]):
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Stepper.step`."""
+        space = workspace(SIZE, self.buckets[0].metrics.device)
         for bucket, all_rows in zip(self.buckets, self.batches, strict=True):
             present = bucket.with_grad()
             for batch in all_rows if present is bucket else self._batches(present):
-                batch.step(grad_scale, apply_mask)
+                batch.step(space, grad_scale, apply_mask)
             if present is not bucket:
                 bucket.metrics[rows_with_grad(bucket.grads)] = present.metrics
             count_step(bucket.unique_steps, apply_mask)

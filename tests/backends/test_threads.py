@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, kernels
+from bighorn import Came, Lamb, Lars, kernels
 from bighorn.kernels.cpu import library
 from tests.backends import test_backends
 from tests.support.case_tensors import Leaf
@@ -89,9 +89,9 @@ def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("sizes", {(16,) * 200: [], (32_767,): [], (32_768,): [8, 8], (30_000, 30_000): [8, 8]}.items())
-@pytest.mark.parametrize("optimizer", [Lamb, Came])
+@pytest.mark.parametrize("optimizer", [Lamb, Came, Lars])
 def test_little_work_stays_with_the_caller(
-    optimizer: type[Lamb | Came], sizes: tuple[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+    optimizer: type[Lamb | Came | Lars], sizes: tuple[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting for other threads takes longer than this work, milliseconds on a busy machine."""
     teams = []
@@ -335,6 +335,7 @@ def test_another_default_device_changes_nothing(way: str, backend: str) -> None:
 
 LOOPS = {
     *("paper-v5", "paper-v3", "adamw", "adam-l2", "everything", "amsgrad", "adagrad-in-lr", "decoupled", "clip-skip"),
+    *("lars-paper", "lars-everything", "lars-large-paper", "lars-bfloat16-paper", "lars-stacked-joint-clipped"),
     *("maximize-l2", "centralised", "stacked-centralised", "large-paper-v5", "mixed-adamw"),
     *(case.id for case in CASES if case.id.endswith(("-paper-v5", "-published")) and case.runs_on("cpu")),
 }

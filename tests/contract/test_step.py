@@ -280,6 +280,8 @@ OVERFLOWING: dict[str, Any] = {"float32": {}, "int8": {"state_dtype": "int8"}, "
 @pytest.mark.parametrize("options", OVERFLOWING.values(), ids=OVERFLOWING)
 def test_squares_beyond_float32_are_skipped(options: dict[str, Any], kind: Kind, backend: str) -> None:
     """One element of 3e19 once made all 524,288 weights of a matrix NaN, even with skip_nonfinite."""
+    if kind is Lars and "state_dtype" in options and backend == "cpu":
+        pytest.skip("the C library has no momentum of LARS in blocks")
     weight = Parameter(torch.ones(64, 128))
     optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
     one = torch.zeros(64, 128)

@@ -17,7 +17,7 @@ SCRIPT = """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.fsdp import fully_shard
-    from bighorn import Came, Lamb
+    from bighorn import Came, Lamb, Lars
     from bighorn.cli.ranks import end_process_group
 
     rank, store = int(sys.argv[1]), sys.argv[2]
@@ -45,14 +45,14 @@ SCRIPT = """
             raise AssertionError("it was not refused")
         assert not optimizer.state
 
-    for kind in (Lamb, Came):
+    for kind in (Lamb, Came, Lars):
         for name, (change, options, *texts) in ways.items():
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
             fully_shard(net)
             before = [p.full_tensor().clone() for p in net.parameters()]
-            if kind is Lamb and name == "options":
-                options, texts = {"eps": 0.001}, ["eps=1e-06", "rank 1 has param_groups[0]: eps=0.001"]
+            if kind is not Came and name == "options":
+                options, texts = {"eps": 0.001}, ["eps=1e-0", "rank 1 has param_groups[0]: eps=0.001"]
             named = list(net.named_parameters())
             for p in net.parameters():
                 p.grad = torch.ones_like(p)

@@ -22,7 +22,7 @@ SCRIPT = """
     import sys, torch
     import torch.distributed as dist
     from torch.nn import Parameter
-    from bighorn import Came, Lamb
+    from bighorn import Came, Lamb, Lars
 
     rank, store, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -62,6 +62,7 @@ SCRIPT = """
             assert mode == "idle" or not p.equal(parameters()[i])
 
     check(Lamb)
+    check(Lars, trust_coefficient=0.3, lr_in_momentum=False)
     check(Came, eps=(1e-2, 1e-16))  # a small one would hide by what gradients were scaled
 """
 
@@ -81,7 +82,7 @@ ZERO = """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from bighorn import Came, Lamb
+    from bighorn import Came, Lamb, Lars
 
     rank, store, world = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -105,7 +106,8 @@ ZERO = """
         for a, b in zip(ours.parameters(), theirs.parameters()):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
-    own = {Lamb: dict(betas=(0.8, 0.9)), Came: dict(betas=(0.8, 0.9, 0.99), eps=(1e-2, 1e-16), bias_correction=True)}
+    own = {Lars: dict(trust_coefficient=0.3)}
+    own |= {Lamb: dict(betas=(0.8, 0.9)), Came: dict(betas=(0.8, 0.9, 0.99), eps=(1e-2, 1e-16), bias_correction=True)}
     clip = dict(max_grad_norm=0.5)
     def cases(kind):
         grouped = functools.partial(kind, grad_norm_group=dist.group.WORLD, **clip)
@@ -115,7 +117,7 @@ ZERO = """
         yield kind, large, grouped, {}, clip
         yield kind, small, grouped, {}, clip
 
-    for kind, model, make, extra, same in (*cases(Lamb), *cases(Came)):
+    for kind, model, make, extra, same in (*cases(Lamb), *cases(Came), *cases(Lars)):
         options = dict(lr=0.1, weight_decay=0.1, **own[kind])
         alone, sharded = model(), model()
         whole = kind(alone.parameters(), **options, **same)

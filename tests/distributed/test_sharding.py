@@ -81,6 +81,16 @@ def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPa
     assert_bitwise(shards, whole)
 
 
+@pytest.mark.parametrize("case", ["lars-everything", "lars-stacked-joint-clipped", "lars-mixed-paper"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
+def test_rounds_are_a_step_of_lars(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
+    advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
+    monkeypatch.setattr(kernels.BACKENDS[backend].lars, "step", in_rounds)
+    advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
+    assert_bitwise(shards, whole)
+
+
 @pytest.mark.parametrize("case", ["came-published", "came-everything", "came-bfloat16-states-int8-everything"])
 @pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 def test_rounds_are_a_step_of_came(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

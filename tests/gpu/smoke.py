@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
-from tests.support.cases import ExactCame, ExactLamb, Kind, set_gradients
+from tests.support.cases import EXACT, KINDS, Kind, set_gradients
 
 SHAPES = ((1000, 1000), (4097,), (64, 3, 7, 7), (30522, 128), (1,))
 OPTIONS: tuple[Mapping[str, Any], ...] = (
@@ -38,7 +37,7 @@ def main() -> int:
         print("torch sees no GPU here")
         return 1
     failures = 0
-    for kind in (Lamb, Came):
+    for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for options in OPTIONS:
                 if dtype != torch.float32 or "weight_rounding" not in options:
@@ -53,9 +52,7 @@ def check(
     begin = time.perf_counter()
     exact = {name: value for name, value in options.items() if name != "weight_rounding"}
     ours = trained(kind, dtype, dtype, device, {**options, "backend": backend})
-    true = trained(
-        ExactLamb if kind is Lamb else ExactCame, dtype, torch.float64, device, {**exact, "backend": "reference"}
-    )
+    true = trained(EXACT[kind], dtype, torch.float64, device, {**exact, "backend": "reference"})
     off = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, true, strict=True))
     limit = max(LIMITS[dtype], LIMIT_OF_INT8 if "state_dtype" in options else 0.0)
     good = off <= limit  # False for NaN

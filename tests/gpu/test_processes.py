@@ -16,9 +16,9 @@ STEPS = """
 import sys
 import torch
 from tests.gpu import smoke
-from bighorn import Came, Lamb
+
 device = torch.device("cuda")
-sys.exit(not all([smoke.check(kind, torch.float32, {}, device) for kind in (Lamb, Came)]))
+sys.exit(not all([smoke.check(kind, torch.float32, {}, device) for kind in smoke.KINDS]))
 """
 
 AUTO = """

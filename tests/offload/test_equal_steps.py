@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from tests.support.case_tensors import HUGE, LARGE
 from tests.support.cases import CASES, Case, allow_gradients_of, set_gradients
 from tests.support.covering_cases import covering
@@ -81,6 +81,7 @@ MAKES: dict[str, Make] = {
     "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), lr=0.1),
     "Lamb": lambda net: Lamb(net.named_parameters(), lr=0.1),
     "Came": lambda net: Came(net.named_parameters(), lr=0.1),
+    "Lars": lambda net: Lars(net.named_parameters(), lr=0.1, trust_coefficient=0.3),
 }
 
 

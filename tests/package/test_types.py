@@ -10,13 +10,13 @@ from typing import get_args
 
 import pytest
 
-from bighorn import CAME_PRESETS, PRESETS
-from bighorn.optim.presets import CamePreset, LambPreset
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS
+from bighorn.optim.presets import CamePreset, LambPreset, LarsPreset
 from bighorn.optim.state import MOMENT_DTYPES, StateDtype
 from tests.support.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
-HEAD = "import torch\nfrom bighorn import Came, Lamb\nparams = torch.nn.Linear(4, 2).parameters()\n"
+HEAD = "import torch\nfrom bighorn import Came, Lamb, Lars\nparams = torch.nn.Linear(4, 2).parameters()\n"
 REFUSED = (
     "Lamb(params, weight_deacy=1)",
     "Came(params, lr=0.1, weight_deacy=1)",
@@ -28,11 +28,14 @@ REFUSED = (
     'Lamb(params, weight_rounding="up")',
     'Came(params, lr=0.1, factor="last")',
     'Lamb(params, lr="0.1")',
+    'Lars.like("timn", params)',
+    'Lars(params, denominator="both")',
 )
 ACCEPTED = (
     "Lamb(params, 0.1, weight_decay=1)",
     'Lamb.like("timm", params, lr=0.1)',
     'Came.like("sana", params, lr=0.1)',
+    'Lars.like("byol", params, lr=0.1, nesterov=True)',
     'Lamb(params, state_dtype="int8", weight_rounding="kahan")',
     "Came(params, lr=0.1, state_dtype=torch.bfloat16)",
     "options: dict[str, object] = {}",
@@ -63,6 +66,6 @@ def test_a_type_checker_refuses_what_the_constructors_refuse(checker: str, tmp_p
 
 
 def test_the_types_have_the_names_of_the_tables() -> None:
-    for presets, names in ((PRESETS, LambPreset), (CAME_PRESETS, CamePreset)):
+    for presets, names in ((PRESETS, LambPreset), (CAME_PRESETS, CamePreset), (LARS_PRESETS, LarsPreset)):
         assert list(get_args(names)) == [word for preset in presets for word in (preset.name, *preset.aliases)]
     assert list(get_args(StateDtype)) == list(MOMENT_DTYPES)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, FlatLayout, Fragment, Lamb
+from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
 from tests.support.case_tensors import ordinal
-from tests.support.cases import Optimizer
+from tests.support.cases import KINDS, Optimizer
 from tests.support.processes import run_scenarios
 from tests.support.sharding_worker import (
     ALONE,
@@ -203,6 +203,10 @@ RUNS: Mapping[str, Run] = {
     ),
     "cpu-bfloat16-state": Run(
         Lamb, {"state_dtype": torch.bfloat16}, dtype=torch.float32, backend="cpu", tolerance=1e-5
+    ),
+    "lars": Run(Lars, {"trust_coefficient": 0.3, "max_grad_norm": 0.5, "denominator": "joint"}, compares_state=True),
+    "lars-cpu": Run(
+        Lars, {"trust_coefficient": 0.3, "nesterov": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
     "came": Run(Came, steps=10, compares_state=True),
     "came-everything": Run(
@@ -517,7 +521,7 @@ def scenarios(world: int, *, all_of_them: bool = False) -> Mapping[str, Callable
         todo[f"{on}-came-collectives"] = partial(came_collectives, layout)
         todo[f"{on}-resumes"] = partial(resumes, layout, Run(Lamb, {"max_grad_norm": 0.5}))
         todo[f"{on}-came-resumes"] = partial(resumes, layout, Run(Came, {"max_grad_norm": 0.5}))
-        for kind in (Lamb, Came):
+        for kind in KINDS:
             skip = Run(kind, {"skip_nonfinite": True}, dtype=torch.float32, backend="auto")
             todo[f"{on}-{kind.algorithm.name}-skips"] = partial(skips_everywhere, layout, skip)
     todo["bad-layouts"], todo["bad-steps"], todo["cut-rows"] = bad_layouts, bad_steps, cut_rows

@@ -26,9 +26,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.optim import plan_builder
-from tests.support.cases import ExactCame, ExactLamb, Kind, Optimizer
+from tests.support.cases import KINDS, ExactCame, ExactLamb, ExactLars, Kind, Optimizer
 from tests.support.processes import LIMIT, run_scenarios
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
@@ -245,6 +245,37 @@ RUNS: Mapping[str, Run] = {
         tolerance=0,
     ),
     "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, dtype=torch.float32, backend="foreach", tolerance=1e-5),
+    "lars": Run(
+        Lars,
+        {
+            "trust_coefficient": 0.3,
+            "denominator": "joint",
+            "max_grad_norm": 0.5,
+            "skip_nonfinite": True,
+            "exclude_from_layer_adaptation": not_matrices,
+        },
+        {"grad_centralization": True},
+        steps=10,
+        compares_state=True,
+    ),
+    "lars-int8": Run(
+        ExactLars,
+        {"trust_coefficient": 0.3, "state_dtype": "int8"},
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+    ),
+    "lars-cpu": Run(
+        Lars,
+        {"trust_coefficient": 0.3, "nesterov": True, "trust_clip": True},
+        {"stacked": True},
+        dtype=torch.float32,
+        backend="cpu",
+        tolerance=1e-5,
+        compares_state=True,
+    ),
+    # Without trust ratios no sums are exchanged.
+    "lars-cpu-stochastic": Run(
+        Lars, {"weight_rounding": "stochastic", "exclude_from_layer_adaptation": lambda *_: True}, **BITWISE
+    ),
 }
 
 
@@ -329,6 +360,7 @@ def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int])
         for kind, options, count, numbers in (
             (Lamb, {}, 1, 4),
             (Lamb, {"max_grad_norm": 1.0}, 2, 4),
+            (Lars, {}, 1, 4),
             (Came, {}, cut["came"], 2 + cut["numbers"]),
             (Came, {"max_grad_norm": 1.0}, cut["came"] + 1, 2 + cut["numbers"]),
         ):
@@ -342,7 +374,7 @@ def collectives(rows: int, columns: int, layout: Layout, cut: Mapping[str, int])
 
 def same_collectives(layout: Layout) -> None:
     """All backends have the same cost."""
-    for kind in (Lamb, Came):
+    for kind in KINDS:
         costs = []
         for backend in ("reference", "cpu"):
             run, bag = Run(kind, dtype=torch.float32, backend=backend), Bag(SHAPES, torch.float32)
@@ -514,7 +546,7 @@ def scenarios(world: int, folder: Path, *, all_of_them: bool = False) -> Mapping
     if world == 2:
         todo["process-group"] = process_group
         todo["replaced-state"] = replaced_state
-        for kind, backend in itertools.product((Lamb, Came), ("reference", "foreach", "cpu")):
+        for kind, backend in itertools.product(KINDS, ("reference", "foreach", "cpu")):
             todo[f"{kind.__name__}-{backend}-fsdp-changing"] = partial(changing, kind, backend)
         todo["lamb-tensor-parallel"] = partial(tensor_parallel, Lamb, {"max_grad_norm": 0.1})
         todo["came-tensor-parallel"] = partial(tensor_parallel, Came, {})

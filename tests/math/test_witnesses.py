@@ -1,10 +1,11 @@
-"""Bighorn's optimizers equal those of other packages, with common options: optax, pytorch_optimizer, torch's Adam(W).
+"""Bighorn's optimizers equal those of other packages, with common options: optax, pytorch_optimizer, timm, torch.
 
 The two sides share no gradient tensor.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Lamb
+from bighorn import Lamb, Lars
+from tests.support import peer_formulas
+from tests.support.tables import for_every
 
 SHAPES = ((7, 5), (17,), (4097,), (1,), (3, 2, 3, 3))
 STEPS = 10
@@ -62,12 +65,12 @@ def jax_in_double() -> Iterator[None]:
     jax.config.update("jax_enable_x64", before)
 
 
-def optax_lamb(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def optax_lamb(dtype: torch.dtype, name: str = "lamb", **options: Any) -> list[Tensor]:
     import jax.numpy as jnp
 
     optax = pytest.importorskip("optax")
     schedule = jnp.asarray([lr for _, lr in lrs()])
-    optimizer = optax.lamb(lambda count: schedule[count], **options)
+    optimizer = getattr(optax, name)(lambda count: schedule[count], **options)
     params = [jnp.asarray(p.detach().numpy()) for p in parameters(dtype)]
     state = optimizer.init(params)
     for step, _ in lrs():
@@ -172,6 +175,54 @@ def test_degenerate_mode_is_torchs_adam_in_float64(id_: str, name: str) -> None:
 def test_degenerate_mode_is_torchs_adam_in_float32(id_: str, backend: str) -> None:
     ours, theirs = adam_pair(id_, torch.float32, backend)
     assert_close(ours, theirs, 4e-7)
+
+
+# ---- LARS -----------------------------------------------------------------------------------------------------------
+
+BOOL = (False, True)
+
+
+def combined(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Return every combination of options; torch's momentum and its kin have Nesterov's only if it is not 0."""
+    rows = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+    return [row for row in rows if row.get("momentum", 0.9) or not row["nesterov"]]
+
+
+SGD = {"nesterov": BOOL, "momentum": (0.0, 0.9), "weight_decay": (0.0, 0.1)}
+
+
+def lars_of(preset: Any, name: str, options: dict[str, Any]) -> list[Parameter]:
+    params = parameters(torch.float64)
+    train(Lars.like(preset, params, backend=name, trust_coefficient=0.3, **options), params, torch.float64)
+    return params
+
+
+@pytest.mark.skipif(peer_formulas.TIMM_ABSENT is not None, reason=str(peer_formulas.TIMM_ABSENT))
+@for_every("options", combined(trust_clip=BOOL, always_adapt=BOOL, eps=(1e-8, 1e-3), **SGD), ids=str)
+@pytest.mark.parametrize("name", ["reference", "foreach"])
+def test_timms_lars(name: str, options: dict[str, Any]) -> None:
+    theirs = parameters(torch.float64)
+    peer = peer_formulas.installed_timm("lars").Lars
+    train(peer(theirs, trust_coeff=0.3, **options), theirs, torch.float64)
+    assert_close(lars_of("timm", name, options), list(theirs), 2e-14)
+
+
+@for_every("options", combined(maximize=BOOL, **SGD), ids=str)
+@pytest.mark.parametrize("name", ["reference", "foreach"])
+def test_pytorch_optimizers_lars(name: str, options: dict[str, Any]) -> None:
+    peer = pytest.importorskip("pytorch_optimizer")
+    theirs = parameters(torch.float64)
+    train(peer.LARS(theirs, trust_coefficient=0.3, foreach=False, **options), theirs, torch.float64)
+    assert_close(lars_of("pytorch_optimizer", name, options), list(theirs), 2e-14)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("jax_in_double")
+@for_every("options", combined(nesterov=BOOL, weight_decay=(0.0, 0.1), eps=(0.0, 1e-3)), ids=str)
+def test_optaxs_lars(options: dict[str, Any]) -> None:
+    theirs = optax_lamb(torch.float64, "lars", trust_coefficient=0.3, **options)
+    for name in ("reference", "foreach"):
+        assert_close(lars_of("optax", name, options), theirs, 2e-14)
 
 
 def test_the_witnesses_can_disagree() -> None:

@@ -86,7 +86,7 @@ def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPa
 def test_rounds_are_a_step_of_lars(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
     advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
-    monkeypatch.setattr(kernels.BACKENDS[backend].lars, "step", in_rounds)
+    monkeypatch.setattr(kernels.kernel(backend, "lars"), "step", in_rounds)
     advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
     assert_bitwise(shards, whole)
 

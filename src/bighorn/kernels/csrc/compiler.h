@@ -40,13 +40,15 @@ typedef float real;
 /* Defines `table_for(isa)`, which selects among tables of functions that were each compiled for one instruction set. */
 #define TABLE_PER_ISA(Type, table) TABLE_PER_ISA_(Type, table)
 #if defined(ISA_X86)
-#define TABLE_PER_ISA_(Type, table)                       \
-    extern const Type table##_v2, table##_v3, table##_v4; \
-    static const Type *table##_for(int isa) { return isa >= 4 ? &table##_v4 : isa == 3 ? &table##_v3 : &table##_v2; }
+#define TABLE_PER_ISA_(Type, table)                                           \
+    extern const Type table##_v2, table##_v3, table##_v4;                     \
+    static inline const Type *table##_for(int isa) {                          \
+        return isa >= 4 ? &table##_v4 : isa == 3 ? &table##_v3 : &table##_v2; \
+    }
 #else
 #define TABLE_PER_ISA_(Type, table) \
     extern const Type table##_base; \
-    static const Type *table##_for(int isa) { return (void)isa, &table##_base; }
+    static inline const Type *table##_for(int isa) { return (void)isa, &table##_base; }
 #endif
 
 /* A fused multiply-add if the instruction set has one. The build disables automatic contraction. */

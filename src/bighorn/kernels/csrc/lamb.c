@@ -8,7 +8,6 @@
 TABLE_PER_ISA(LambLoops, lamb_loops)
 TABLE_PER_ISA(LambLoops, lamb_loops_double)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
-TABLE_PER_ISA(StridedLoops, strided_loops)
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
 
@@ -136,26 +135,5 @@ static void second(const void *step, int64_t row, int64_t chunk, const void *loc
     l->loops->apply(&b, &l->factors, l->lr * ratio, update);
 }
 
-static const LayerwiseRule RULE = {
-    .prepare = prepare,
-    .open_window = open_window,
-    .close_window = close_window,
-    .first = first,
-    .ratio = ratio,
-    .second = second,
-};
-
-static void step_row(void *step, int64_t row, const RowShare *share) { layerwise_step_row(RULE, step, row, share); }
-
-static void step_rows(int thread, int team, void *data) {
-    LayerwiseStep *step = data;
-    for_each_row(&step->queue, thread, team, step_row, step);
-}
-
-EXPORT void bighorn_lamb_step(LAYER_STEP_ARGUMENTS(LambOptions)) {
-    const LambStep lamb = {
-        LAYER_ROWS, lamb_loops_for(run->isa), lamb_loops_double_for(run->isa), lamb_blocks_for(run->isa), options,
-    };
-    LayerwiseStep step = LAYERWISE_STEP(&lamb);
-    run_parallel(run, elements_in(&step.queue), step_rows, &step);
-}
+LAYER_STEP(bighorn_lamb_step, LambOptions, LambStep, lamb_loops_for(run->isa), lamb_loops_double_for(run->isa),
+           lamb_blocks_for(run->isa), options)

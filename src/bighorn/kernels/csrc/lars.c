@@ -7,7 +7,6 @@
 
 TABLE_PER_ISA(LarsLoops, lars_loops)
 TABLE_PER_ISA(LarsLoops, lars_loops_double)
-TABLE_PER_ISA(StridedLoops, strided_loops)
 
 typedef struct {
     LayerRows rows;
@@ -80,24 +79,4 @@ static void second(const void *step, int64_t row, int64_t chunk, const void *loc
     l->loops->apply(&b, &l->factors);
 }
 
-static const LayerwiseRule RULE = {
-    .prepare = prepare,
-    .open_window = open_window,
-    .close_window = close_window,
-    .first = first,
-    .ratio = ratio,
-    .second = second,
-};
-
-static void step_row(void *step, int64_t row, const RowShare *share) { layerwise_step_row(RULE, step, row, share); }
-
-static void step_rows(int thread, int team, void *data) {
-    LayerwiseStep *step = data;
-    for_each_row(&step->queue, thread, team, step_row, step);
-}
-
-EXPORT void bighorn_lars_step(LAYER_STEP_ARGUMENTS(LarsOptions)) {
-    const LarsStep lars = {LAYER_ROWS, lars_loops_for(run->isa), lars_loops_double_for(run->isa), options};
-    LayerwiseStep step = LAYERWISE_STEP(&lars);
-    run_parallel(run, elements_in(&step.queue), step_rows, &step);
-}
+LAYER_STEP(bighorn_lars_step, LarsOptions, LarsStep, lars_loops_for(run->isa), lars_loops_double_for(run->isa), options)

@@ -57,16 +57,10 @@ FORCE_INLINE_TEMPLATE void apply_loop(const LarsReals f, const int x_type, const
     }
 }
 
-/* Returns the elements of a piece: all of a chunk if its data are used in place. */
-static int piece_of(const LayerChunk *b) {
-    const bool in_place = used_in_place(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
-    return in_place ? CHUNK_ELEMS : PIECE_ELEMS;
-}
-
 static LayerSums norms(const LayerChunk *b, const LarsFactors *factors) {
     const LarsReals f = reals_of(factors);
     const Weights *w = &b->row->weights;
-    const int piece = piece_of(b);
+    const int piece = layer_piece(b);
     real x_buffer[PIECE_ELEMS], g_buffer[PIECE_ELEMS];
     LayerSums sums = {0};
     for (int64_t done = 0; done < b->size; done += piece) {
@@ -88,19 +82,14 @@ static LayerSums norms(const LayerChunk *b, const LarsFactors *factors) {
 static void apply(const LayerChunk *b, const LarsFactors *factors) {
     const LarsReals f = reals_of(factors);
     const Weights *w = &b->row->weights;
-    const int piece = piece_of(b), state_type = b->row->state_type;
+    const int piece = layer_piece(b), state_type = b->row->state_type;
     real x_buffer[PIECE_ELEMS], g_buffer[PIECE_ELEMS];
     for (int64_t done = 0; done < b->size; done += piece) {
         const int n = (int)(b->size - done < piece ? b->size - done : piece);
         const int64_t start = b->start + done;
         void *x = load_weights(w, start, n, x_buffer), *m = at(b->row->exp_avg, state_type, start);
         const real *g = read_grad(b->gradient, b->grad, start, n, g_buffer);
-        if (loop_type(w) == BFLOAT16) {
-            if (state_type == BFLOAT16) APPLY_LOOP(BFLOAT16, BFLOAT16);
-            else APPLY_LOOP(BFLOAT16, FLOAT32);
-        } else if (state_type == REAL_TYPE) APPLY_LOOP(REAL_TYPE, REAL_TYPE);
-        else if (state_type == BFLOAT16) APPLY_LOOP(REAL_TYPE, BFLOAT16);
-        else APPLY_LOOP(REAL_TYPE, FLOAT32);
+        FOR_LAYER_TYPES(w, state_type, APPLY_LOOP);
         store_weights(w, factors->rng_key, start, n, x);
     }
 }

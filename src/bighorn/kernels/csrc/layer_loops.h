@@ -4,6 +4,7 @@
 
 #include "gradient.h"
 #include "rounding.h"
+#include "run.h"
 
 /* A chunk: elements [start, start + size) of a row. */
 typedef struct {
@@ -37,6 +38,23 @@ static inline int loop_type(const Weights *w) { return used_in_place(w) ? w->typ
 /* Returns weights [start, start + n): in place, or copied into the buffer. */
 static inline void *load_weights(const Weights *w, int64_t start, int n, real *buffer) {
     return used_in_place(w) ? at(w->data, w->type, start) : read_weights(w, start, n, buffer);
+}
+
+/* Calls `loop` with the types of weights and momentum as constants, and further arguments. */
+#define FOR_LAYER_TYPES(w, state_type, loop)                              \
+    do {                                                                  \
+        if (loop_type(w) == BFLOAT16) {                                   \
+            if ((state_type) == BFLOAT16) loop(BFLOAT16, BFLOAT16);       \
+            else loop(BFLOAT16, FLOAT32);                                 \
+        } else if ((state_type) == REAL_TYPE) loop(REAL_TYPE, REAL_TYPE); \
+        else if ((state_type) == BFLOAT16) loop(REAL_TYPE, BFLOAT16);     \
+        else loop(REAL_TYPE, FLOAT32);                                    \
+    } while (0)
+
+/* Returns the elements of a piece: all of a chunk if its data are used in place. */
+static inline int layer_piece(const LayerChunk *b) {
+    const int in_place = used_in_place(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
+    return in_place ? CHUNK_ELEMS : PIECE_ELEMS;
 }
 
 static inline void store_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, void *x) {

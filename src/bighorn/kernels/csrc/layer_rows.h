@@ -7,6 +7,8 @@
 #include "layer_loops.h"
 #include "layerwise.h"
 
+TABLE_PER_ISA(StridedLoops, strided_loops)
+
 /* All threads share a larger tensor, because their caches together hold more of it; one thread gets a smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 18 };
 
@@ -123,26 +125,37 @@ static inline void close_window(const void *step, int64_t row, int64_t first, in
 /* The largest number of chunks in any of the rows in `order`, or in any row if that is NULL. */
 int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, const int64_t *order, int64_t count);
 
-/* The arguments of an optimizer's function, in this order. It makes one step of the `count` rows in `order`, the
- * largest first, without counting it, or one phase of it. If rows are shards, `sums`, one per row, are added up over
- * all ranks between the two phases. `partial` has two entries per chunk of the largest number of chunks in any row; the
- * scratch may have any size. The function allocates no memory, so it cannot fail. */
-#define LAYER_STEP_ARGUMENTS(Options)                                                                                  \
-    const RunConfig *run, const Options *options, const LayerRow *rows, const Gradient *gradients, void *const *grads, \
-        const int64_t *order, int64_t count, double grad_scale, LayerSums *partial, void *scratch,                     \
-        int64_t scratch_bytes, int phase, LayerSums *sums
-
-#define LAYER_ROWS {strided_loops_for(run->isa), rows, gradients, grads, grad_scale}
-
-#define LAYERWISE_STEP(optimizer_step)                                                                           \
-    {                                                                                                            \
-        .step = optimizer_step,                                                                                  \
-        .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS}, \
-        .phase = phase,                                                                                          \
-        .sums = sums,                                                                                            \
-        .scratch = scratch,                                                                                      \
-        .scratch_bytes = scratch_bytes,                                                                          \
-        .partial = {partial, partial + bighorn_layer_chunks(rows, gradients, order, count)},                     \
+/* Defines the function of an optimizer, which has the functions `prepare`, `first`, `ratio` and `second` of a
+ * LayerwiseRule. `Step` begins with LayerRows; the further arguments are its other members.
+ *
+ * The function makes one step of the `count` rows in `order`, the largest first, without counting it, or one phase of
+ * it. If rows are shards, `sums`, one per row, are added up over all ranks between the two phases. `partial` has two
+ * entries per chunk of the largest number of chunks in any row; the scratch may have any size. The function allocates
+ * no memory, so it cannot fail. */
+#define LAYER_STEP(function, Options, Step, ...)                                                                     \
+    static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
+        static const LayerwiseRule rule = {prepare, open_window, close_window, first, ratio, second};                \
+        layerwise_step_row(rule, step, row, share);                                                                  \
+    }                                                                                                                \
+    static void step_rows(int thread, int team, void *data) {                                                        \
+        LayerwiseStep *step = data;                                                                                  \
+        for_each_row(&step->queue, thread, team, step_row, step);                                                    \
+    }                                                                                                                \
+    EXPORT void function(const RunConfig *run, const Options *options, const LayerRow *rows,                         \
+                         const Gradient *gradients, void *const *grads, const int64_t *order, int64_t count,         \
+                         double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,     \
+                         LayerSums *sums) {                                                                          \
+        const Step own = {{strided_loops_for(run->isa), rows, gradients, grads, grad_scale}, __VA_ARGS__};           \
+        LayerwiseStep step = {                                                                                       \
+            .step = &own,                                                                                            \
+            .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS}, \
+            .phase = phase,                                                                                          \
+            .sums = sums,                                                                                            \
+            .scratch = scratch,                                                                                      \
+            .scratch_bytes = scratch_bytes,                                                                          \
+            .partial = {partial, partial + bighorn_layer_chunks(rows, gradients, order, count)},                     \
+        };                                                                                                           \
+        run_parallel(run, elements_in(&step.queue), step_rows, &step);                                               \
     }
 
 #endif

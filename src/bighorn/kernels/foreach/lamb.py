@@ -176,7 +176,3 @@ class Lamb(LayerwiseStepper[LambOptions], reference.Lamb):
     """LAMB for some buckets on one device."""
 
     batch = LambBatch
-
-    def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
-        super().__init__(buckets)
-        self.refresh()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import wide, write
-from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
 from bighorn.kernels.foreach.pieces import Workspace, store_pieces
 from bighorn.kernels.options import LarsOptions
@@ -80,7 +79,3 @@ class Lars(LayerwiseStepper[LarsOptions], reference.Lars):
     """LARS for some buckets on one device."""
 
     batch = LarsBatch
-
-    def __init__(self, buckets: list[Bucket[LarsOptions]]) -> None:
-        super().__init__(buckets)
-        self.refresh()

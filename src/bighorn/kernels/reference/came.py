@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import one_minus_power, rsqrt_of_ratio, square_sum
-from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums
-
-
-class Came(Stepper[CameOptions]):
-    """CAME for some buckets on one device."""
-
-    def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
-        super().__init__(buckets, came)
 
 
 def came(
@@ -178,3 +171,9 @@ def row_axis(x: Tensor, factor: Factor) -> int:
         (-4, -2)
     """
     return -x.dim() if factor == "matrix" else -2
+
+
+class Came(Stepper[CameOptions]):
+    """CAME for some buckets on one device."""
+
+    rule = staticmethod(came)

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import one_minus_power, square_sum
-from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper
-
-
-class Lamb(Stepper[LambOptions]):
-    """LAMB for some buckets on one device."""
-
-    def __init__(self, buckets: list[Bucket[LambOptions]]) -> None:
-        super().__init__(buckets, lamb)
 
 
 def lamb(
@@ -101,3 +94,9 @@ def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, T
     if options.bias_correction == "lr":
         return one, one, correction2.sqrt() / correction1
     return correction1, correction2, one
+
+
+class Lamb(Stepper[LambOptions]):
+    """LAMB for some buckets on one device."""
+
+    rule = staticmethod(lamb)

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import square_sum
-from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper
-
-
-class Lars(Stepper[LarsOptions]):
-    """LARS for some buckets on one device."""
-
-    def __init__(self, buckets: list[Bucket[LarsOptions]]) -> None:
-        super().__init__(buckets, lars)
 
 
 def lars(
@@ -62,3 +55,9 @@ def trust_ratio(weight_sum: Tensor, norm_sum: Tensor, options: LarsOptions) -> t
     if o.trust_clip:
         q = torch.where(q >= o.lr, torch.ones_like(q), q / o.lr)
     return weight_norm, update_norm, q if o.adapt else torch.ones_like(q)
+
+
+class Lars(Stepper[LarsOptions]):
+    """LARS for some buckets on one device."""
+
+    rule = staticmethod(lars)

@@ -39,9 +39,12 @@ def needs_rng_key(bucket: Bucket[Options]) -> bool:
 class Stepper(Generic[Options]):
     """A rule for some buckets on one device. The other backends have classes with the same methods."""
 
-    def __init__(self, buckets: list[Bucket[Options]], rule: MakeRule[Options]) -> None:
+    rule: MakeRule[Options]
+    """The rule, a static method."""
+
+    def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets
-        self.rule: MakeRule[Options] = rule
+        self.refresh()
 
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any) -> str | None:

@@ -27,15 +27,15 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import lamb_kernels, lamb_layout
-
-        self.columns, self.kernels = lamb_layout, lamb_kernels
         waits = [bucket.options.adapt or bucket.options.cautious for bucket in buckets]
         waiting_first = sorted(indices, key=lambda index: not waits[index[0]])
         super().__init__(buckets, waiting_first, layouts, uploads)
         self.waiting_chunks = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
-        width = lamb_layout.CAUTIOUS_SUM if self.constants["CAUTIOUS"] else lamb_layout.SUM
-        self.allocate(width.value, lamb_layout.FACTOR.value)
+
+    def sizes(self) -> tuple[int, int]:
+        """See `LayerLaunchGroup.sizes`."""
+        sums = self.layout.CAUTIOUS_SUM if self.constants["CAUTIOUS"] else self.layout.SUM
+        return sums.value, self.layout.FACTOR.value
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LambOptions) -> dict[str, Any]:
@@ -84,9 +84,7 @@ class Lamb(LayerwiseStepper[LambOptions]):
 
     layout_options = ("rounding_seed", "adapt")  # weight decay can switch the trust ratio on and off
 
-    def launch_group(self, indices: list[RowIndex]) -> LambLaunchGroup:
-        """See `Stepper.launch_group`."""
-        return LambLaunchGroup(self.buckets, indices, self.gradient_layouts, self.uploads)
+    group = LambLaunchGroup
 
     @staticmethod
     def kind(bucket: Bucket[LambOptions], i: int) -> tuple[object, ...]:

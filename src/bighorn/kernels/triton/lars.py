@@ -7,24 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import LarsOptions
-from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex, constants_of
+from bighorn.kernels.triton.launch_group import constants_of
 from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup, LayerwiseStepper
-from bighorn.kernels.triton.tables import Uploads
 
 
 class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
     """Rows that share compiled kernels."""
 
-    def __init__(
-        self, buckets: list[Bucket[LarsOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
-    ) -> None:
-        from bighorn.kernels.triton import lars_kernels, lars_layout
-
-        self.columns, self.kernels = lars_layout, lars_kernels
-        super().__init__(buckets, indices, layouts, uploads)
-        self.allocate(lars_layout.SUM.value, lars_layout.FACTOR.value)
+    def sizes(self) -> tuple[int, int]:
+        """See `LayerLaunchGroup.sizes`."""
+        return self.layout.SUM.value, self.layout.FACTOR.value
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LarsOptions) -> dict[str, Any]:
@@ -58,16 +51,7 @@ class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
 class Lars(LayerwiseStepper[LarsOptions]):
     """LARS for some buckets on one device."""
 
-    def launch_group(self, indices: list[RowIndex]) -> LarsLaunchGroup:
-        """See `Stepper.launch_group`."""
-        return LarsLaunchGroup(self.buckets, indices, self.gradient_layouts, self.uploads)
-
-    @staticmethod
-    def kind(bucket: Bucket[LarsOptions], i: int) -> tuple[object, ...]:
-        """See `Stepper.kind`."""
-        del i
-        o = bucket.options
-        return o.weight_rounding, o.blocks
+    group = LarsLaunchGroup
 
     @staticmethod
     def option_values(options: LarsOptions) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import codec
+from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import unsupported
-from bighorn.kernels.triton.launch_group import CHUNK, LaunchGroup, shard_of
+from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, shard_of
 from bighorn.kernels.triton.stepper import Stepper
+from bighorn.kernels.triton.tables import Uploads
 
 FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
 """The forms of both moments in blocks, as `codec_kernels.py` names them."""
@@ -22,14 +25,20 @@ FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root"
 class LayerLaunchGroup(LaunchGroup[Options]):
     """Rows that share compiled kernels, and the sums of their chunks."""
 
-    columns: Any
-    """The module with the layout of the optimizer's tables."""
-
-    def allocate(self, width: int, factors: int) -> None:
-        """Allocate the sums of chunks, `width` each, and the factors of rows."""
-        self.width, self.sharded = width, any(bucket.shards for bucket in self.buckets)
-        self.sums = torch.empty(width * self.program_to_row.numel(), dtype=torch.float64, device=self.device)
+    def __init__(
+        self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+    ) -> None:
+        self.kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
+        self.layout = self.kernels.layout
+        self.sharded = any(bucket.shards for bucket in buckets)
+        super().__init__(buckets, indices, layouts, uploads)
+        self.width, factors = self.sizes()
+        self.sums = torch.empty(self.width * self.program_to_row.numel(), dtype=torch.float64, device=self.device)
         self.factors = torch.empty(factors * len(self.indices), dtype=torch.float64, device=self.device)
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of sums of a chunk, and of factors of a row."""
+        raise NotImplementedError
 
     def first(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool) -> None:
         """Run the first pass, which leaves the sums of each chunk."""
@@ -52,9 +61,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         rows: list[list[int]] = []
         for index, i in self.indices:
             state = self.buckets[index].state
-            addresses: list[int] = [
-                state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES
-            ]
+            addresses: list[int] = [state[name][i].data_ptr() if name in state else 0 for name in self.layout.ADDRESSES]
             rows.append([*addresses, shard_of(self.buckets[index], i).numel])
         return rows
 

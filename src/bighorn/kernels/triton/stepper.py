@@ -76,14 +76,18 @@ class Stepper(Generic[Options]):
             if g is not None
         }
 
+    group: ClassVar[type[LaunchGroup[Any]]]
+    """The class of the launch groups."""
+
     def launch_group(self, indices: list[RowIndex]) -> LaunchGroup[Options]:
         """Return the launch group of rows of one kind."""
-        raise NotImplementedError
+        return self.group(self.buckets, indices, self.gradient_layouts, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[Options], i: int) -> tuple[object, ...]:
         """Return the properties, besides dtypes, that must be equal for rows that the same compiled kernels serve."""
-        raise NotImplementedError
+        del i
+        return bucket.options.weight_rounding, "exp_avg_scale" in bucket.state
 
     @staticmethod
     def option_values(options: Options) -> list[float]:

@@ -1,17 +1,22 @@
-"""docs/adding-an-optimizer.md, applied to a copy of the package: the page's test must pass there."""
+"""docs/adding-an-optimizer.md, applied to a copy of the package: the page's tests must pass there, on all backends."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import bighorn
+from bighorn.kernels.cpu import library
 from tests.support.processes import LIMIT
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-an-optimizer.md"
+COMPILER = os.environ.get("CC") or "cc"
 RUN = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
@@ -19,45 +24,76 @@ sys.path.insert(0, "src")
 import pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "test_lion.py"]))
 """
+MOST_LINES = 300
+"""The lines of the optimizer on all backends that are not blank."""
 
 
 def edit(path: Path, *replacements: tuple[str, str]) -> None:
     text = path.read_text()
     for old, new in replacements:
-        assert old in text, (path.name, old)
+        assert text.count(old) == 1, (path.name, old)
         text = text.replace(old, new)
     path.write_text(text)
 
 
-def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
-    options, reference, foreach, field, optim, test = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    package = tmp_path / "src" / "bighorn"
-    shutil.copytree(Path(bighorn.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    kernels = package / "kernels"
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
-    [old] = re.findall(r"^Options = TypeVar.*\n", (kernels / "options.py").read_text(), re.M)
-    edit(kernels / "options.py", (old, options))
-    for backend, text in (("reference", reference), ("foreach", foreach)):
-        (kernels / backend / "lion.py").write_text(text)
-        line = f"from bighorn.kernels.{backend}.lamb import Lamb\n"
-        edit(kernels / backend / "__init__.py", (line, line + line.replace("lamb", "lion").replace("Lamb", "Lion")))
-    (package / "optim" / "lion.py").write_text(optim)
-    line = "from bighorn.optim.lamb import Lamb, LambTelemetry\n"
+
+def applied_to(package: Path) -> int:
+    """Apply the page to a copy of the package, and return the number of lines of the optimizer that are not blank."""
+    reference, optim, foreach, cpu, triton, triton_kernels, _ = blocks("py")
+    fields, header, rule, loops, double = blocks("c")
+    new = {
+        "optim/lion.py": optim,
+        "kernels/reference/lion.py": reference,
+        "kernels/foreach/lion.py": foreach,
+        "kernels/cpu/lion.py": cpu,
+        "kernels/csrc/lion.h": header,
+        "kernels/csrc/lion.c": rule,
+        "kernels/csrc/lion_loops.c": loops,
+        "kernels/csrc/lion_loops_double.c": double,
+        "kernels/triton/lion.py": triton,
+        "kernels/triton/lion_kernels.py": triton_kernels,
+    }
+    for path, text in new.items():
+        (package / path).write_text(text)
+    before, last = "#define CAME_OPTIONS_FIELDS", "    STRUCT(CameOptions, CAME_OPTIONS_FIELDS)"
+    structure = f"    STRUCT(LionOptions, LION_OPTIONS_FIELDS) \\\n{last}"
+    edit(package / "kernels" / "csrc" / "abi.h", (before, f"{fields}\n{before}"), (last, structure))
+    line = "from bighorn.optim.lars import Lars, LarsTelemetry\n"
     edit(
         package / "__init__.py",
-        (line, line + "from bighorn.optim.lion import Lion\n"),
-        ('"Lamb",\n', '"Lamb",\n    "Lion",\n'),
+        (line, f"{line}from bighorn.optim.lion import Lion\n"),
+        ('    "LossScaler",\n', '    "Lion",\n    "LossScaler",\n'),
     )
-    table = (kernels / "__init__.py").read_text()
-    [came] = re.findall(r"^    came: Callable.*\n", table, re.M)
-    edit(
-        kernels / "__init__.py",
-        ("options import CameOptions, LambOptions", "options import CameOptions, LambOptions, LionOptions"),
-        ('    "LambOptions",\n', '    "LambOptions",\n    "LionOptions",\n'),
-        ("LambOptions | CameOptions", "LambOptions | CameOptions | LionOptions"),
-        (came, came + field),
-    )
-    (tmp_path / "test_lion.py").write_text(test)
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+    return sum(bool(line.strip()) for text in (fields, *new.values()) for line in text.splitlines())
+
+
+def compile_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile the library of a package for the least instruction set."""
+    csrc = package / "kernels" / "csrc"
+    monkeypatch.setattr(library, "CSRC", csrc)
+    digest = (library.sources() or b"").decode()
+    command = [COMPILER, "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
+    command += ["-fPIC", "-shared", "-fvisibility=hidden", "-DISA=base", f'-DSOURCES="{digest}"']
+    command += [*map(str, csrc.glob("*.c")), "-lm", "-lpthread", "-o", str(package / "kernels" / library.LIBRARY_NAME)]
+    subprocess.run(command, check=True, timeout=LIMIT)
+
+
+def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.sources() is None or shutil.which(COMPILER) is None:
+        pytest.skip("needs the C sources and a compiler")
+    pytest.importorskip("triton")
+    package = tmp_path / "src" / "bighorn"
+    shutil.copytree(Path(bighorn.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    assert applied_to(package) <= MOST_LINES
+    compile_library(package, monkeypatch)
+    (tmp_path / "test_lion.py").write_text(blocks("py")[-1])
+    for interpreted in ({}, {"TRITON_INTERPRET": "1"}):
+        environment = {**os.environ, **interpreted}
+        done = subprocess.run(
+            [sys.executable, "-c", RUN], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "5 passed" in done.stdout

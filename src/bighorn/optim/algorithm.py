@@ -76,19 +76,24 @@ class Algorithm(ABC, Generic[Options]):
 
     def __init_subclass__(cls) -> None:
         checks = checks_of(cls.kernel_options_type)
-        cls.options, cls.passed_on = {**cls.group_options, **checks}, tuple(checks)
+        cls.options, cls.passed_on = {**checks, **cls.group_options}, tuple(checks)
 
-    @abstractmethod
     def kernel_options(self, group: Group, variant: Variant) -> Options:
         """The options that kernels receive for one variant of a group."""
+        options: Options = self.kernel_options_type(**self.shared_options(group, variant))
+        return options
 
     @abstractmethod
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The state tensors of the algorithm for a parameter (as a real view), besides `step`."""
 
-    @abstractmethod
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
-        """Whether a parameter (as a real view) is factored, and how many leading dims must be outermost in memory."""
+        """Whether a parameter (as a real view) is factored, and how many leading dims must be outermost in memory.
+
+        An algorithm that factors no parameter needs this for the stacked dim alone.
+        """
+        del param
+        return False, int(group["stacked"])
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized with a group's options, with the remedy, or None."""

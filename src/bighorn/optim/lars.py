@@ -65,11 +65,6 @@ class LarsAlgorithm(Algorithm[LarsOptions]):
         in_blocks = group["state_dtype"] in self.block_dtypes
         return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
 
-    def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
-        """LARS factors no parameter; the stacked dim must be the outermost in memory."""
-        del param
-        return False, int(group["stacked"])
-
     def kernel_options(self, group: Group, variant: Variant) -> LarsOptions:
         """The options of the group, and whether the bucket has a trust ratio."""
         shared = self.shared_options(group, variant)

@@ -81,15 +81,9 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
     const bool in_double = r->weights.type == FLOAT64;
     l->loops = in_double ? s->loops_double : r->inner > 0 ? s->blocks : s->loops;
     l->lr = factors_of(o, r, s->rows.grad_scale, &l->factors);
-    LayerInfo info = {
-        .chunks = layer_chunks(r, s->rows.gradients[row].size),
-        .update_bytes = in_double ? sizeof(double) : sizeof(float),
-        .needs_ratio = needs_ratio(o),
-    };
-    plan_copies(&s->rows, row, scratch, bytes, &l->copies, &info);
     const LambReals f = reals_of(&l->factors);
-    l->copies.first_writes = !info.needs_ratio, l->copies.second_reads_grad = reads_grad_again(&f);
-    return info;
+    return plan_row(&s->rows, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float),
+                    needs_ratio(o), reads_grad_again(&f));
 }
 
 static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
@@ -135,5 +129,5 @@ static void second(const void *step, int64_t row, int64_t chunk, const void *loc
     l->loops->apply(&b, &l->factors, l->lr * ratio, update);
 }
 
-LAYER_STEP(bighorn_lamb_step, LambOptions, LambStep, lamb_loops_for(run->isa), lamb_loops_double_for(run->isa),
+LAYER_STEP(bighorn_lamb_step, LambOptions, LambStep, second, lamb_loops_for(run->isa), lamb_loops_double_for(run->isa),
            lamb_blocks_for(run->isa), options)

@@ -38,10 +38,7 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
         .rng_key = rng_key_at(&r->weights, o->rounding_seed, (int64_t)*r->step + 1),
     };
     /* Nothing is stored between the loops, but the scratch is divided by the bytes of an element. */
-    LayerInfo info = {.chunks = chunks_in(s->rows.gradients[row].size), .update_bytes = 1, .needs_ratio = true};
-    plan_copies(&s->rows, row, scratch, bytes, &l->copies, &info);
-    l->copies.first_writes = false, l->copies.second_reads_grad = true;
-    return info;
+    return plan_row(&s->rows, row, scratch, bytes, &l->copies, 1, true, true);
 }
 
 static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
@@ -79,4 +76,5 @@ static void second(const void *step, int64_t row, int64_t chunk, const void *loc
     l->loops->apply(&b, &l->factors);
 }
 
-LAYER_STEP(bighorn_lars_step, LarsOptions, LarsStep, lars_loops_for(run->isa), lars_loops_double_for(run->isa), options)
+LAYER_STEP(bighorn_lars_step, LarsOptions, LarsStep, second, lars_loops_for(run->isa), lars_loops_double_for(run->isa),
+           options)

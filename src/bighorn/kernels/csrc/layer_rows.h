@@ -120,19 +120,32 @@ static inline void close_window(const void *step, int64_t row, int64_t first, in
     if (c->weights_copy && (second || c->first_writes)) copy_weights(step, row, first, last, c, STRIDED_SCATTER);
 }
 
+/* Returns the properties of a row whose chunks the first loop finishes unless `needs_ratio`, and plans its copies. */
+static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, LayerCopies *c,
+                                 int update_bytes, bool needs_ratio, bool second_reads_grad) {
+    LayerInfo info = {
+        .chunks = layer_chunks(&s->rows[row], s->gradients[row].size),
+        .update_bytes = update_bytes,
+        .needs_ratio = needs_ratio,
+    };
+    plan_copies(s, row, scratch, bytes, c, &info);
+    c->first_writes = !needs_ratio, c->second_reads_grad = second_reads_grad;
+    return info;
+}
+
 /* ---- the call -------------------------------------------------------------------------------------------- */
 
 /* The largest number of chunks in any of the rows in `order`, or in any row if that is NULL. */
 int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, const int64_t *order, int64_t count);
 
-/* Defines the function of an optimizer, which has the functions `prepare`, `first`, `ratio` and `second` of a
- * LayerwiseRule. `Step` begins with LayerRows; the further arguments are its other members.
+/* Defines the function of an optimizer, which has the functions `prepare`, `first` and `ratio` of a LayerwiseRule, and
+ * passes `second`. `Step` begins with LayerRows; the further arguments are its other members.
  *
  * The function makes one step of the `count` rows in `order`, the largest first, without counting it, or one phase of
  * it. If rows are shards, `sums`, one per row, are added up over all ranks between the two phases. `partial` has two
  * entries per chunk of the largest number of chunks in any row; the scratch may have any size. The function allocates
  * no memory, so it cannot fail. */
-#define LAYER_STEP(function, Options, Step, ...)                                                                     \
+#define LAYER_STEP(function, Options, Step, second, ...)                                                             \
     static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
         static const LayerwiseRule rule = {prepare, open_window, close_window, first, ratio, second};                \
         layerwise_step_row(rule, step, row, share);                                                                  \

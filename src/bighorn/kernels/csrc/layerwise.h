@@ -54,7 +54,7 @@ typedef struct {
     /* Returns the ratio, from the sums over the whole tensor, and adds what else follows from them to the locals.
      * `writes_norms` is true in one thread, which writes the row's metrics. */
     double (*ratio)(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms);
-    /* The second loop, over one chunk, updates the weights. */
+    /* The second loop, over one chunk, updates the weights; NULL if no row needs it. */
     void (*second)(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
 
@@ -153,7 +153,7 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
         return;
     }
     const double ratio = rule.ratio(s->step, row, locals, total, leads);
-    if (info.needs_ratio) layerwise_second_phase(rule, s, &slice, info, locals, ratio);
+    if (rule.second && info.needs_ratio) layerwise_second_phase(rule, s, &slice, info, locals, ratio);
 }
 
 #endif

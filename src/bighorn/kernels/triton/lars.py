@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from bighorn.kernels.options import LarsOptions
-from bighorn.kernels.triton.launch_group import constants_of
-from bighorn.kernels.triton.layerwise import FORMS, LayerLaunchGroup, LayerwiseStepper
+from bighorn.kernels.triton.layerwise import LayerLaunchGroup, LayerwiseStepper
 
 
 class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
@@ -18,18 +14,6 @@ class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
     def sizes(self) -> tuple[int, int]:
         """See `LayerLaunchGroup.sizes`."""
         return self.layout.SUM.value, self.layout.FACTOR.value
-
-    @staticmethod
-    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LarsOptions) -> dict[str, Any]:
-        """See `LaunchGroup.compiled_for`."""
-        from bighorn.kernels.triton.common_kernels import LANES
-
-        narrow = all(dtype.itemsize == 2 for dtype in (x, g, m)) and options.weight_rounding == "nearest"
-        return {
-            **constants_of(x, g, m, options),
-            "M_FORM": FORMS[m][0] if options.blocks else "",
-            "BLOCK": LANES.value * (8 if narrow or options.blocks else 4),
-        }
 
     def first(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool) -> None:
         """See `LayerLaunchGroup.first`."""

@@ -14,7 +14,7 @@ from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import unsupported
-from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, shard_of
+from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of, shard_of
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -29,7 +29,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
         self.kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
-        self.layout = self.kernels.layout
+        self.layout = getattr(self.kernels, "layout", None)
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, layouts, uploads)
         self.width, factors = self.sizes()
@@ -51,17 +51,30 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         raise NotImplementedError
 
     @staticmethod
+    def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Any) -> dict[str, Any]:
+        """See `LaunchGroup.compiled_for`; the form of the momentum in blocks is that of a first moment."""
+        from bighorn.kernels.triton.common_kernels import LANES
+
+        narrow = all(dtype.itemsize == 2 for dtype in (x, g, m)) and options.weight_rounding == "nearest"
+        return {
+            **constants_of(x, g, m, options),
+            "M_FORM": FORMS[m][0] if m in FORMS else "",
+            "BLOCK": LANES.value * (8 if narrow or m in FORMS else 4),
+        }
+
+    @staticmethod
     def chunks_of(x: Tensor, options: Any) -> int:
         """See `LaunchGroup.chunks_of`; all blocks of codes count as full ones."""
         codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
-        return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
+        return max(1, -(-(codes if getattr(options, "blocks", False) else x.numel()) // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
         """See `LaunchGroup.own_columns`; the layout numbers the columns."""
         rows: list[list[int]] = []
+        names = self.layout.ADDRESSES if self.layout else ()
         for index, i in self.indices:
             state = self.buckets[index].state
-            addresses: list[int] = [state[name][i].data_ptr() if name in state else 0 for name in self.layout.ADDRESSES]
+            addresses: list[int] = [state[name][i].data_ptr() if name in state else 0 for name in names]
             rows.append([*addresses, shard_of(self.buckets[index], i).numel])
         return rows
 
@@ -91,11 +104,11 @@ class LayerwiseStepper(Stepper[Options]):
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
-        reason = unsupported(param)
-        if options.blocks and param.dtype == torch.float64:
+        reason, in_blocks = unsupported(param), getattr(options, "blocks", False)
+        if in_blocks and param.dtype == torch.float64:
             return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
         if (
-            options.blocks
+            in_blocks
             and not reason
             and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
         ):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, ConvertedStateWarning, Lamb
+from bighorn import Came, ConvertedStateWarning, Lamb, Lars
 from bighorn.optim.checkpoint_formats import FORMATS
 from tests.contract.test_formula_checkpoints import GROUPED_STEPS, NAMES, note
 from tests.support import peer_formulas
@@ -54,6 +54,8 @@ class Run:
     absent: str | None = None
     without: tuple[str, ...] = ()
     """Options that the checkpoint sets and that some backends do not support."""
+    counted: int = 3
+    """The steps that the checkpoint tells."""
 
 
 def timm(**options: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -126,6 +128,21 @@ RUNS = (
         ),
         absent=peer_formulas.TIMM_ABSENT,
         without=("cautious",),
+    ),
+    Run(
+        "timm-lars",
+        "timm's Lars",
+        lambda groups: peer_formulas.installed_timm("lars").Lars(
+            groups, momentum=0.9, nesterov=True, trust_coeff=0.3, trust_clip=True
+        ),
+        kind=Lars,
+        says=(
+            "trust_coeff=0.3 is trust_coefficient=0.3",
+            "its state means lr_in_momentum=False. Note: checkpoints of timm's Lars do not tell the steps that it has "
+            "made, of which one is counted",
+        ),
+        absent=peer_formulas.TIMM_ABSENT,
+        counted=1,
     ),
     Run(
         "came",
@@ -223,7 +240,7 @@ def test_a_run_goes_on_as_it_would_have_gone_on_there(run: Run, backend: str) ->
     go(peer, theirs, range(3, 6))
     for leaf, a, b in zip(LEAVES, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=leaf.name)
-        assert optimizer.state[a]["step"] == 6
+        assert optimizer.state[a]["step"] == 3 + run.counted
 
 
 # ---- the note ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Format:
         implied: Options that the groups do not have, with the values for which our steps equal those of the optimizer.
         adds: Options that follow from the shapes of the state.
         state_left_out: Entries of the state that nothing depends on.
+        uncounted: Entries of the state that have other names here, in a format that counts no steps.
         unsaved: Options that the checkpoints do not contain.
     """
 
@@ -49,6 +50,7 @@ class Format:
     implied: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     adds: Group = field(default_factory=dict)
     state_left_out: tuple[str, ...] = ()
+    uncounted: Mapping[str, str] = field(default_factory=dict)
     unsaved: str = ""
 
     def recognises(self, groups: Iterable[Group], states: Iterable[State]) -> bool:
@@ -89,8 +91,9 @@ class Format:
 
     def state(self, group: Group, state: State) -> dict[str, Any]:
         """Convert the state of one parameter."""
-        count = {"step": group["step"]} if "step" in group else {}
-        return {**count, **{key: value for key, value in state.items() if key not in self.state_left_out}}
+        count = {"step": group["step"]} if "step" in group else {"step": 1.0} if self.uncounted else {}
+        kept = {self.uncounted.get(key, key): state[key] for key in state if key not in self.state_left_out}
+        return {**count, **kept}
 
 
 _TORCH: dict[str, Any] = {
@@ -204,6 +207,18 @@ FORMATS = (
         },
         state_left_out=("weight_norm", "adam_norm", "trust_ratio"),
         unsaved="pre_norm and maximize; without adam_debias it divides lr by 1 - beta1^t, which is 1 after 100 steps",
+    ),
+    Format(
+        name="timm's Lars",
+        algorithm="lars",
+        marks=frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov", "trust_coeff", "trust_clip"}),
+        becomes={"trust_coeff": lambda value: {"trust_coefficient": value}},
+        refused={("dampening", True): "Bighorn's momentum adds the whole gradient; load the model alone"},
+        left_out=("foreach",),
+        implied={"denominator": ("sum",), "maximize": (False,)},
+        adds={"lr_in_momentum": False},
+        uncounted={"momentum_buffer": "exp_avg"},
+        unsaved="the steps that it has made, of which one is counted",
     ),
     Format(
         name="came-pytorch's CAME",

@@ -65,8 +65,13 @@ def in_rounds(kernel: Any, grad_scale: Tensor | float = 1.0, apply_mask: Tensor 
 
 ROUNDS = [
     *itertools.product(
-        ("cpu", "triton"), ("both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything")
+        ("cpu", "triton"),
+        (
+            *("both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything"),
+            *("lars-everything", "lars-stacked-joint-clipped", "lars-mixed-paper"),
+        ),
     ),
+    *(("cpu", f"came-{case}") for case in ("published", "everything", "bfloat16-states-int8-everything")),
     *(("cpu", case) for case in ("cautious-l2", "bfloat16-states-int8-cautious", "float64-everything")),
 ]
 
@@ -76,27 +81,7 @@ def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPa
     """The result is equal to the bit on compiled backends, where both run the same arithmetic."""
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
     advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
-    monkeypatch.setattr(kernels.kernel(backend, "lamb"), "step", in_rounds)
-    advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
-    assert_bitwise(shards, whole)
-
-
-@pytest.mark.parametrize("case", ["lars-everything", "lars-stacked-joint-clipped", "lars-mixed-paper"])
-@pytest.mark.parametrize("backend", ["cpu", "triton"], indirect=True)
-def test_rounds_are_a_step_of_lars(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
-    advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
-    monkeypatch.setattr(kernels.kernel(backend, "lars"), "step", in_rounds)
-    advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
-    assert_bitwise(shards, whole)
-
-
-@pytest.mark.parametrize("case", ["came-published", "came-everything", "came-bfloat16-states-int8-everything"])
-@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
-def test_rounds_are_a_step_of_came(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
-    advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
-    monkeypatch.setattr(kernels.kernel(backend, "came"), "step", in_rounds)
+    monkeypatch.setattr(kernels.kernel(backend, BY_ID[case].kind.algorithm.name), "step", in_rounds)
     advance(BY_ID[case], shards, BY_ID[case].optimizer(shards, backend=backend), range(3))
     assert_bitwise(shards, whole)
 

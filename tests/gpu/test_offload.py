@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bighorn import Came, Lamb, LossScaler, WindowScale, offload
+from bighorn import Came, Lamb, Lars, LossScaler, WindowScale, offload
 from tests.support.gpu_steps import GPU, STATUS
 from tests.support.offloading import OVERLAPS, Overlap
 
@@ -30,7 +30,7 @@ def loss_of(net: Any, step: int) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=["plain", "clip"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("kind", [Lamb, Came])
+@pytest.mark.parametrize("kind", [Lamb, Came, Lars])
 def test_steps_are_those_of_the_cpu(kind: Any, overlap: Overlap, options: dict[str, Any], dtype: torch.dtype) -> None:
     """A twin on the CPU is stepped with the device's gradients."""
     rounding = {} if dtype is torch.float32 else {"weight_rounding": "master"}

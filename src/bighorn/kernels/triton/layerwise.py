@@ -29,7 +29,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
         self.kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
-        self.layout = getattr(self.kernels, "layout", None)
+        self.layout: Any = getattr(self.kernels, "layout", None)
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, layouts, uploads)
         self.width, factors = self.sizes()

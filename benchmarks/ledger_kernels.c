@@ -2,8 +2,8 @@
  *
  *     ledger_kernels OPTIMIZER STORED STEPS PASSES
  *
- * OPTIMIZER is lamb or came, STORED the dtype of weights, gradient and state: float32, bfloat16 or int8, which is that
- * of the state alone. PASSES more passes over the gradient are made in each step, for a test of the counts. */
+ * OPTIMIZER is lamb, lars or came, STORED the dtype of weights, gradient and state: float32, bfloat16 or int8, which is
+ * that of the state alone. PASSES more passes over the gradient are made in each step, for a test of the counts. */
 #include "../tests/csrc/library.h"
 
 #include <math.h>
@@ -39,7 +39,8 @@ static void *values(int type, uint32_t seed) {
 
 int main(int count, char **arguments) {
     if (count != 5) return 2;
-    const int is_lamb = !strcmp(arguments[1], "lamb"), steps = atoi(arguments[3]), passes = atoi(arguments[4]);
+    const int is_lamb = !strcmp(arguments[1], "lamb"), is_lars = !strcmp(arguments[1], "lars");
+    const int steps = atoi(arguments[3]), passes = atoi(arguments[4]);
     const int stored = !strcmp(arguments[2], "bfloat16") ? BFLOAT16 : FLOAT32;
     const int state = !strcmp(arguments[2], "int8") ? INT8 : stored;
     float *step = zeros(4), *metrics = zeros(12);
@@ -61,6 +62,15 @@ int main(int count, char **arguments) {
         .adapt = 1,
         .bias_correction = BIAS_CORRECTION_MOMENTS,
         .grad_averaging = 1,
+    };
+    const LarsOptions lars_options = {
+        .lr = 1,
+        .momentum = 0.9,
+        .weight_decay = 0.01,
+        .trust_coefficient = 1e-3,
+        .eps = 1e-8,
+        .lr_in_momentum = 1,
+        .adapt = 1,
     };
     const LayerRow lamb = {
         .weights = weights,
@@ -106,6 +116,9 @@ int main(int count, char **arguments) {
         for (int pass = 0; pass < passes; pass++) bighorn_square_sum(&RUN, &gradient, grads, 1, squares);
         if (is_lamb)
             bighorn_lamb_step(&RUN, &lamb_options, &lamb, &gradient, grads, ORDER, 1, 1, partial, scratch,
+                              SCRATCH_BYTES, PHASE_BOTH, sums);
+        else if (is_lars)
+            bighorn_lars_step(&RUN, &lars_options, &lamb, &gradient, grads, ORDER, 1, 1, partial, scratch,
                               SCRATCH_BYTES, PHASE_BOTH, sums);
         else bighorn_came_step(&RUN, &came_options, &came, NULL, &gradient, grads, BETA2S, ORDER, 1, 1, 0, workspace);
         bighorn_advance(&step, 1);

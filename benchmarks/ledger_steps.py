@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn.cli.shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.support
@@ -24,7 +24,7 @@ Step = Callable[[], Any]
 Events = list[tuple[str, int]]
 """What a stand-in recorded: names of launches, copies and tables, with their programs or bytes."""
 
-KINDS: dict[str, type[Lamb | Came]] = {"lamb": Lamb, "came": Came}
+KINDS: dict[str, type[Lamb | Came | Lars]] = {"lamb": Lamb, "came": Came, "lars": Lars}
 
 TENSORS: dict[str, list[tuple[int, ...]]] = {
     "few": [(4, 4)] * 20,
@@ -78,14 +78,18 @@ def steps_of(row: str) -> Iterator[tuple[Iterator[Step], Events]]:
 
 
 def _steps(
-    kind: type[Lamb | Came], backend: str, shapes: list[tuple[int, ...]], use: str, placed: Callable[[Tensor], Tensor]
+    kind: type[Lamb | Came | Lars],
+    backend: str,
+    shapes: list[tuple[int, ...]],
+    use: str,
+    placed: Callable[[Tensor], Tensor],
 ) -> Iterator[Step]:
     """Yield steps whose gradients are at two addresses in turn."""
     dtype = torch.bfloat16 if use == "bf16" else torch.float32
     params, *both = [[placed(torch.ones(shape, dtype=dtype)) for shape in shapes] for _ in range(3)]
     params = [Parameter(param.detach()) for param in params]
     tenth = len(params) // 10 if use == "missing" else 0
-    optimizer: Lamb | Came | None = None
+    optimizer: Lamb | Came | Lars | None = None
     for turn in itertools.count():
         for i, (param, *grads) in enumerate(zip(params, *both, strict=True)):
             missing = i < tenth if turn % 2 else i >= len(params) - tenth
@@ -96,7 +100,7 @@ def _steps(
         yield optimizer.step
 
 
-def _offloaded(kind: type[Lamb | Came], events: Events) -> Generator[Step, None, None]:
+def _offloaded(kind: type[Lamb | Came | Lars], events: Events) -> Generator[Step, None, None]:
     """Yield backward passes with the steps after them."""
     from tests.support.slow_copies import SlowCopies
 

@@ -167,13 +167,13 @@ static const struct {
     {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_NONE, DECAY_L2, 0},
 };
 
-static LayerRow lamb_rows[MAX_ROWS];
+static LayerRow layer_rows[MAX_ROWS];
 
-static void add_lamb(int64_t height, int64_t width, int stored, int state_type, int second_moment) {
+static void add_layer(int64_t height, int64_t width, int stored, int state_type, int second_moment) {
     const int64_t size = height * width, scales = height * blocks_in_row(width);
     const bool in_blocks = state_type == INT8 || state_type == FLOAT16;
     const bool amsgrad = second_moment == SECOND_MOMENT_AMSGRAD && !in_blocks;
-    lamb_rows[rows] = (LayerRow){
+    layer_rows[rows] = (LayerRow){
         .weights = weights_of(rows, height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_sq = zeros(size, bytes_of(state_type)),
@@ -217,15 +217,15 @@ static void step_lamb(int variant, enum LambMoments moments) {
                                                                          : 1);
              stored++)
             for (int k = 0; k < 2 + doubles; k++)
-                add_lamb(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
-    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(lamb_rows, gradients, NULL, rows), sizeof(double));
+                add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();
     for (int step = 0; step < STEPS; step++) {
         const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
         for (int phase = first; phase <= last; phase++)
-            bighorn_lamb_step(&RUN, &options, lamb_rows, gradients, grads, order, rows, 0.5, partial, scratch,
+            bighorn_lamb_step(&RUN, &options, layer_rows, gradients, grads, order, rows, 0.5, partial, scratch,
                               SCRATCH_BYTES, phase, sums);
         bighorn_advance(counts, rows);
     }
@@ -233,7 +233,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
     char name[24];
     snprintf(name, sizeof name, "%s%s", moments == IN_BLOCKS ? "blocks" : LAMBS[variant].name,
              doubles ? "-double" : "");
-    for (int i = 0; i < rows; i++) add_result(&all, name, i, &lamb_rows[i].weights);
+    for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
     print_results(&all, name);
     free_all();
 }
@@ -327,6 +327,47 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
     free_all();
 }
 
+/* ---- LARS ------------------------------------------------------------------------------------------------ */
+
+static void step_lars(int variant, bool doubles) {
+    static const int64_t SHAPES[][2] = {{500, 600}, {41, 1003}, {70, 99}, {9, 257}, {1, 13}};
+    const LarsOptions options = {
+        .lr = 0.1,
+        .momentum = 0.9,
+        .nesterov = variant,
+        .weight_decay = variant ? 0 : 0.1,
+        .trust_coefficient = 1,
+        .denominator = variant,
+        .trust_clip = variant,
+        .lr_in_momentum = !variant,
+        .adapt = 1,
+        .maximize = variant,
+        .rounding_seed = 1ull << 40,
+    };
+    const int types[] = {FLOAT32, BFLOAT16, FLOAT64};
+    rows = 0;
+    for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
+        for (int stored = doubles ? STORED_DOUBLE : 0; stored < (doubles ? STORED_DOUBLE + 1 : STORED_WAYS); stored++)
+            for (int k = 0; k < 2 + doubles; k++)
+                add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[k], SECOND_MOMENT_ADAM);
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
+    double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
+    void *scratch = zeros(SCRATCH_BYTES, 1);
+    for (int step = 0; step < STEPS; step++) {
+        const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
+        for (int phase = first; phase <= last; phase++)
+            bighorn_lars_step(&RUN, &options, layer_rows, gradients, grads, order, rows, 0.5, partial, scratch,
+                              SCRATCH_BYTES, phase, sums);
+        bighorn_advance(counts, rows);
+    }
+    Results all = {0};
+    char name[24];
+    snprintf(name, sizeof name, "%s%s", variant ? "lars-joint" : "lars", doubles ? "-double" : "");
+    for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
+    print_results(&all, name);
+    free_all();
+}
+
 int main(void) {
     for (int variant = 0; variant < (int)(sizeof LAMBS / sizeof LAMBS[0]); variant++) {
         step_lamb(variant, IN_FLOATS);
@@ -334,6 +375,7 @@ int main(void) {
         step_lamb(variant, OF_DOUBLES);
     }
     for (int doubles = 0; doubles < 2; doubles++) {
+        for (int variant = 0; variant < 2; variant++) step_lars(variant, doubles);
         step_came(0, 0, false, doubles);
         step_came(1, 0, true, doubles);
         step_came(0, 1, true, doubles);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -17,31 +16,13 @@ from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
 from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
+from bighorn.optim.lamb import LambTelemetry
 from bighorn.optim.optimizer import KernelOptimizer
-from bighorn.optim.reports import Table
 from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateDtype, StateSpec, moments_dtype, moments_spec
 
 
-@dataclass(frozen=True, repr=False)
-class LarsTelemetry(Table):
-    """The metrics of the last step, with one entry per parameter (per slice of a stacked one); it prints as a table.
-
-    Attributes:
-        names: The parameters' names, or their indices in `param_groups`.
-        weight_norm: ||x|| before the step, `[names]`, float32, on the parameters' device.
-        update_norm: The denominator of the trust ratio without eps, likewise.
-        trust_ratio: The ratio that multiplied the learning rate, likewise.
-        lr: The learning rate of the step, likewise.
-        skipped: The number of steps that wrote nothing because gradients were not finite, since the optimizer was made,
-            copied or loaded; 0-dim, int64.
-    """
-
-    names: tuple[str, ...]
-    weight_norm: Tensor
-    update_norm: Tensor
-    trust_ratio: Tensor
-    lr: Tensor
-    skipped: Tensor
+class LarsTelemetry(LambTelemetry):
+    """The metrics of the last step, as `LambTelemetry`: `update_norm` is the ratio's denominator without eps."""
 
 
 class LarsAlgorithm(Algorithm[LarsOptions]):

@@ -143,7 +143,7 @@ class OptimizerUse(RuleBasedStateMachine):
     @rule(key=st.sampled_from(["momentum", "nesterov", "initial_momentum", "tags"]))
     def write_a_key(self, key: str) -> None:
         """Write what tools do, into the groups of one of the two."""
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if key not in self.optimizer.algorithm.options else ():
             group[key] = 0.9
 
     @rule()

@@ -243,6 +243,7 @@ def test_slow_layers_that_started_at_zero_are_named_once(every: int) -> None:
         (Lamb, {"exclude_from_layer_adaptation": ["lora_B"]}),
         (Lamb, {"weight_norm_bounds": (1.0, 100.0)}),
         (Came, {}),
+        (Lars, {}),  # its ratio is small wherever the trust coefficient is
     ],
 )
 def test_layers_that_are_not_slow_are_not_named(kind: Kind, options: Any) -> None:

@@ -41,6 +41,8 @@ SPEED = {
 }
 """The rows of docs/speed.md: the file in results, and the parameter set in it."""
 
+LARS_SHAPES = ("vit_small", "resnet50", "bert_base")
+
 SPEED_COLUMNS = ("Lamb", "Lamb, adam=True", "Came")
 
 CLIFFS = {
@@ -213,6 +215,16 @@ def speed_table() -> str:
     return _ratio_table("shapes of", SPEED, SPEED_COLUMNS)
 
 
+def lars_table() -> str:
+    """The rows of LARS, relative to torch's fused SGD with momentum."""
+    rows = {
+        words: ("step-lars", name)
+        for words, (file, name) in SPEED.items()
+        if file == "step-fp32" and name in LARS_SHAPES
+    }
+    return _ratio_table("shapes of", rows, ("Lars", "timm Lars"))
+
+
 def cliffs_table() -> str:
     return _ratio_table("parameters", {row: ("step-cliffs", name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
 
@@ -257,6 +269,7 @@ def rates_table() -> str:
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "step-fp32": (DOCS / "speed.md", speed_table),
+    "step-lars": (DOCS / "speed.md", lars_table),
     "step-cliffs": (DOCS / "speed.md", cliffs_table),
     "step-precision": (DOCS / "precision-results.md", precision_table),
     MEMORY: (DOCS / "memory-results.md", memory_table),

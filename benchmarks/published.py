@@ -19,9 +19,11 @@ from ledger_counts import KERNELS
 from ledger_steps import ROWS
 
 RESULTS = ledger.FILE.parent
-CPU = [row for row in ROWS if " cpu " in row]
-FLOAT32 = [row for row in KERNELS if row.endswith("float32")]
-BFLOAT16 = [row for row in KERNELS if row.endswith("bfloat16")]
+LARS = [row for row in (*ROWS, *KERNELS) if row.startswith(("lars cpu", "lars kernel")) and not row.endswith("first")]
+CPU = [row for row in ROWS if " cpu " in row and row not in LARS]
+OF_TWO = [row for row in KERNELS if row not in LARS]
+FLOAT32 = [row for row in OF_TWO if row.endswith("float32")]
+BFLOAT16 = [row for row in OF_TWO if row.endswith("bfloat16")]
 MODELS = [row for row in CPU if row.endswith((" tiny", " efficientnet_b0", " large"))]
 
 
@@ -54,12 +56,13 @@ TABLES = {
     ),
     "step-came": Table(
         "--table came --shapes vit_small,resnet50,bert_base --seconds 2",
-        [row for row in (*CPU, *KERNELS) if row.startswith("came") and "first" not in row],
+        [row for row in (*CPU, *OF_TWO) if row.startswith("came") and "first" not in row],
     ),
+    "step-lars": Table("--table lars --shapes vit_small,resnet50,bert_base --seconds 3", LARS),
     "step-cliffs": Table("--table cliffs --seconds 3", [*CPU, *FLOAT32]),
     "step-precision": Table(
         "--table precision --precision bf16 --shapes vit_small,bert_base --seconds 2",
-        [*(row for row in CPU if row.endswith(("bf16", "int8"))), *KERNELS],
+        [*(row for row in CPU if row.endswith(("bf16", "int8"))), *OF_TWO],
     ),
 }
 OWN_TABLES = ("step-cliffs", "step-precision")

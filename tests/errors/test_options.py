@@ -316,7 +316,8 @@ MISSPELT = {"beta": "betas", "weigth_decay": "weight_decay", "max_grad_nrom": "m
 OWN_MISSPELT = {
     Lamb: MISSPELT | {"trust_ratio_bound": "trust_ratio_bounds"},
     Came: MISSPELT | {"factr": "factor", "clip_treshold": "clip_threshold", "exclude_from_layer_adaptation": ""},
-    Lars: MISSPELT | {"beta": "", "trust_coeff": "trust_coefficient", "momentun": "momentum", "nestrov": "nesterov"},
+    Lars: MISSPELT
+    | {"beta": "", "trust_coeficient": "trust_coefficient", "momentun": "momentum", "nestrov": "nesterov"},
 }
 
 

@@ -322,9 +322,9 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "pre_norm": ("pytorch_optimizer", "use max_grad_norm"),
     "eps1": ("pytorch_optimizer", "use eps=(eps1, eps2)"),
     "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)"),
-    "trust_coeff": ("timm", "use Lars and trust_coefficient"),
-    "eta": ("Barlow Twins", "use Lars and trust_coefficient"),
-    "lars_adaptation_filter": ("Barlow Twins", "use Lars and exclude_from_layer_adaptation"),
+    "trust_coeff": ("timm", "use trust_coefficient of Lars"),
+    "eta": ("Barlow Twins", "use trust_coefficient of Lars"),
+    "lars_adaptation_filter": ("Barlow Twins", "use exclude_from_layer_adaptation"),
     "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
 }
 """Arguments of other packages' LAMBs and CAMEs: the package of each, and the remedy."""

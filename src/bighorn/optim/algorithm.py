@@ -76,7 +76,9 @@ class Algorithm(ABC, Generic[Options]):
 
     def __init_subclass__(cls) -> None:
         checks = checks_of(cls.kernel_options_type)
-        cls.options, cls.passed_on = {**checks, **cls.group_options}, tuple(checks)
+        # The options of groups come first, as in messages, and their checks take precedence.
+        cls.options = {**cls.group_options, **checks, **cls.group_options}
+        cls.passed_on = tuple(checks)
 
     def kernel_options(self, group: Group, variant: Variant) -> Options:
         """The options that kernels receive for one variant of a group."""

@@ -26,7 +26,7 @@ from tests.math.test_presets import BOUNDS, lrs
 from tests.support import peer_came_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LEFT_OUT, Case
-from tests.support.preset_pages import FIGURE, named, tables, without_figures, write, written
+from tests.support.preset_pages import check_figures, named, tables, without_figures, write, written
 from tests.support.tables import for_every
 
 pytestmark = pytest.mark.long
@@ -304,10 +304,7 @@ def test_the_page_is_what_the_table_says() -> None:
 
 def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     text = written("came")
-    figures = FIGURE.findall(text)
-    assert len(figures) == len(PROOFS)
-    assert max(float(double) for double, _ in figures) <= BOUNDS[torch.float64]
-    assert max(float(single) for _, single in figures) <= BOUNDS[torch.float32]
+    check_figures(text, len(PROOFS), BOUNDS)
     monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
     monkeypatch.setattr(preset_pages, "version", lambda _: "any")
     assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_came_presets"

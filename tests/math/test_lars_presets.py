@@ -23,7 +23,7 @@ from tests.math.test_presets import BARE, BOUNDS, DECAY, FORMULA, INSTALL, Witne
 from tests.support import peer_lars_formulas as peers
 from tests.support import preset_pages
 from tests.support.peer_formulas import installed_timm
-from tests.support.preset_pages import FIGURE, backends, named, tables, without_figures, write, written
+from tests.support.preset_pages import backends, check_figures, named, tables, without_figures, write, written
 from tests.support.tables import for_every
 
 PAGE = Path(__file__).parents[2] / "docs" / "lars-presets.md"
@@ -168,10 +168,7 @@ def test_the_page_is_what_the_table_says() -> None:
 
 def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     text = written("lars")
-    figures = FIGURE.findall(text)
-    assert len(figures) == len(PROOFS)
-    assert max(float(double) for double, _ in figures) <= BOUNDS[torch.float64]
-    assert max(float(single) for _, single in figures) <= BOUNDS[torch.float32]
+    check_figures(text, len(PROOFS), BOUNDS)
     monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
     monkeypatch.setattr(preset_pages, "version", lambda _: "any")
     assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_lars_presets"

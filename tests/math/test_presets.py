@@ -28,7 +28,7 @@ from bighorn import PRESETS, Lamb, Preset
 from tests.support import peer_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LRS, Case, set_gradients, set_lr
-from tests.support.preset_pages import FIGURE, backends, named, tables, without_figures, write, written
+from tests.support.preset_pages import backends, check_figures, named, tables, without_figures, write, written
 from tests.support.tables import for_every
 
 STEPS = 10
@@ -397,10 +397,7 @@ def test_the_page_is_what_the_table_says() -> None:
 
 def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     text = written("lamb")
-    figures = FIGURE.findall(text)
-    assert len(figures) == len(PROOFS)
-    assert max(float(double) for double, _ in figures) <= BOUNDS[torch.float64]
-    assert max(float(single) for _, single in figures) <= BOUNDS[torch.float32]
+    check_figures(text, len(PROOFS), BOUNDS)
     monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
     monkeypatch.setattr(preset_pages, "version", lambda _: "any")
     assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_presets"

@@ -1,9 +1,9 @@
-"""The tables of docs/preset-results.md, which the tests of LAMB's and of CAME's presets measure and write."""
+"""The tables of docs/preset-results.md, which the tests of presets measure and write."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,6 +44,14 @@ def written(name: str) -> str:
 def write(name: str, text: str) -> None:
     """Write the tables of this name into the page."""
     RESULTS.write_text(_between(name).sub(lambda _: text, RESULTS.read_text()))
+
+
+def check_figures(text: str, proofs: int, bounds: Mapping[torch.dtype, float]) -> None:
+    """Assert that tables have a row for each proof, and that no figure is above the bound of its dtype."""
+    figures = FIGURE.findall(text)
+    assert len(figures) == proofs
+    assert max(float(double) for double, _ in figures) <= bounds[torch.float64]
+    assert max(float(single) for _, single in figures) <= bounds[torch.float32]
 
 
 def without_figures(text: str) -> str:

@@ -13,11 +13,12 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu.abi import c_options
 from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, run
 from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout, unsupported
 from bighorn.kernels.options import Options
+from bighorn.kernels.reference import stepper as reference
 
 
 class Bound(NamedTuple):
@@ -81,11 +82,7 @@ class Stepper(Generic[Options]):
         del options
         return unsupported(param)
 
-    @staticmethod
-    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
-        """The reason why the library cannot serve a shard of a tensor: there is none."""
-        del shard, options
-        return None
+    unsupported_shard_reason = staticmethod(reference.Stepper.unsupported_shard_reason)
 
     def refresh(self) -> None:
         """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""

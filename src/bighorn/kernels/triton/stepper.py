@@ -23,6 +23,9 @@ class Stepper(Generic[Options]):
     layout_options: ClassVar[tuple[str, ...]] = ("rounding_seed",)
     """The options whose change requires new tables."""
 
+    group: ClassVar[type[LaunchGroup[Any]]]
+    """The class of the launch groups."""
+
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
@@ -75,9 +78,6 @@ class Stepper(Generic[Options]):
             for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True))
             if g is not None
         }
-
-    group: ClassVar[type[LaunchGroup[Any]]]
-    """The class of the launch groups."""
 
     def launch_group(self, indices: list[RowIndex]) -> LaunchGroup[Options]:
         """Return the launch group of rows of one kind."""

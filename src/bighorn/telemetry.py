@@ -63,7 +63,7 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
     columns = torch.stack(list(metrics_by_name.values()))
     *rows, count = torch.cat([columns.flatten(), skipped.to(columns).reshape(1)]).tolist()
     metrics = {metric: rows[i * len(names) : (i + 1) * len(names)] for i, metric in enumerate(metrics_by_name)}
-    multiplier = next(metrics[name] for name in MULTIPLIERS if name in metrics)
+    multiplier = next((metrics[name] for name in MULTIPLIERS if name in metrics), [1.0] * len(names))
     metrics["effective_lr"] = [lr * by for lr, by in zip(metrics["lr"], multiplier, strict=True)]
     by_tag = {f"{metric}/{name}": v for metric, of in metrics.items() for name, v in zip(names, of, strict=True)}
     return {**by_tag, "skipped_steps": count}

@@ -144,8 +144,7 @@ class Bucket(Generic[Options]):
         steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share the same tensor.
         unique_steps: `steps` of the rows that have a gradient, without repetition; kernels advance each
             (`arithmetic.count_step`).
-        metrics: Float32, `[rows, 3]`; kernels write the values that telemetry shows. LAMB: weight norm, update norm,
-            trust ratio. CAME: RMS of u before clipping, the clip factor, mean confidence.
+        metrics: Float32, `[rows, options.metrics]`; kernels write the values that telemetry shows.
         grads: One gradient per row, new for each step, of any floating dtype and any strides; kernels only read them.
             None for a row that takes no part in this step: its parameter, state, step count and metrics do not change.
             Slices of one parameter take part together. Every row has a gradient when a kernel is instantiated, and the

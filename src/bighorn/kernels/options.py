@@ -63,6 +63,9 @@ class KernelOptions:
     algorithm: ClassVar[str]
     """The name of the module that has the algorithm's kernels, in each backend."""
 
+    metrics: ClassVar[tuple[str, ...]]
+    """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
+
     lr: Annotated[float | Tensor, Option(c=float)]
     weight_decay: Annotated[float, Option(c=float)]
     maximize: Annotated[bool, Option(flag, int)]
@@ -78,6 +81,7 @@ class LambOptions(KernelOptions):
     """The options of LAMB."""
 
     algorithm = "lamb"
+    metrics = ("weight_norm", "update_norm", "trust_ratio")
 
     betas: Annotated[tuple[float, float], Option(betas(2), tuple)]
     eps: Annotated[float, Option(between(0), float)]
@@ -98,6 +102,7 @@ class CameOptions(KernelOptions):
     """The options of CAME; all rows of a bucket are factored by one rule, or none of them is."""
 
     algorithm = "came"
+    metrics = ("update_rms", "clip_factor", "confidence")
 
     betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
     eps: Annotated[tuple[float, float], Option(came_eps, tuple)]
@@ -116,6 +121,7 @@ class LarsOptions(KernelOptions):
     """The options of LARS."""
 
     algorithm = "lars"
+    metrics = ("weight_norm", "update_norm", "trust_ratio")
 
     momentum: Annotated[float, Option(beta, float)]
     nesterov: Annotated[bool, Option(flag, int)]

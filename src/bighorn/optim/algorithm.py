@@ -56,7 +56,7 @@ class Algorithm(ABC, Generic[Options]):
     name: ClassVar[str]
     """The name in kernels, in messages and in the table of checkpoint formats."""
 
-    kernel_options_type: ClassVar[type]
+    kernel_options_type: ClassVar[type[Any]]
     """The dataclass of kernel options. Each field with a check is an option of a group, passed on unchanged."""
 
     group_options: ClassVar[Mapping[str, Check]]

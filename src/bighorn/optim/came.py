@@ -222,7 +222,7 @@ class Came(KernelOptimizer):
 
         They are empty before the first step, and after parameters were added or a state was loaded.
         """
-        return CameTelemetry(*self._metrics())
+        return CameTelemetry(**self._metrics())
 
     @classmethod
     def like(cls, name: presets.CamePreset, params: ParamsT, **overrides: Any) -> Came:

@@ -203,7 +203,7 @@ class Lamb(KernelOptimizer):
 
         They are empty before the first step, and after parameters were added or a state was loaded.
         """
-        return LambTelemetry(*self._metrics())
+        return LambTelemetry(**self._metrics())
 
     @classmethod
     def like(cls, name: presets.LambPreset, params: ParamsT, **overrides: Any) -> Lamb:

@@ -157,7 +157,7 @@ class Lars(KernelOptimizer):
 
         They are empty before the first step, and after parameters were added or a state was loaded.
         """
-        return LarsTelemetry(*self._metrics())
+        return LarsTelemetry(**self._metrics())
 
     @classmethod
     def like(cls, name: presets.LarsPreset, params: ParamsT, **overrides: Any) -> Lars:

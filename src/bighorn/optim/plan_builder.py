@@ -113,8 +113,9 @@ def build(
 
     for (_, device, *_), used_by in backends.items():
         for bucket_plan in used_by:
-            rows = len(bucket_plan.bucket.params)
-            bucket_plan.bucket.metrics = torch.zeros(rows, 3, dtype=torch.float32, device=device)
+            bucket = bucket_plan.bucket
+            size = len(bucket.params), len(bucket.options.metrics)
+            bucket.metrics = torch.zeros(size, dtype=torch.float32, device=device)
     labels, row_indices = _report_rows(infos, bindings, list(bucket_plans.values()), len(params))
     plan = StepPlan(
         buckets=list(bucket_plans.values()),

@@ -68,16 +68,18 @@ class Reports(Optimizer):
     def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
         """Return the ParamInfo of every parameter in the groups, in the order in which a step visits them."""
 
-    def _metrics(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The fields of telemetry: labels, three metrics of each, the learning rate, and a count of skipped steps."""
-        pieces = [plan.metrics() for plan in self._last]
-        table = torch.zeros(0, 4, dtype=torch.float32, device="cpu")
-        if pieces:
+    def _metrics(self) -> dict[str, Any]:
+        """The fields of telemetry by name: names, the algorithm's metrics, the learning rate, and skipped steps."""
+        columns = (*self.algorithm.kernel_options_type.metrics, "lr")
+        table = torch.zeros(0, len(columns), dtype=torch.float32, device="cpu")
+        if pieces := [plan.metrics() for plan in self._last]:
             table = torch.cat([piece.to(pieces[0].device) for piece in pieces])
-        first, second, third, lr = table.unbind(dim=1)
-        labels = tuple([label for plan in self._last for label in plan.step_labels()])
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
-        return labels, first, second, third, lr, skipped
+        return {
+            "names": tuple([label for plan in self._last for label in plan.step_labels()]),
+            **dict(zip(columns, table.unbind(dim=1), strict=True)),
+            "skipped": skipped,
+        }
 
     @classmethod
     def state_bytes(cls, params: nn.Module | ParamsT, **options: Any) -> dict[str, int]:

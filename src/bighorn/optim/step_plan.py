@@ -301,13 +301,13 @@ class StepPlan:
         return [label for labels, here in zip(self.labels, self.stepped, strict=True) if here for label in labels]
 
     def metrics(self) -> Tensor:
-        """The metrics of the last step, and the learning rate that kernels used, `[labels, 4]`."""
+        """The metrics of the last step, and the learning rate that kernels used, `[labels, metrics + 1]`."""
         row_indices = [row for mine, here in zip(self.row_indices, self.stepped, strict=True) if here for row in mine]
         device, tables = self.buckets[0].bucket.metrics.device, []
         for bucket_plan in self.buckets:
-            norms, lr = bucket_plan.bucket.metrics, bucket_plan.bucket.options.lr
-            lrs = lr.to(norms).expand(len(norms), 1) if isinstance(lr, Tensor) else norms.new_full((len(norms), 1), lr)
-            tables.append(torch.cat([norms, lrs], dim=1).to(device))
+            rows, lr = bucket_plan.bucket.metrics, bucket_plan.bucket.options.lr
+            lrs = lr.to(rows).expand(len(rows), 1) if isinstance(lr, Tensor) else rows.new_full((len(rows), 1), lr)
+            tables.append(torch.cat([rows, lrs], dim=1).to(device))
         return torch.cat(tables)[torch.tensor(row_indices, dtype=torch.int64, device=device)]
 
 

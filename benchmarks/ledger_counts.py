@@ -217,7 +217,7 @@ def count_kernel(program: Path, row: str, passes: int = 0) -> dict[str, float]:
         totals.append(dict(zip(lines["events"].split(), map(int, lines["summary"].split()), strict=True)))
     step = {name: (total - totals[0][name]) / 2 / KERNEL_ELEMS for name, total in totals[1].items()}
     return {
-        "instructions": round(step["Ir"], 3),
-        "d1_misses": round(step["D1mr"] + step["D1mw"], 3),
-        "ll_misses": round(step["DLmr"] + step["DLmw"], 3),
+        "instructions": round(step["Ir"], 5),
+        "d1_misses": round(step["D1mr"] + step["D1mw"], 5),
+        "ll_misses": round(step["DLmr"] + step["DLmw"], 5),
     }

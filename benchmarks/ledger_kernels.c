@@ -91,7 +91,7 @@ int main(int count, char **arguments) {
         .clip_threshold = 1,
         .weight_decay = 0.01,
     };
-    const CameRow came = {
+    const FactoredRow came = {
         .weights = weights,
         .exp_avg = lamb.exp_avg,
         .exp_avg_scale = lamb.exp_avg_scale,
@@ -110,7 +110,7 @@ int main(int count, char **arguments) {
     };
     double *sums = zeros(8 * SUMS), *squares = zeros(ELEMS);
     double *partial = zeros(8 * SUMS * bighorn_layer_chunks(&lamb, &gradient, NULL, 1));
-    double *workspace = zeros(8 * bighorn_came_workspace(&came, NULL, &gradient, 1, 1));
+    double *workspace = zeros(8 * bighorn_factored_workspace(&came, NULL, &gradient, 1, 1));
     void *scratch = zeros(SCRATCH_BYTES);
     for (int i = 0; i < steps; i++) {
         for (int pass = 0; pass < passes; pass++) bighorn_square_sum(&RUN, &gradient, grads, 1, squares);

@@ -316,10 +316,10 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
 def workspace(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> int:
     """Return the bytes of workspace that a tensor of these matrices needs, without creating the tensor."""
     matrices, height, width = shape
-    weights, row, gradient = (library.STRUCTURES[name] for name in ("Weights", "CameRow", "Gradient"))
+    weights, row, gradient = (library.STRUCTURES[name] for name in ("Weights", "FactoredRow", "Gradient"))
     rows = (row * 1)(row(weights=weights(type=TYPES[dtype]), matrices=matrices, height=height, width=width))
     gradients = (gradient * 1)(gradient(size=matrices * height * width))
-    return 8 * int(loaded().bighorn_came_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))
+    return 8 * int(loaded().bighorn_factored_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))
 
 
 EDGE_SIZES = (1, 2, 3, 9, 31, 32, 63, 64, 65, 127, 129, 192, 200, 257, 1000, 1024, 1025, 30522, 3_000_000)

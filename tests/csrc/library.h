@@ -11,8 +11,9 @@ void bighorn_lamb_step(const RunConfig *, const LambOptions *, const LayerRow *,
                        const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
 void bighorn_lars_step(const RunConfig *, const LarsOptions *, const LayerRow *, const Gradient *, void *const *,
                        const int64_t *, int64_t, double, double *, void *, int64_t, int, double *);
-int64_t bighorn_came_workspace(const CameRow *, const CameShard *, const Gradient *, int64_t, int);
-void bighorn_came_step(const RunConfig *, const CameOptions *, const CameRow *, const CameShard *, const Gradient *,
-                       void *const *, const double *, const int64_t *, int64_t, double, int, double *);
+int64_t bighorn_factored_workspace(const FactoredRow *, const FactoredShard *, const Gradient *, int64_t, int);
+void bighorn_came_step(const RunConfig *, const CameOptions *, const FactoredRow *, const FactoredShard *,
+                       const Gradient *, void *const *, const double *, const int64_t *, int64_t, double, int,
+                       double *);
 
 #endif

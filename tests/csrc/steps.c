@@ -240,13 +240,13 @@ static void step_lamb(int variant, enum LambMoments moments) {
 
 /* ---- CAME ------------------------------------------------------------------------------------------------ */
 
-static CameRow came_rows[MAX_ROWS];
-static CameShard shards[MAX_ROWS];
+static FactoredRow came_rows[MAX_ROWS];
+static FactoredShard shards[MAX_ROWS];
 
 static void add_came(int64_t matrices, int64_t height, int64_t width, int stored, int state_type, bool factored) {
     const int64_t size = matrices * height * width, inner = matrices > 1 ? height * width : width;
     const size_t wide = STORED[stored].type == FLOAT64 ? sizeof(double) : sizeof(float);
-    came_rows[rows] = (CameRow){
+    came_rows[rows] = (FactoredRow){
         .weights = weights_of(rows, matrices * height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_scale = state_type == INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
@@ -269,9 +269,9 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
 
 /* All shards are in this process, one per tensor, so their sums are complete. */
 static void add_shard(int row, int split_down, int split_across) {
-    const CameRow *r = &came_rows[row];
+    const FactoredRow *r = &came_rows[row];
     const int64_t lines = r->matrices * (r->height + r->width);
-    shards[row] = (CameShard){
+    shards[row] = (FactoredShard){
         .matrices = r->matrices,
         .height = r->height,
         .width = r->width,
@@ -306,8 +306,8 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
     for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
     double *beta2s = zeros(rows, sizeof(double));
     for (int i = 0; i < rows; i++) beta2s[i] = 0.999;
-    const CameShard *given = sharded ? shards : NULL;
-    double *workspace = zeros(bighorn_came_workspace(came_rows, given, gradients, rows, THREADS), sizeof(double));
+    const FactoredShard *given = sharded ? shards : NULL;
+    double *workspace = zeros(bighorn_factored_workspace(came_rows, given, gradients, rows, THREADS), sizeof(double));
     for (int step = 0; step < STEPS; step++) {
         for (int round = 0; round < (sharded ? 4 : 1); round++)
             bighorn_came_step(&RUN, &options, came_rows, given, gradients, grads, beta2s, order, rows, 0.5, round,

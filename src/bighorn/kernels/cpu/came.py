@@ -46,7 +46,7 @@ class Came(Stepper[CameOptions]):
         """See `Stepper.make_row`."""
         state, shape = bucket.state, bucket.params[i].shape
         matrices, height, width = matrix_shape(shape, bucket.options.factor)
-        return STRUCTURES["CameRow"](
+        return STRUCTURES["FactoredRow"](
             weights=weights(bucket, i, positions, memory),
             **{name: state[name][i].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),
@@ -68,7 +68,7 @@ class Came(Stepper[CameOptions]):
         """Allocate a workspace for this number of threads."""
         rows, gradients = self.rows.data_ptr(), self.gradients.data_ptr()
         shards = None if self.shards is None else self.shards.data_ptr()
-        size = loaded().bighorn_came_workspace(rows, shards, gradients, len(self.rows), threads)
+        size = loaded().bighorn_factored_workspace(rows, shards, gradients, len(self.rows), threads)
         if size > self.workspace.numel():
             self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 

@@ -40,7 +40,7 @@ class Shards:
         ]
         columns = list(zip(*counts, strict=True))
         used = [column for column in columns if sum(column)]
-        self.table = (STRUCTURES["CameShard"] * len(wholes))(*wholes)
+        self.table = (STRUCTURES["FactoredShard"] * len(wholes))(*wholes)
         self.sums = [torch.empty(sum(column), dtype=torch.float64, device="cpu") for column in used]
         for i, (sums, column) in enumerate(zip(self.sums, used, strict=True)):
             for whole, start in zip(self.table, itertools.accumulate(column, initial=0), strict=False):
@@ -54,10 +54,10 @@ class Shards:
         factor, dims = bucket.options.factor, range(len(shard.shape))
         matrices, height, width = matrix_shape(torch.Size(shard.shape), factor)
         if factor is None:
-            return STRUCTURES["CameShard"](matrices=matrices, height=height, width=width)
+            return STRUCTURES["FactoredShard"](matrices=matrices, height=height, width=width)
         axis = len(dims) + row_axis(bucket.params[i], factor)
         row, col = (bucket.state[f"exp_avg_sq_{which}"][i] for which in ("row", "col"))
-        return STRUCTURES["CameShard"](
+        return STRUCTURES["FactoredShard"](
             matrices=matrices,
             height=height,
             width=width,
@@ -83,7 +83,7 @@ class Shards:
 
 
 def numbers(whole: Any, factored: bool) -> tuple[int, int, int]:
-    """Return how many numbers each reduction round of a tensor has; csrc/came_shards.c documents which."""
+    """Return how many numbers each reduction round of a tensor has; csrc/factored_shards.c documents which."""
     matrices, height, width = whole.matrices, whole.height, whole.width
     if matrices * height * width == 0:
         return 0, 0, 0

@@ -72,8 +72,8 @@ def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
     library.bighorn_square_sum.restype = number
     library.bighorn_layer_chunks.argtypes = [address, address, address, count]
     library.bighorn_layer_chunks.restype = count
-    library.bighorn_came_workspace.argtypes = [address, address, address, count, ctypes.c_int]
-    library.bighorn_came_workspace.restype = count
+    library.bighorn_factored_workspace.argtypes = [address, address, address, count, ctypes.c_int]
+    library.bighorn_factored_workspace.restype = count
     library.bighorn_came_step.argtypes = [run, *[address] * 7, count, number, ctypes.c_int, address]
 
 

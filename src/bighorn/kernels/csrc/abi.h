@@ -94,7 +94,7 @@ typedef double *RoundSums[3];
  * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
  * numel: the elements of the whole tensor, of which the row can be a shard.
  * step: the number of steps taken so far.
- * metrics: the output: weight norm, update norm, trust ratio.
+ * metrics: the output: the metrics of `kernels/options.py`.
  * options: the index of its options. */
 #define LAYER_ROW_FIELDS(FIELD, S)      \
     FIELD(S, Weights, weights)          \
@@ -125,8 +125,8 @@ typedef double *RoundSums[3];
 /* As LayerRow, with `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an int8 average.
  * exp_avg_sq: the second moment if it is not factored; if it is, the four averages after it are used instead.
- * metrics: the output: RMS of u, its clip factor, mean confidence. */
-#define CAME_ROW_FIELDS(FIELD, S)     \
+ * metrics: the output: the metrics of `kernels/options.py`. */
+#define FACTORED_ROW_FIELDS(FIELD, S) \
     FIELD(S, Weights, weights)        \
     FIELD(S, void *, exp_avg)         \
     FIELD(S, float *, exp_avg_scale)  \
@@ -151,7 +151,7 @@ typedef double *RoundSums[3];
  * sums: for each reduction round, the sums that are added up over all shards.
  * split_down, split_across: whether other shards hold other rows, other columns of the shard's matrices.
  * leads_down, leads_across: whether this shard holds the first row, the first column. */
-#define CAME_SHARD_FIELDS(FIELD, S)      \
+#define FACTORED_SHARD_FIELDS(FIELD, S)  \
     FIELD(S, int64_t, matrices)          \
     FIELD(S, int64_t, height)            \
     FIELD(S, int64_t, width)             \
@@ -172,8 +172,8 @@ typedef double *RoundSums[3];
     STRUCT(LarsOptions, LARS_OPTIONS_FIELDS) \
     STRUCT(LayerRow, LAYER_ROW_FIELDS)       \
     STRUCT(CameOptions, CAME_OPTIONS_FIELDS) \
-    STRUCT(CameRow, CAME_ROW_FIELDS)         \
-    STRUCT(CameShard, CAME_SHARD_FIELDS)
+    STRUCT(FactoredRow, FACTORED_ROW_FIELDS) \
+    STRUCT(FactoredShard, FACTORED_SHARD_FIELDS)
 
 #define DECLARE_FIELD(S, type, name) type name;
 #define DECLARE_STRUCT(S, FIELDS) \

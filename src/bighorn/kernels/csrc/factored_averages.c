@@ -1,15 +1,13 @@
-/* The running averages of rows and columns in a CAME step: the accumulation of sums, the update of the averages once
- * these are complete, and the factors of u that the averages give. Compiled once per instruction set. */
-#include "came_averages.h"
-
-#include "came_shards.h"
+/* The running averages of rows and columns: the accumulation of sums, the update of the averages once these are
+ * complete, and the factors of u that the averages give. Compiled once per instruction set. */
+#include "factored_averages.h"
 
 #include <math.h>
 
 /* ---- averages -------------------------------------------------------------------------------------------- */
 
 /* Updates the averages of `n` lines from `first` on with their sums. */
-static void update_averages(const CameLines *lines, int64_t first, int n, const double *restrict sums) {
+static void update_averages(const FactoredLines *lines, int64_t first, int n, const double *restrict sums) {
     if (!lines->values) return;
     const double old = lines->old, scale = lines->scale, shift = lines->shift;
     real *restrict values = lines->values + first;
@@ -19,8 +17,8 @@ static void update_averages(const CameLines *lines, int64_t first, int n, const 
 }
 
 /* The averages of columns have the same mean, and in a narrow matrix there are fewer of them. */
-double came_row_mean(const CameJob *job, const CameAverage *average, int64_t matrix) {
-    const CameGrid *g = &job->grid;
+double factored_row_mean(const FactoredJob *job, const FactoredAverage *average, int64_t matrix) {
+    const FactoredGrid *g = &job->grid;
     if (!average->row.values || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
     if (average->means) return average->means[matrix];
     const int by_columns = is_narrow(g) && !g->whole;
@@ -32,8 +30,8 @@ double came_row_mean(const CameJob *job, const CameAverage *average, int64_t mat
     return sum / (double)count;
 }
 
-void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
-    const CameGrid *g = &job->grid;
+void factored_begin_tile(const FactoredJob *job, const FactoredTile *t, FactoredTileSums *s) {
+    const FactoredGrid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
     memset(s->elements, 0, (size_t)(is_narrow(g) ? 2 * PIECE_ELEMS : t->columns) * sizeof(real));
@@ -42,8 +40,9 @@ void came_begin_tile(const CameJob *job, const CameTile *t, CameTileSums *s) {
 }
 
 /* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
-void came_flush_rows(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
-    const CameGrid *g = &job->grid;
+void factored_flush_rows(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                         FactoredTileSums *s) {
+    const FactoredGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
     if (g->tiles_across == 1) {
         update_averages(&average->row, first, s->lines, s->rows);
@@ -58,9 +57,9 @@ void came_flush_rows(const CameJob *job, const CameAverage *average, const CameT
 
 /* Updates the averages of columns [first, first + n) of a matrix from the sums of its tiles, which are `stride` apart;
  * returns the sum of u^2 in these columns. */
-static double update_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t first, int n,
-                             int64_t tiles, int64_t stride, const real *elements, const real *ratios) {
-    const CameGrid *g = &job->grid;
+static double update_columns(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t first,
+                             int n, int64_t tiles, int64_t stride, const real *elements, const real *ratios) {
+    const FactoredGrid *g = &job->grid;
     double sums[SUMMED_COLUMNS] = {0}, sums_of_ratios[SUMMED_COLUMNS] = {0}, total = 0;
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int i = 0; i < n; i++) sums[i] += elements[tile * stride + i];
@@ -75,7 +74,7 @@ static double update_columns(const CameJob *job, const CameAverage *average, int
     const real *restrict col = average->col.values + matrix * g->width + first;
 #pragma omp simd reduction(+ : total)
     for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
-    return total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
+    return total * factored_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
 }
 
 /* Computes the sums of rows and columns of `matrices` of height x width, one after the other. */
@@ -182,14 +181,14 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
 
 /* Adds the sums of a piece of rows of a narrow matrix. The sums of columns grow for each element of the piece, since
  * adding up short columns takes longer. */
-static void add_narrow_piece(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
-                             CameTileSums *s) {
-    const CameGrid *g = &job->grid;
+static void add_narrow_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                             const FactoredPiece *piece, FactoredTileSums *s) {
+    const FactoredGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
     real *restrict elements = s->elements, *restrict sums = s->elements + PIECE_ELEMS;
     fold_rows(piece->lines, (int)g->width, elements, s->rows);
     s->lines = piece->lines;
-    came_flush_rows(job, average, t, s);
+    factored_flush_rows(job, average, t, s);
     if (g->read_once && average == &job->square)
         FOR_WIDTH(add_ratios, piece->lines, g->width, elements, average->row.values + first, s->ratios);
 #pragma omp simd
@@ -207,9 +206,9 @@ static void fold_columns(int width, real *sums) {
 }
 
 /* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
-void came_add_piece(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
-                    const real *row_sums, CameTileSums *s) {
-    const CameGrid *g = &job->grid;
+void factored_add_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                        const FactoredPiece *piece, const real *row_sums, FactoredTileSums *s) {
+    const FactoredGrid *g = &job->grid;
     if (!is_narrow(g)) {
         for (int k = 0; k < piece->count; k++) s->rows[piece->row + k * piece->apart] += row_sums[k];
         return;
@@ -221,16 +220,17 @@ void came_add_piece(const CameJob *job, const CameAverage *average, const CameTi
     s->lines = piece->lines;
     FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
     memset(s->elements, 0, (size_t)piece->n * sizeof(real));
-    came_flush_rows(job, average, t, s);
+    factored_flush_rows(job, average, t, s);
 }
 
 /* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
-double came_end_tile(const CameJob *job, const CameAverage *average, const CameTile *t, CameTileSums *s) {
-    const CameGrid *g = &job->grid;
+double factored_end_tile(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                         FactoredTileSums *s) {
+    const FactoredGrid *g = &job->grid;
     double total = 0;
     if (s->row < t->rows) {
         s->lines = (int)(t->rows - s->row);
-        came_flush_rows(job, average, t, s);
+        factored_flush_rows(job, average, t, s);
     }
     if (g->whole) {
         const int n = (int)(t->matrices * t->columns);
@@ -256,14 +256,14 @@ double came_end_tile(const CameJob *job, const CameAverage *average, const CameT
 }
 
 /* Adds up the sums of rows in all tiles across a matrix. */
-static void add_tiles_across(const CameGrid *g, const real *partial, int n, double *restrict sums) {
+static void add_tiles_across(const FactoredGrid *g, const real *partial, int n, double *restrict sums) {
     for (int i = 0; i < n; i++) sums[i] = 0;
     for (int64_t across = 0; across < g->tiles_across; across++)
         for (int i = 0; i < n; i++) sums[i] += partial[across * g->matrices * g->height + i];
 }
 
-double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t down) {
-    const CameGrid *g = &job->grid;
+double factored_finish_rows(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t down) {
+    const FactoredGrid *g = &job->grid;
     const int64_t from = share_of(g->height, down, g->tiles_down), to = share_of(g->height, down + 1, g->tiles_down);
     const int has_ratios = g->ratios_of_columns && average == &job->square;
     double sums[PIECE_ELEMS], total = 0;
@@ -276,11 +276,11 @@ double came_finish_rows(const CameJob *job, const CameAverage *average, int64_t 
         add_tiles_across(g, job->ratio_sums + first, n, sums);
         for (int i = 0; i < n; i++) total += sums[i] / average->row.values[first + i];
     }
-    return has_ratios ? total * came_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE) : 0;
+    return has_ratios ? total * factored_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE) : 0;
 }
 
-double came_finish_columns(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t group) {
-    const CameGrid *g = &job->grid;
+double factored_finish_columns(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t group) {
+    const FactoredGrid *g = &job->grid;
     const int64_t first = group * SUMMED_COLUMNS, at = matrix * g->width + first;
     const int n = (int)(g->width - first < SUMMED_COLUMNS ? g->width - first : SUMMED_COLUMNS);
     return update_columns(job, average, matrix, first, n, g->tiles_down, g->matrices * g->width, job->col_sums + at,
@@ -294,10 +294,11 @@ static void column_factors(const real *restrict columns, int64_t first, int n, r
     for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
 }
 
-void came_set_columns(const CameJob *job, const CameAverage *average, const CameTile *t, CameColumns *columns) {
-    const CameGrid *g = &job->grid;
+void factored_set_columns(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                          FactoredColumns *columns) {
+    const FactoredGrid *g = &job->grid;
     if (g->whole || (columns->matrix == t->matrix && columns->across == t->across)) return;
-    if (columns->matrix != t->matrix) columns->root_mean = (real)sqrt(came_row_mean(job, average, t->matrix));
+    if (columns->matrix != t->matrix) columns->root_mean = (real)sqrt(factored_row_mean(job, average, t->matrix));
     columns->matrix = t->matrix;
     columns->across = t->across;
     column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
@@ -307,9 +308,9 @@ void came_set_columns(const CameJob *job, const CameAverage *average, const Came
     columns->sum = sum;
 }
 
-void came_set_factors(const CameJob *job, const CameAverage *average, const CameTile *t, const CamePiece *piece,
-                      const CameColumns *columns, CameFactors *f) {
-    const CameGrid *g = &job->grid;
+void factored_set_factors(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                          const FactoredPiece *piece, const FactoredColumns *columns, PieceFactors *f) {
+    const FactoredGrid *g = &job->grid;
     const real *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + piece->row;
     if (!is_narrow(g)) {
@@ -331,7 +332,7 @@ void came_set_factors(const CameJob *job, const CameAverage *average, const Came
     column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
     if (is_split(job->shard))
         for (int i = 0; i < piece->lines; i++)
-            root_means[i] = (real)sqrt(came_row_mean(job, average, t->matrix + i / g->height));
+            root_means[i] = (real)sqrt(factored_row_mean(job, average, t->matrix + i / g->height));
     else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, root_means);
     for (int i = 0; i < piece->lines; i++) r[i] = row_factor(root_means[i], rows, first + i);
     FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);

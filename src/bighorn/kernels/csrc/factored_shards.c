@@ -1,10 +1,11 @@
-/* CAME on shards: the sums over all shards that give the values of the whole tensor, as in kernels/reference/came.py.
+/* Factored averages on shards: the sums over all shards that give the values of the whole tensor, as in
+ * kernels/reference/came.py.
  *
  * A shard of whole rows has the averages of its rows, and a part of each column's average; a shard of whole columns,
  * the reverse. An average that is split is added up over the shards. If one dim is split, the sum of u^2 is mean(row)
  * sum_j (sum_i q_ij / row_i) / col_j. Its inner sums are added up in the same round as the averages, and so are those
  * of the confidence. */
-#include "came_shards.h"
+#include "factored_shards.h"
 
 #include <math.h>
 
@@ -18,9 +19,9 @@ static void cut(const double *from, int64_t count, const int64_t *at, real *valu
     for (int64_t i = 0; i < count; i++) values[i] = (real)from[position(at, i)];
 }
 
-static CameShardSums shard_sums_at(const CameShard *h, double *at, int64_t inner, double **rest) {
+FactoredShardSums shard_sums_at(const FactoredShard *h, double *at, int64_t inner, double **rest) {
     const int one_way = h->split_down != h->split_across;
-    CameShardSums s = {0};
+    FactoredShardSums s = {0};
     if (one_way) s.inner = at, at += inner;
     if (h->split_across) s.row = at, at += h->matrices * h->height;
     if (h->split_down) s.col = at, at += h->matrices * h->width;
@@ -29,28 +30,20 @@ static CameShardSums shard_sums_at(const CameShard *h, double *at, int64_t inner
     return s;
 }
 
-CameShardSums square_shard_sums(const CameJob *job) {
-    const CameShard *h = job->shard;
+FactoredShardSums square_shard_sums(const FactoredJob *job) {
+    const FactoredShard *h = job->shard;
     double *rest;
-    CameShardSums s = shard_sums_at(h, h->sums[0], h->matrices * (h->split_down ? h->width : h->height), &rest);
+    FactoredShardSums s = shard_sums_at(h, h->sums[0], h->matrices * (h->split_down ? h->width : h->height), &rest);
     if (is_split_both_ways(h)) rest = h->sums[1];
     if (!s.inner) s.update = rest++;
     s.param = rest;
     return s;
 }
 
-CameShardSums residual_shard_sums(const CameJob *job) {
-    const CameShard *h = job->shard;
-    double *rest;
-    CameShardSums s = shard_sums_at(h, h->sums[is_split_both_ways(h) ? 2 : 1], h->matrices, &rest);
-    if (!is_split(h)) s.confidence = rest;
-    return s;
-}
-
-void store_shard_average(const CameJob *job, const CameAverage *average, const CameAverage *ratio,
-                         const CameShardSums *to) {
-    const CameRow *row = job->row;
-    const CameShard *h = job->shard;
+void store_shard_average(const FactoredJob *job, const FactoredAverage *average, const FactoredAverage *ratio,
+                         const FactoredShardSums *to) {
+    const FactoredRow *row = job->row;
+    const FactoredShard *h = job->shard;
     const int64_t rows = row->matrices * row->height, columns = row->matrices * row->width;
     if (job->gradient->size == 0) return; /* another shard contributes the old averages */
     if (to->row) spread(average->row.values, rows, h->row_at, to->row);
@@ -69,30 +62,29 @@ void store_shard_average(const CameJob *job, const CameAverage *average, const C
     }
 }
 
-void store_shard_square_sums(const CameShardSums *to, CameSquareSums sums) {
+void store_shard_square_sums(const FactoredShardSums *to, FactoredSquareSums sums) {
     if (to->update) *to->update = sums.update;
     *to->param = sums.param;
 }
 
-/* Returns the mean of the row averages of matrix k of the whole tensor. */
-static double reduced_row_mean(const CameShard *h, const CameShardSums *from, int64_t k) {
+double reduced_row_mean(const FactoredShard *h, const FactoredShardSums *from, int64_t k) {
     if (!from->row) return from->total[k] / (double)h->height;
     double total = 0;
     for (int64_t i = 0; i < h->height; i++) total += from->row[k * h->height + i];
     return total / (double)h->height;
 }
 
-void load_reduced_average(const CameJob *job, const CameAverage *average, const CameShardSums *from) {
-    const CameRow *row = job->row;
-    const CameShard *h = job->shard;
+void load_reduced_average(const FactoredJob *job, const FactoredAverage *average, const FactoredShardSums *from) {
+    const FactoredRow *row = job->row;
+    const FactoredShard *h = job->shard;
     if (from->row) cut(from->row, row->matrices * row->height, h->row_at, average->row.values);
     if (from->col) cut(from->col, row->matrices * row->width, h->col_at, average->col.values);
     for (int64_t k = 0; k < row->matrices; k++) job->means[k] = reduced_row_mean(h, from, position(h->matrix_at, k));
 }
 
-CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from) {
-    const CameShard *h = job->shard;
-    if (from->update) return (CameSquareSums){*from->update, *from->param};
+FactoredSquareSums reduced_square_sums(const FactoredJob *job, const FactoredShardSums *from) {
+    const FactoredShard *h = job->shard;
+    if (from->update) return (FactoredSquareSums){*from->update, *from->param};
     const int64_t count = from->row ? h->height : h->width;
     const double *average = from->row ? from->row : from->col;
     double sum = 0;
@@ -101,22 +93,5 @@ CameSquareSums reduced_square_sums(const CameJob *job, const CameShardSums *from
         for (int64_t i = k * count; i < (k + 1) * count; i++) ratios += from->inner[i] / average[i];
         sum += reduced_row_mean(h, from, k) * ratios;
     }
-    return (CameSquareSums){sum / (ROOT_SCALE * ROOT_SCALE), *from->param};
-}
-
-static double roots(const double *averages, int64_t count) {
-    double sum = 0;
-    for (int64_t i = 0; i < count; i++) sum += 1 / sqrt(averages[i]);
-    return sum;
-}
-
-double reduced_confidence(const CameJob *job, const CameShardSums *from) {
-    const CameShard *h = job->shard;
-    double sum = 0;
-    if (from->confidence) return *from->confidence;
-    for (int64_t k = 0; k < h->matrices; k++)
-        sum += sqrt(reduced_row_mean(h, from, k)) *
-               (from->row ? roots(from->row + k * h->height, h->height) : from->inner[k]) *
-               (from->col ? roots(from->col + k * h->width, h->width) : from->inner[k]);
-    return sum;
+    return (FactoredSquareSums){sum / (ROOT_SCALE * ROOT_SCALE), *from->param};
 }

@@ -1,18 +1,18 @@
-/* Iteration of a CAME step's loops over a tensor: tiles, and the pieces of consecutive elements in them. */
-#ifndef BIGHORN_CAME_TILES_H
-#define BIGHORN_CAME_TILES_H
+/* Iteration of a factored optimizer's loops over a tensor: tiles, and the pieces of consecutive elements in them. */
+#ifndef BIGHORN_FACTORED_TILES_H
+#define BIGHORN_FACTORED_TILES_H
 
-#include "came_job.h"
+#include "factored_job.h"
 #include "run.h"
 
 typedef struct {
     int64_t matrix, matrices, down, across;
     int64_t row, rows, column, columns; /* in the first matrix */
-} CameTile;
+} FactoredTile;
 
-static inline CameTile tile_at(const CameGrid *g, int64_t index) {
+static inline FactoredTile tile_at(const FactoredGrid *g, int64_t index) {
     int64_t group = index / (g->tiles_across * g->tiles_down), rest = index % (g->tiles_across * g->tiles_down);
-    CameTile t = {.matrix = group * g->per_tile, .across = rest / g->tiles_down, .down = rest % g->tiles_down};
+    FactoredTile t = {.matrix = group * g->per_tile, .across = rest / g->tiles_down, .down = rest % g->tiles_down};
     t.matrices = g->matrices - t.matrix < g->per_tile ? g->matrices - t.matrix : g->per_tile;
     t.row = share_of(g->height, t.down, g->tiles_down);
     t.rows = share_of(g->height, t.down + 1, g->tiles_down) - t.row;
@@ -30,13 +30,13 @@ typedef struct {
     int64_t apart;              /* rows from one piece to the next */
     int64_t left;               /* remaining rows of the first piece's quarter */
     int count, n, lines;
-} CamePiece;
+} FactoredPiece;
 
-static inline int is_narrow(const CameGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
+static inline int is_narrow(const FactoredGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
 
 /* Advances to the next piece. A zeroed piece advances to the first one; with a count of 1, pieces come one at a time.
  * Returns false after the last one. */
-static inline int next_piece(const CameGrid *g, const CameTile *t, CamePiece *s) {
+static inline int next_piece(const FactoredGrid *g, const FactoredTile *t, FactoredPiece *s) {
     const int64_t rows = t->matrices * t->rows;
     if (is_narrow(g)) {
         const int most = PIECE_ELEMS / (int)g->width;
@@ -61,7 +61,7 @@ static inline int next_piece(const CameGrid *g, const CameTile *t, CamePiece *s)
 }
 
 /* Returns the offset of piece k. */
-static inline int64_t start_of(const CameGrid *g, const CamePiece *s, int k) {
+static inline int64_t start_of(const FactoredGrid *g, const FactoredPiece *s, int k) {
     return s->start + k * s->apart * g->width;
 }
 

@@ -1,7 +1,8 @@
-/* One tensor's CAME step, as came.c (schedule), came_shards.c and came_averages.c share it, and the interface of the
- * arithmetic that is compiled once per instruction set. Symbols are those of arXiv:2307.02047v2, Algorithm 2. */
-#ifndef BIGHORN_CAME_JOB_H
-#define BIGHORN_CAME_JOB_H
+/* One tensor's step of an optimizer whose second moment is factored into averages of rows and of columns, as factored.c
+ * (schedule), factored_shards.c, factored_averages.c and factored_loops.c share it. Symbols are those of
+ * arXiv:2307.02047v2, Algorithm 2; those of the second moment are Adafactor's. */
+#ifndef BIGHORN_FACTORED_JOB_H
+#define BIGHORN_FACTORED_JOB_H
 
 #include "gradient.h"
 #include "rounding.h"
@@ -28,19 +29,19 @@ typedef struct {
     /* Whether one read of the gradient serves both its squares and the size of u: rows are complete in a tile, so that
      * q / row is added up for each column, or columns are, so that q / col is added up for each row. */
     int read_once, ratios_of_columns;
-} CameGrid;
+} FactoredGrid;
 
 /* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
 typedef struct {
     real *values; /* NULL: no averages are kept; the factors are 1 */
     double old, scale, shift;
-} CameLines;
+} FactoredLines;
 
 /* A running average of a matrix's row means and column means: average <- beta * average + (1 - beta) * (mean + eps). */
 typedef struct {
-    CameLines row, col;
+    FactoredLines row, col;
     const double *means; /* of each matrix's row averages, if this shard does not hold all of them; else NULL */
-} CameAverage;
+} FactoredAverage;
 
 /* Values that tiles one below the other share, kept from one tile to the next. */
 typedef struct {
@@ -48,7 +49,7 @@ typedef struct {
     real root_mean;         /* the root of the mean of all row averages of the matrix */
     double sum;             /* of the factors */
     real *factor;           /* 1 / sqrt(col) */
-} CameColumns;
+} FactoredColumns;
 
 /* A tile's sums of rows and columns while they grow. In a wide matrix, `elements` and `ratios` (sums of q / row) are
  * per column. In others, `elements` has one piece, and if rows extend over several tiles, its second piece and `ratios`
@@ -58,69 +59,66 @@ typedef struct {
     real *elements, *ratios;
     int64_t row; /* the first of the `lines` in `rows` */
     int lines;
-} CameTileSums;
+} FactoredTileSums;
 
 /* The buffer of one of the pieces of a gradient that a loop reads together. */
-typedef real CameGradBuffer[PIECE_ELEMS];
+typedef real FactoredGradBuffer[PIECE_ELEMS];
 
 /* A thread's buffers; those of columns are behind this structure. They are in the workspace, because a thread of Python
  * can have a stack of only 64 KB. */
 typedef struct {
-    CameColumns columns;
-    CameTileSums sums;
-    _Alignas(64) CameGradBuffer gradients[INTERLEAVED_ROWS];
+    FactoredColumns columns;
+    FactoredTileSums sums;
+    _Alignas(64) FactoredGradBuffer gradients[INTERLEAVED_ROWS];
     real weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
-} CameScratch;
+} FactoredScratch;
 
-/* One tensor's step. */
+/* One tensor's step, without what is the optimizer's own. */
 typedef struct {
-    const CameRow *row;
-    const CameShard *shard; /* NULL: the tensor is whole */
+    const FactoredRow *row;
+    const FactoredShard *shard; /* NULL: the tensor is whole */
     const Gradient *gradient;
     const void *grad;
-    CameGrid grid;
-    real grad_scale, beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
-    double beta2, eps1;                 /* of an unfactored second moment */
-    uint32_t rng_key;                   /* the key of the random bits */
-    CameAverage square, residual;
-    CameAverage known; /* for a shard: `square` without the lines that other shards have elements of */
-    CameAverage ratio; /* for a shard: q / known */
-    CameScratch *scratch;
+    FactoredGrid grid;
+    real grad_scale;
+    double beta2, eps1; /* of an unfactored second moment */
+    FactoredAverage square;
+    FactoredAverage known; /* for a shard: `square` without the lines that other shards have elements of */
+    FactoredAverage ratio; /* for a shard: q / known */
+    FactoredScratch *scratch;
     double *tile_sums;
-    double *means;    /* for a shard that is split: the `means` of its `CameAverage` */
+    double *means;    /* for a shard that is split: the `means` of its `FactoredAverage` */
     real *row_sums;   /* per tile across the matrix and row; not used if there is one */
     real *col_sums;   /* per tile down the matrix and column; not used if there is one */
     real *ratio_sums; /* the same of q / row, or like `row_sums` of q / col, if the gradient is read once */
-} CameJob;
+} FactoredJob;
 
 /* The factor of roots of the ratios q / row and q / col, which can be small if the other average is small, and are at
  * most sqrt(columns / (1 - beta)). */
 #define ROOT_SCALE 0x1p32
 
+/* How a shard is split: other shards have other rows or columns of its matrices. */
+static inline int is_split(const FactoredShard *shard) { return shard && (shard->split_down || shard->split_across); }
+static inline int is_split_both_ways(const FactoredShard *shard) {
+    return shard && shard->split_down && shard->split_across;
+}
+
+/* The arithmetic of the second moment (factored_loops.c), in float32 and in float64. */
 typedef struct {
     /* Adds q = g^2 to the averages of rows and columns, or to partial sums if a line extends over several tiles.
      * Returns the sum of u^2, before clipping, if the tile is a whole matrix and the gradient is read once. */
-    double (*squares)(const CameJob *job, int64_t tile);
-    /* Update the averages from the partial sums of `squares`, `ratios` and `momentum`. If the gradient is read once,
+    double (*squares)(const FactoredJob *job, int64_t tile);
+    /* Update the averages from the partial sums of lines that extend over several tiles. If the gradient is read once,
      * they return their share of the sum of u^2. */
-    double (*finish_rows)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t down);
-    double (*finish_columns)(const CameJob *job, const CameAverage *average, int64_t matrix, int64_t group);
+    double (*finish_rows)(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t down);
+    double (*finish_columns)(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t group);
     /* Computes q / known, by another read of the gradient. */
-    void (*ratios)(const CameJob *job, int64_t tile, CameColumns *columns);
+    void (*ratios)(const FactoredJob *job, int64_t tile, FactoredColumns *columns);
     /* Returns the sum of u^2, before clipping, by another read of the gradient. */
-    double (*update_square_sum)(const CameJob *job, int64_t tile, CameColumns *columns);
-    /* Updates m in int8 blocks [first, last) that are not within tiles. */
-    void (*momentum_apart)(const CameJob *job, real clip, int64_t first, int64_t last);
-    /* Updates m (unless `apart` is set: then it is updated already), and the residuals' averages or partial sums. */
-    void (*momentum)(const CameJob *job, int64_t tile, real clip, int apart, CameColumns *columns);
-    /* Returns the sum of the confidence. */
-    double (*confidence)(const CameJob *job, int64_t tile, CameColumns *columns);
-    /* Updates x; returns the sum of the confidence. */
-    double (*apply)(const CameJob *job, int64_t tile, real step, real decay, CameColumns *columns);
-    /* Update the unfactored second moment, which returns the sum of u^2; then m and x. */
-    double (*second_moment)(const CameJob *job, int64_t tile);
-    void (*momentum_and_apply)(const CameJob *job, int64_t tile, real clip, real step, real decay);
-    double (*param_square_sum)(const CameJob *job, int64_t tile);
-} CameLoops;
+    double (*update_square_sum)(const FactoredJob *job, int64_t tile, FactoredColumns *columns);
+    /* Updates the unfactored second moment; returns the sum of u^2. */
+    double (*second_moment)(const FactoredJob *job, int64_t tile);
+    double (*param_square_sum)(const FactoredJob *job, int64_t tile);
+} FactoredLoops;
 
 #endif

@@ -1,26 +1,26 @@
-/* Copies of a tile's gradient and weights for CAME's loops, if these are transposed: a loop along a row would use a few
- * bytes of each cache line, and the lines would be gone when the next row needs them. */
-#ifndef BIGHORN_CAME_COPIES_H
-#define BIGHORN_CAME_COPIES_H
+/* Copies of a tile's gradient and weights for the loops of factored optimizers, if these are transposed: a loop along a
+ * row would use a few bytes of each cache line, and the lines would be gone when the next row needs them. */
+#ifndef BIGHORN_FACTORED_COPIES_H
+#define BIGHORN_FACTORED_COPIES_H
 
-#include "came_tiles.h"
+#include "factored_tiles.h"
 
 _Static_assert((int)STAGED_ELEMS >= (int)WHOLE_COLUMNS, "a copy of a tile holds at least one whole row");
 
-static inline int is_copied(const CameRow *row, const Gradient *gradient) {
+static inline int is_copied(const FactoredRow *row, const Gradient *gradient) {
     return is_transposed(gradient->layout) || is_transposed(row->weights.memory);
 }
 
-static inline int copies_grad(const CameGrid *g, const Gradient *gradient) {
+static inline int copies_grad(const FactoredGrid *g, const Gradient *gradient) {
     return is_transposed(gradient->layout) && g->tiles_across == 1;
 }
 
-static inline int copies_weights(const CameGrid *g, const CameRow *row) {
+static inline int copies_weights(const FactoredGrid *g, const FactoredRow *row) {
     return is_transposed(row->weights.memory) && g->tiles_across == 1;
 }
 
 /* The bytes that a thread needs for its copies of a tile. */
-static inline int64_t came_copied_bytes(const CameGrid *g, const CameRow *row, const Gradient *gradient) {
+static inline int64_t factored_copied_bytes(const FactoredGrid *g, const FactoredRow *row, const Gradient *gradient) {
     return STAGED_ELEMS * ((copies_grad(g, gradient) ? dtype_bytes(gradient->type) : 0) +
                            (copies_weights(g, row) ? dtype_bytes(row->weights.type) : 0));
 }
@@ -29,12 +29,13 @@ static inline int64_t came_copied_bytes(const CameGrid *g, const CameRow *row, c
 typedef struct {
     const StridedLoops *strided;
     char *grad, *weights; /* NULL: the loops use the originals */
-    CameJob job;          /* the job that uses the copies */
-    CameRow row;
+    FactoredJob job;      /* the job that uses the copies */
+    FactoredRow row;
     Gradient gradient;
-} CameCopies;
+} FactoredCopies;
 
-static inline void came_begin_copies(CameCopies *c, const CameJob *job, const StridedLoops *strided, char *memory) {
+static inline void factored_begin_copies(FactoredCopies *c, const FactoredJob *job, const StridedLoops *strided,
+                                         char *memory) {
     c->strided = strided;
     c->grad = copies_grad(&job->grid, job->gradient) ? memory : NULL;
     if (c->grad) memory += STAGED_ELEMS * dtype_bytes(job->gradient->type);
@@ -56,18 +57,18 @@ static inline void came_begin_copies(CameCopies *c, const CameJob *job, const St
 /* The elements of a tile, which has whole rows. */
 typedef struct {
     int64_t start, count;
-} CameRange;
+} FactoredRange;
 
-static inline CameRange range_of(const CameGrid *g, int64_t index) {
-    const CameTile t = tile_at(g, index);
-    return (CameRange){(t.matrix * g->height + t.row) * g->width, t.matrices * t.rows * g->width};
+static inline FactoredRange range_of(const FactoredGrid *g, int64_t index) {
+    const FactoredTile t = tile_at(g, index);
+    return (FactoredRange){(t.matrix * g->height + t.row) * g->width, t.matrices * t.rows * g->width};
 }
 
 /* Returns a job for loops over the gradient of this tile. */
-static inline const CameJob *came_with_grad(CameCopies *c, const CameJob *job, int64_t tile) {
+static inline const FactoredJob *factored_with_grad(FactoredCopies *c, const FactoredJob *job, int64_t tile) {
     const Gradient *g = job->gradient;
     if (c->grad) {
-        const CameRange r = range_of(&job->grid, tile);
+        const FactoredRange r = range_of(&job->grid, tile);
         c->strided->copy(g->layout, (void *)job->grad, g->type, r.start, r.count, c->grad, STRIDED_GATHER);
         c->job.grad = c->grad - r.start * dtype_bytes(g->type);
     }
@@ -75,19 +76,19 @@ static inline const CameJob *came_with_grad(CameCopies *c, const CameJob *job, i
 }
 
 /* Returns a job for loops over the weights of this tile. */
-static inline const CameJob *came_with_weights(CameCopies *c, const CameJob *job, int64_t tile) {
+static inline const FactoredJob *factored_with_weights(FactoredCopies *c, const FactoredJob *job, int64_t tile) {
     const Weights *w = &job->row->weights;
     if (c->weights) {
-        const CameRange r = range_of(&job->grid, tile);
+        const FactoredRange r = range_of(&job->grid, tile);
         c->strided->copy(w->memory, w->data, w->type, r.start, r.count, c->weights, STRIDED_GATHER);
         c->row.weights.data = c->weights - r.start * dtype_bytes(w->type);
     }
     return c->grad || c->weights ? &c->job : job;
 }
 
-static inline void came_store_weights(const CameCopies *c, const CameJob *job, int64_t tile) {
+static inline void factored_store_weights(const FactoredCopies *c, const FactoredJob *job, int64_t tile) {
     const Weights *w = &job->row->weights;
-    const CameRange r = range_of(&job->grid, tile);
+    const FactoredRange r = range_of(&job->grid, tile);
     if (c->weights) c->strided->copy(w->memory, w->data, w->type, r.start, r.count, c->weights, STRIDED_SCATTER);
 }
 

@@ -1,0 +1,30 @@
+/* The interface between came.c (schedule) and came_loops.c (arithmetic, once per instruction set). Symbols are those of
+ * arXiv:2307.02047v2, Algorithm 2. */
+#ifndef BIGHORN_CAME_H
+#define BIGHORN_CAME_H
+
+#include "factored_job.h"
+
+/* What CAME adds to a FactoredJob. */
+typedef struct {
+    real beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
+    real clip;              /* the factor of u */
+    real step, decay;       /* x <- decay x - step m / sqrt(S) */
+    uint32_t rng_key;       /* the key of the random bits */
+    FactoredAverage residual;
+} CameFactors;
+
+typedef struct {
+    /* Updates m in int8 blocks [first, last) that are not within tiles. */
+    void (*momentum_apart)(const FactoredJob *job, const CameFactors *f, int64_t first, int64_t last);
+    /* Updates m (unless `apart` is set: then it is updated already), and the residuals' averages or partial sums. */
+    void (*momentum)(const FactoredJob *job, const CameFactors *f, int64_t tile, int apart, FactoredColumns *columns);
+    /* Returns the sum of the confidence. */
+    double (*confidence)(const FactoredJob *job, const CameFactors *f, int64_t tile, FactoredColumns *columns);
+    /* Updates x; returns the sum of the confidence. */
+    double (*apply)(const FactoredJob *job, const CameFactors *f, int64_t tile, FactoredColumns *columns);
+    /* Updates m and x, if the second moment is not factored. */
+    void (*momentum_and_apply)(const FactoredJob *job, const CameFactors *f, int64_t tile);
+} CameLoops;
+
+#endif

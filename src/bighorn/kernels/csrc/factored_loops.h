@@ -1,0 +1,80 @@
+/* What the loops of factored optimizers share; they are compiled once per instruction set.
+ *
+ * The inner loops process pieces of consecutive elements, and compute the factor 1 / sqrt(row col / mean(row)) as r *
+ * c[i]. In a wide matrix a piece is within one row of a tile: r is the row's factor, c the columns' factors. If rows
+ * are short, a piece has several rows or several matrices: r is 1, and c is the product of both factors for each
+ * element. */
+#ifndef BIGHORN_FACTORED_LOOPS_H
+#define BIGHORN_FACTORED_LOOPS_H
+
+#include "factored_averages.h"
+
+enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(real) }; /* elements that stay in the second-level cache */
+
+/* ---- elements in place or in a buffer -------------------------------------------------------------------- */
+
+/* Whether loops read elements of a type in place: the type of the arithmetic and, in float32, bfloat16. */
+#define IS_BFLOAT16(type) (REAL_TYPE == FLOAT32 && (type) == BFLOAT16)
+static inline int is_ready(int type) { return type == REAL_TYPE || IS_BFLOAT16(type); }
+
+/* Returns elements [start, start + n), scaled. */
+static inline const real *grad_at(const FactoredJob *job, int64_t start, int n, FactoredGradBuffer *buffer) {
+    return load_grad(job->gradient, job->grad, job->grad_scale, start, n, *buffer);
+}
+
+NO_INLINE const void *grad_in_buffer(const FactoredJob *job, int64_t start, int n, FactoredGradBuffer *buffer) {
+    return read_grad(job->gradient, job->grad, start, n, *buffer);
+}
+
+/* As `grad_at`, but types that are ready are returned in place: not scaled, and of the type that `grad_type` returns.
+ */
+FORCE_INLINE const void *grad_in_place(const FactoredJob *job, int64_t start, int n, FactoredGradBuffer *buffer) {
+    const Gradient *g = job->gradient;
+    return is_plain(g) && is_ready(g->type) ? at(job->grad, g->type, start) : grad_in_buffer(job, start, n, buffer);
+}
+
+static inline int grad_type(const FactoredJob *job) {
+    return is_plain(job->gradient) && IS_BFLOAT16(job->gradient->type) ? BFLOAT16 : REAL_TYPE;
+}
+
+/* Begins to load what the next pass over a small tensor reads: a processor's own prefetching begins anew with each page
+ * of a tensor, so that a pass over 16 KB would mostly wait for memory. GCC 12 removes calls of this function unless it
+ * is inlined, because it has no result. */
+FORCE_INLINE void fetch_for_next_pass(const FactoredJob *job, const void *data, int type, int64_t start, int n) {
+    if (job->gradient->size > L2_CACHE_ELEMS) return;
+    const int64_t bytes = type == INT8 ? 1 : dtype_bytes(type);
+    const char *first = (const char *)data + start * bytes;
+    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(first + i, 1, 2);
+}
+
+/* ---- several rows in one loop ---------------------------------------------------------------------------- */
+
+/* FOR_* run a loop over one piece or over INTERLEAVED_ROWS pieces, for element types that are compile-time constants.
+ * Loops add this zero for pieces that do not exist, which costs nothing. */
+static const real NOTHING = -0.0f;
+
+#define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
+#define FOR_TYPE(loop, count, type, ...) \
+    (IS_BFLOAT16(type) ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, REAL_TYPE, __VA_ARGS__))
+#define FOR_TYPES(loop, count, type, other, ...)                             \
+    (IS_BFLOAT16(other) ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
+                        : FOR_TYPE(loop, count, type, REAL_TYPE, __VA_ARGS__))
+
+/* The sums of the rows that a loop reads together. */
+typedef struct {
+    real a[SUM_LANES], b[SUM_LANES], c[SUM_LANES], d[SUM_LANES];
+} RowSums;
+
+FORCE_INLINE_TEMPLATE void store_sums(const int count, const RowSums *from, real *sums) {
+    sums[0] = sum_of_lanes(from->a);
+    if (count == INTERLEAVED_ROWS)
+        sums[1] = sum_of_lanes(from->b), sums[2] = sum_of_lanes(from->c), sums[3] = sum_of_lanes(from->d);
+}
+
+/* ---- arithmetic of both ---------------------------------------------------------------------------------- */
+
+static inline real square_of(real a) { return a * a; }
+
+static inline real update_of(real g, real r, real c) { return g * r * c; } /* CAME-u */
+
+#endif

@@ -1,0 +1,78 @@
+/* All rows of a factored optimizer's step: their distribution over threads, and the division of the workspace. */
+#include "factored_rows.h"
+
+#include <stddef.h>
+
+/* All threads share a tensor of more elements than this, and then wait for each other's sums; one thread steps a
+ * smaller one. */
+enum { SHARED_MIN_ELEMS = 1 << 20 };
+
+static int is_double(const FactoredRow *row) { return row->weights.type == FLOAT64; }
+
+/* The doubles of workspace for each thread's buffers, for a tensor that all threads share, and for each thread's small
+ * tensors. */
+typedef struct {
+    int64_t scratch, shared, own;
+} FactoredNeeds;
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Returns the needs of the rows in `order`, or of all if that is NULL. */
+static FactoredNeeds needs_of(const FactoredRow *rows, const FactoredShard *shards, const Gradient *gradients,
+                              const int64_t *order, int64_t count) {
+    FactoredNeeds needs = {0, 0, 0};
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t index = order ? order[i] : i;
+        const FactoredRow *row = &rows[index];
+        const FactoredShard *shard = shards ? &shards[index] : NULL;
+        const Gradient *gradient = &gradients[index];
+        const int64_t need = (is_double(row) ? factored_workspace_double : factored_workspace)(row, shard, gradient);
+        const int64_t scratch = (is_double(row) ? factored_scratch_double : factored_scratch)(row, shard, gradient);
+        needs.scratch = larger(needs.scratch, scratch);
+        needs.shared = larger(needs.shared, need);
+        if (gradient->size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
+    }
+    return needs;
+}
+
+/* Returns the doubles of workspace that a step of any of these rows needs with this number of threads. */
+EXPORT int64_t bighorn_factored_workspace(const FactoredRow *rows, const FactoredShard *shards,
+                                          const Gradient *gradients, int64_t count, int threads) {
+    const FactoredNeeds needs = needs_of(rows, shards, gradients, NULL, count);
+    return threads * needs.scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
+}
+
+typedef struct {
+    FactoredStep *step;
+    FactoredStepRow *step_row, *step_row_double;
+    FactoredNeeds needs;
+    double *workspace;
+    RowQueue queue;
+} FactoredCall;
+
+static void step_row(void *data, int64_t row, const RowShare *share) {
+    FactoredCall *call = data;
+    double *scratch = call->workspace + share->thread * call->needs.scratch;
+    double *shared = call->workspace + share->team * call->needs.scratch;
+    double *own = shared + (share->team > 1 ? call->needs.shared + share->thread * call->needs.own : 0);
+    FactoredStepRow *const step = is_double(&call->step->rows[row]) ? call->step_row_double : call->step_row;
+    step(call->step, row, share, scratch, share->parts > 1 ? shared : own);
+}
+
+static void step_rows(int thread, int team, void *data) {
+    FactoredCall *call = data;
+    for_each_row(&call->queue, thread, team, step_row, call);
+}
+
+void factored_step_rows(const RunConfig *run, FactoredStep *step, FactoredStepRow *step_row,
+                        FactoredStepRow *step_row_double, const int64_t *order, int64_t count, double *workspace) {
+    FactoredCall call = {
+        .step = step,
+        .step_row = step_row,
+        .step_row_double = step_row_double,
+        .needs = needs_of(step->rows, step->shards, step->gradients, order, count),
+        .workspace = workspace,
+        .queue = {.order = order, .gradients = step->gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS},
+    };
+    run_parallel(run, elements_in(&call.queue), step_rows, &call);
+}

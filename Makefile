@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test slow oldest-torch newest-torch attack mutants sanitize integrations gpu ledger check docs dist aarch64 format clean
+.PHONY: help train quick test slow oldest-torch newest-torch attack mutants sanitize integrations gpu ledger check docs dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -22,7 +22,7 @@ help:
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
-	@echo "make aarch64 compile the C library for 64-bit ARM with a cross-compiler, and run its steps under qemu"
+	@echo "make cross   compile the C library for Windows, macOS, ARM and musl, and run its steps under qemu and Wine"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
 
@@ -87,17 +87,17 @@ dist: $(STAMP)
 	mv build/dist/*.tar.gz dist
 	$(BIN)/python tests/package/fresh_install.py dist
 
-# The kernels take steps in an emulator and are compared with what they give on x86-64; Debian's packages are
-# gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.
-aarch64:
-	cmake -S . -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-	  -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DBIGHORN_WERROR=ON
-	cmake --build build/aarch64
-	aarch64-linux-gnu-gcc -std=gnu11 -O3 -Wall -Wextra -Werror -fopenmp-simd -ffp-contract=off -static -DISA=base \
-	  -DSOURCES='""' -Isrc/bighorn/kernels/csrc tests/csrc/steps.c src/bighorn/kernels/csrc/*.c -lm -lpthread \
-	  -o build/aarch64/steps
-	qemu-aarch64-static build/aarch64/steps > build/aarch64/steps.found
-	$(PYTHON) tests/csrc/compare.py tests/csrc/steps.expected build/aarch64/steps.found
+# The C library of other platforms, by Zig's compiler, a wheel of 100 MB. Its kernels take steps in an emulator, where there is
+# one; Debian's packages are qemu-user-static and wine64. PLATFORMS="aarch64-macos x86_64-windows-gnu" selects some.
+PLATFORMS ?=
+cross: build/zig/installed
+	build/zig/bin/python -m tests.csrc.cross $(PLATFORMS)
+cross-wheels: build/zig/installed
+	build/zig/bin/python -m tests.csrc.cross --wheels $(PLATFORMS)
+build/zig/installed:
+	$(PYTHON) -m venv build/zig
+	build/zig/bin/pip install --disable-pip-version-check --quiet cmake wheel 'ziglang>=0.14'
+	touch $@
 
 # Other versions of torch, each in an environment of its own: the oldest that pyproject.toml claims, and the newest that
 # exists or the version that TORCH names. PyPI's build for Linux brings 3 GB of CUDA; PIP_INDEX_URL may name an index that

@@ -4,6 +4,7 @@
 
 #include "abi.h"
 
+int bighorn_isa(void);
 void bighorn_advance(float *const *, int64_t);
 double bighorn_square_sum(const RunConfig *, const Gradient *, void *const *, int64_t, double *);
 int64_t bighorn_layer_chunks(const LayerRow *, const Gradient *, const int64_t *, int64_t);

@@ -368,7 +368,10 @@ static void step_lars(int variant, bool doubles) {
     free_all();
 }
 
-int main(void) {
+/* The argument is the level of x86-64 whose loops step the tensors: 2, 3 or 4. */
+int main(int argc, char **argv) {
+    if (argc > 1) RUN.isa = atoi(argv[1]);
+    check(RUN.isa <= bighorn_isa(), "the processor has this instruction set");
     for (int variant = 0; variant < (int)(sizeof LAMBS / sizeof LAMBS[0]); variant++) {
         step_lamb(variant, IN_FLOATS);
         if (LAMBS[variant].second_moment == SECOND_MOMENT_ADAM) step_lamb(variant, IN_BLOCKS);

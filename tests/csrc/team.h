@@ -40,7 +40,7 @@ static void parallel(void (*body)(void *), void *data, unsigned threads, unsigne
 static int thread_num(void) { return this_thread; }
 static int num_threads(void) { return THREADS; }
 
-static const RunConfig RUN = {
+static RunConfig RUN = {
     .parallel = parallel,
     .thread_num = thread_num,
     .num_threads = num_threads,

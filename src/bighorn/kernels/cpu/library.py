@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bighorn.kernels.cpu import abi
 
-LIBRARY_NAME = "libbighorn.so"
+LIBRARY_NAME = "libbighorn.dll" if os.name == "nt" else "libbighorn.so"  # as CMake names a module
 CSRC = Path(__file__).parents[1] / "csrc"
 SCRATCH_BYTES = 8 << 20  # u is kept for the last chunks of a tensor up to this size, for all threads together
 

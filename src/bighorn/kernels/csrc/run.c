@@ -5,6 +5,7 @@
 #include <stdbool.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
@@ -16,17 +17,24 @@
 
 /* ---- the instruction set --------------------------------------------------------------------------------- */
 
-/* Returns the highest x86-64 level that the machine supports; 0 elsewhere. */
+#if defined(ISA_X86)
+/* Returns whether the system saves the registers of these bits of XCR0, and the processor has all of these features. */
+static bool has(unsigned saved, unsigned features, unsigned extended) {
+    unsigned a, b, c, d, xcr0, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || (c & features) != features) return false;
+    __asm__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+    return (xcr0 & saved) == saved && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & extended) == extended;
+}
+#endif
+
+/* Returns the highest x86-64 level that the machine supports; 0 elsewhere. __builtin_cpu_supports() finds nothing with
+ * Zig's runtime. */
 EXPORT int bighorn_isa(void) {
 #if defined(ISA_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
-        return 4;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                   __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")
-               ? 3
-               : 2;
+    enum { AVX = 0x6, AVX512 = 0xe6 };
+    const unsigned v3 = bit_AVX2 | bit_BMI | bit_BMI2;
+    const unsigned v4 = bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
+    return has(AVX512, bit_FMA | bit_F16C, v3 | v4) ? 4 : has(AVX, bit_FMA | bit_F16C, v3) ? 3 : 2;
 #else
     return 0;
 #endif

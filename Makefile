@@ -48,7 +48,7 @@ $(VENV)/tritons/%: | $(STAMP)
 train: $(STAMP)
 	$(BIN)/bighorn train --report runs/digits.html
 
-C_SOURCES = $(wildcard src/bighorn/kernels/csrc/*.[ch] tests/csrc/*.[ch] benchmarks/*.c)
+C_SOURCES = $(wildcard src/bighorn/kernels/csrc/*.[ch] tests/csrc/*.[ch] tests/device/*.cpp benchmarks/*.c)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check

@@ -1,0 +1,62 @@
+"""Steps on a device that is neither a CPU nor a GPU equal the float64 reference of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from tests.backends.test_backends import EXTREMES, STEPS, check_step, twins_of
+from tests.device.moved import NEEDS_FLOAT64, Mirror
+from tests.device.stand_in import STAND_IN
+from tests.support.cases import CASES, Case, Kind
+from tests.support.covering_cases import covering
+from tests.support.optimizer_runs import BY_ID, is_short
+
+pytestmark = STAND_IN
+
+COVERING = covering(CASES)
+
+
+def runs_in(mode: str, case: Case) -> bool:
+    return mode == "complete" or not case.dtypes() & NEEDS_FLOAT64
+
+
+@pytest.mark.parametrize("backend", ["foreach", "reference"])
+@pytest.mark.parametrize("name", [case.id for case in CASES if case.id in COVERING and is_short(case)])
+def test_a_step_equals_the_float64_reference(mode: str, backend: str, name: str) -> None:
+    case = BY_ID[name]
+    if not runs_in(mode, case):
+        pytest.skip("parameters in float64")
+    parameters = case.parameters()
+    mirror: Any = Mirror(case, parameters, backend)
+    twins, twin = twins_of(case, parameters)
+    for step in range(STEPS):
+        for each in (mirror, twin):
+            case.set_lr(each, step)
+        check_step(case, parameters, mirror, twins, twin, case.gradients(step), f"step {step}")
+    waits = [name for found in mirror.waits for name in found if name.startswith("wait")]
+    assert not waits, f"{waits}"
+
+
+@pytest.mark.parametrize("backend", ["foreach", "reference"])
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_norms_neither_overflow_nor_vanish(extreme: str, kind: Kind, backend: str) -> None:
+    """These values are in float32's range, but their squares, or the sum of these, are not."""
+    weight, gradient, options = EXTREMES[extreme]
+    x, g = weight * torch.randn(100), gradient * (torch.rand(100) - 0.3)
+    found = []
+    for device, dtype, name in (("npu", torch.float32, backend), ("cpu", torch.float64, "reference")):
+        param = Parameter(x.to(device, dtype, copy=True))
+        param.grad = g.to(device, dtype)
+        optimizer: Any = kind([param], **{"lr": 0.1, "weight_decay": 0.1, "backend": name, **options})
+        optimizer.step()
+        assert optimizer.telemetry().skipped == 0
+        found.append((param.detach().cpu().double() - x, optimizer.state[param]["exp_avg"].cpu().double()))
+    (move, moment), (exact_move, exact) = found
+    error = (moment - exact).norm()
+    assert error <= 1e-6 * exact.norm() + torch.finfo(torch.float32).tiny, f"exp_avg: {error / exact.norm()}"
+    error = (move - exact_move).norm()
+    assert error <= 2e-6 * exact_move.norm() + 2e-7 * x.double().norm(), f"x: {error / exact_move.norm()}"

@@ -1,0 +1,175 @@
+"""What the host does for a step on a device: it never waits, it sends nothing, and it calls torch a bounded number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bighorn import Came, Lamb, Lars
+from bighorn.cli.shapes import SHAPES
+from tests.device import stand_in
+from tests.device.stand_in import STAND_IN
+
+pytestmark = STAND_IN
+
+Shapes = Sequence[tuple[int, ...]]
+
+# BERT's tensors without the pooler's, 197, with a width of 64: how many calls a step takes depends on the number of
+# tensors, and on their sizes only if these are larger than a piece.
+BERT: Shapes = [tuple(min(size // 12, 1000) if size > 2 else size for size in s) for s in SHAPES["bert_base"]()][:197]
+FEW: Shapes = [(128, 64), (128,), (128, 128), (128,), (10, 128), (10,)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer, the calls of torch in a step that it takes for BERT's tensors today, and the calls that it may."""
+
+    make: Callable[[list[Parameter]], Optimizer]
+    today: int
+    most: int
+    dtype: torch.dtype = torch.float32
+
+
+def lamb(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
+    return lambda params: Lamb(params, lr=0.01, weight_decay=0.01, **options)
+
+
+def came(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
+    return lambda params: Came(params, lr=0.01, weight_decay=0.01, **options)
+
+
+def lars(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
+    return lambda params: Lars(params, lr=0.01, weight_decay=0.01, **options)
+
+
+LOW = torch.bfloat16
+
+ROWS = {
+    "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 8, 8),
+    "lamb": Row(lamb(), 113, 60),
+    "lamb-clip": Row(lamb(max_grad_norm=1.0), 155, 200),
+    "lamb-skip": Row(lamb(skip_nonfinite=True), 1342, 200),
+    "lamb-int8": Row(lamb(state_dtype="int8"), 9612, 500),
+    "lamb-float16": Row(lamb(state_dtype="float16"), 5329, 500),
+    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 1301, 200),
+    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 10560, 500, LOW),
+    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 7996, 500, LOW),
+    "lamb-master": Row(lamb(weight_rounding="master"), 3071, 500, LOW),
+    "came": Row(came(), 749, 200),
+    "came-int8": Row(came(state_dtype="int8"), 899, 500),
+    "came-stochastic": Row(came(weight_rounding="stochastic"), 1247, 500, LOW),
+    "came-kahan": Row(came(weight_rounding="kahan"), 967, 500, LOW),
+    "came-master": Row(came(weight_rounding="master"), 831, 500, LOW),
+    "lars": Row(lars(), 74, 60),
+    "lars-int8": Row(lars(state_dtype="int8"), 4470, 500),
+}
+
+VIEWS = {
+    *("view", "as_strided", "select", "slice", "split", "split_with_sizes", "permute", "t", "transpose", "expand"),
+    *("squeeze", "unsqueeze", "detach", "alias", "unbind", "_unsafe_view", "_reshape_alias", "unfold"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"),
+}
+"""Operations that give the device nothing to do."""
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls of torch that give the device something to do; a call for a list of tensors is one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = tree_leaves((args, kwargs or {}, result))
+        if name not in VIEWS and any(isinstance(each, Tensor) and each.device.type == "npu" for each in tensors):
+            self.found[name] += 1
+        return result
+
+
+def set_up(row: Row, shapes: Shapes) -> tuple[list[Parameter], Optimizer]:
+    params = [Parameter((torch.randn(shape) * 0.02).to("npu", row.dtype)) for shape in shapes]
+    optimizer = row.make(params)
+    for _ in range(2):
+        new_gradients(params)
+        optimizer.step()
+    return params, optimizer
+
+
+def new_gradients(params: list[Parameter], leave_out: Sequence[int] = ()) -> None:
+    for i, param in enumerate(params):
+        param.grad = None if i in leave_out else (torch.randn(param.shape) * 1e-3).to("npu", param.dtype)
+
+
+def steady_waits(name: str, leave_out: Sequence[int] = ()) -> dict[str, int]:
+    """Return waits and pageable copies of a step in the steady state, after which the learning rate changes."""
+    params, optimizer = set_up(ROWS[name], FEW)
+    for lr in (0.01, 0.02):
+        new_gradients(params, leave_out)
+        optimizer.param_groups[0]["lr"] = lr
+        with stand_in.counted() as found:
+            optimizer.step()
+    return stand_in.waits(found)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_waits_for_nothing_and_sends_nothing(name: str) -> None:
+    found = steady_waits(name)
+    assert not found, f"{found}"
+
+
+@pytest.mark.parametrize("name", ["lamb", "came", "lars"])
+def test_nor_does_one_in_which_a_gradient_is_missing(name: str) -> None:
+    found = steady_waits(name, leave_out=[2])
+    assert not found, f"{found}"
+
+
+@cache
+def calls_of(name: str) -> Counter[str]:
+    params, optimizer = set_up(ROWS[name], BERT)
+    new_gradients(params)
+    calls = Calls()
+    with calls:
+        optimizer.step()
+    return calls.found
+
+
+@pytest.mark.parametrize("mode", ["complete"], indirect=True)
+@pytest.mark.parametrize("name", ROWS)
+def test_calls_of_torch_are_no_more_than_they_were(name: str) -> None:
+    found = calls_of(name)
+    assert found.total() <= ROWS[name].today, f"{found.total()}: {found.most_common(12)}"
+
+
+@pytest.mark.parametrize("mode", ["complete"], indirect=True)
+@pytest.mark.parametrize("name", ROWS)
+def test_calls_of_torch_are_of_the_order_of_adamws(name: str) -> None:
+    found = calls_of(name)
+    assert found.total() <= ROWS[name].most, f"{found.total()}: {found.most_common(12)}"
+
+
+def test_the_counts_see_a_wait_and_a_copy() -> None:
+    value = torch.ones(3).to("npu")
+    with stand_in.counted() as found:
+        value.sum().item()
+        value.copy_(torch.zeros(3))
+    assert stand_in.waits(found) == {"wait for item": 1, stand_in.PAGEABLE: 1}
+    with stand_in.counted() as found:
+        value.copy_(torch.zeros(3).pin_memory(), non_blocking=True)
+        host = torch.empty(3).pin_memory().copy_(value, non_blocking=True)
+    assert not stand_in.waits(found)
+    assert host.view(torch.uint8).eq(0xAA).all(), "a copy to the host arrives with the next wait"
+    torch.accelerator.synchronize()
+    assert host.equal(torch.zeros(3))

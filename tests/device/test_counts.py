@@ -150,14 +150,14 @@ def calls_of(name: str) -> Counter[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_calls_of_torch_are_no_more_than_they_were(name: str) -> None:
     found = calls_of(name)
-    assert found.total() <= ROWS[name].today, f"{found.total()}: {found.most_common(12)}"
+    assert found.total() <= ROWS[name].today, f"{found.total()} calls: {found.most_common(12)}"
 
 
 @pytest.mark.parametrize("mode", ["complete"], indirect=True)
 @pytest.mark.parametrize("name", ROWS)
 def test_calls_of_torch_are_of_the_order_of_adamws(name: str) -> None:
     found = calls_of(name)
-    assert found.total() <= ROWS[name].most, f"{found.total()}: {found.most_common(12)}"
+    assert found.total() <= ROWS[name].most, f"{found.total()} calls: {found.most_common(12)}"
 
 
 def test_the_counts_see_a_wait_and_a_copy() -> None:

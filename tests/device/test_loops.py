@@ -385,4 +385,4 @@ def test_doctor_says_what_there_is() -> None:
     """The row of the accelerator is of its own steps, not of the CPU's."""
     ran = CliRunner().invoke(bighorn, ["doctor"])
     assert ran.exit_code == 0, ran.output
-    assert "npu" in ran.output, ran.output
+    assert "npu" in ran.output, f"no row of npu: {ran.output}"

@@ -53,7 +53,7 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, kind: Kind, backend: st
         param.grad = g.to(device, dtype)
         optimizer: Any = kind([param], **{"lr": 0.1, "weight_decay": 0.1, "backend": name, **options})
         optimizer.step()
-        assert optimizer.telemetry().skipped == 0
+        assert optimizer.telemetry().skipped == 0, "skipped"
         found.append((param.detach().cpu().double() - x, optimizer.state[param]["exp_avg"].cpu().double()))
     (move, moment), (exact_move, exact) = found
     error = (moment - exact).norm()

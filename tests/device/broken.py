@@ -114,6 +114,12 @@ BROKEN = [
         "codecs, roundings and masks are computed for each tensor by itself",
         r"AssertionError: \d+ calls",
     ),
+    Row(
+        r"do_not_grow_with_the_size_of_tensors\[(?!adamw)",
+        "kernels/foreach/pieces.py PIECE_BYTES, layerwise.py BATCH, came.py PIECE_ELEMS",
+        "pieces are of the size of a CPU's cache on every device",
+        r"AssertionError: \d+ calls",
+    ),
     # ---- the command line ----
     Row(r"doctor_says", "cli/doctor.py", "it steps on the CPU, and says nothing of the accelerator", "no row of npu"),
 ]

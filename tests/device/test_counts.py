@@ -58,22 +58,22 @@ LOW = torch.bfloat16
 
 ROWS = {
     "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 8, 8),
-    "lamb": Row(lamb(), 113, 60),
-    "lamb-clip": Row(lamb(max_grad_norm=1.0), 155, 200),
-    "lamb-skip": Row(lamb(skip_nonfinite=True), 1342, 200),
-    "lamb-int8": Row(lamb(state_dtype="int8"), 9612, 500),
-    "lamb-float16": Row(lamb(state_dtype="float16"), 5329, 500),
-    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 1301, 200),
-    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 10560, 500, LOW),
-    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 7996, 500, LOW),
-    "lamb-master": Row(lamb(weight_rounding="master"), 3071, 500, LOW),
-    "came": Row(came(), 749, 200),
-    "came-int8": Row(came(state_dtype="int8"), 899, 500),
-    "came-stochastic": Row(came(weight_rounding="stochastic"), 1247, 500, LOW),
-    "came-kahan": Row(came(weight_rounding="kahan"), 967, 500, LOW),
-    "came-master": Row(came(weight_rounding="master"), 831, 500, LOW),
-    "lars": Row(lars(), 74, 60),
-    "lars-int8": Row(lars(state_dtype="int8"), 4470, 500),
+    "lamb": Row(lamb(), 112, 60),
+    "lamb-clip": Row(lamb(max_grad_norm=1.0), 154, 200),
+    "lamb-skip": Row(lamb(skip_nonfinite=True), 1341, 200),
+    "lamb-int8": Row(lamb(state_dtype="int8"), 9610, 500),
+    "lamb-float16": Row(lamb(state_dtype="float16"), 5327, 500),
+    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 1300, 200),
+    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 10559, 500, LOW),
+    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 7995, 500, LOW),
+    "lamb-master": Row(lamb(weight_rounding="master"), 3070, 500, LOW),
+    "came": Row(came(), 747, 200),
+    "came-int8": Row(came(state_dtype="int8"), 896, 500),
+    "came-stochastic": Row(came(weight_rounding="stochastic"), 1245, 500, LOW),
+    "came-kahan": Row(came(weight_rounding="kahan"), 965, 500, LOW),
+    "came-master": Row(came(weight_rounding="master"), 829, 500, LOW),
+    "lars": Row(lars(), 73, 60),
+    "lars-int8": Row(lars(state_dtype="int8"), 4468, 500),
 }
 
 VIEWS = {
@@ -101,11 +101,11 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def set_up(row: Row, shapes: Shapes) -> tuple[list[Parameter], Optimizer]:
+    """Return parameters and an optimizer that has its state."""
     params = [Parameter((torch.randn(shape) * 0.02).to("npu", row.dtype)) for shape in shapes]
     optimizer = row.make(params)
-    for _ in range(2):
-        new_gradients(params)
-        optimizer.step()
+    new_gradients(params)
+    optimizer.step()
     return params, optimizer
 
 
@@ -140,10 +140,12 @@ def test_nor_does_one_in_which_a_gradient_is_missing(name: str) -> None:
 @cache
 def calls_of(name: str, shapes: Shapes = BERT) -> Counter[str]:
     params, optimizer = set_up(ROWS[name], shapes)
-    new_gradients(params)
     calls = Calls()
-    with calls:
-        optimizer.step()
+    for _ in range(2):  # the first step in the mode makes a new plan
+        new_gradients(params)
+        calls.found.clear()
+        with calls:
+            optimizer.step()
     return calls.found
 
 

@@ -35,19 +35,20 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 MAY_IMPORT: dict[str, set[str]] = {
     "bighorn": {"groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
     "arguments": set(),
+    "capabilities": set(),
     "deferred": set(),
-    "optim": {"arguments", "optim", "kernels", "distributed", "names", "schedules"},
-    "kernels": {"arguments", "kernels"},
+    "optim": {"arguments", "capabilities", "optim", "kernels", "distributed", "names", "schedules"},
+    "kernels": {"arguments", "capabilities", "kernels"},
     "groups": {"arguments", "names"},
     "names": {"arguments"},
     "schedules": {"arguments"},
     "telemetry": {"arguments"},
     "integrations": {"arguments", "bighorn", "telemetry"},
-    "scaling": {"arguments", "deferred", "distributed"},
-    "distributed": {"deferred", "kernels"},
-    "offloading": {"arguments", "distributed", "kernels", "offloading"},
+    "scaling": {"arguments", "capabilities", "deferred", "distributed"},
+    "distributed": {"capabilities", "deferred", "kernels"},
+    "offloading": {"arguments", "capabilities", "distributed", "kernels", "offloading"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
-    "cli": {"arguments", "bighorn", "kernels", "schedules", "cli"},
+    "cli": {"arguments", "capabilities", "bighorn", "kernels", "schedules", "cli"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from bighorn.capabilities import wide
 from bighorn.deferred import DeferredScalar
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Scaled:
             return
         device = self.found_inf.device
         self.late = torch.zeros((), device=device)
-        self.inv_scale = torch.ones((), device=device) if fused else self.grad_scale.double().reciprocal().float()
+        scale = self.grad_scale
+        self.inv_scale = torch.ones((), device=device) if fused else scale.to(wide(scale.device)).reciprocal().float()
         if fused:
             vars(optimizer).update(grad_scale=self.grad_scale, found_inf=self.found_inf)
         try:

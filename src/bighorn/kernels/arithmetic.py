@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from bighorn.capabilities import wide
+
 
 def write(out: Tensor, value: Tensor, apply_mask: Tensor | None) -> None:
     """Store `value`, rounded to the dtype of `out`, unless `apply_mask` is False."""
@@ -33,13 +35,13 @@ def count_step(counts: list[Tensor], apply_mask: Tensor | None) -> None:
 
 def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares of all elements, 0-dim, in float64, so that squares neither overflow nor underflow."""
-    return x.to(wide(x)).square().sum()
+    return x.to(wide(x.device)).square().sum()
 
 
 def square_sums(tensors: list[Tensor], like: Tensor) -> Tensor:
     """Return the sum of squares of each tensor, `[tensors]`, in float64."""
     sums = [square_sum(tensor) for tensor in tensors]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like), device=like.device)
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=wide(like.device), device=like.device)
 
 
 def rsqrt_of_ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -56,8 +58,3 @@ def one_minus_power(beta: float, t: Tensor) -> Tensor:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: at least float32, whatever the parameter's dtype."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype for norms and for powers of beta: float64, except on Apple's GPUs, which do not support it."""
-    return torch.float32 if x.device.type == "mps" else torch.float64

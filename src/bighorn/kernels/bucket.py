@@ -192,7 +192,7 @@ class Bucket(Generic[Options]):
             params=of(self.params),
             state={name: of(tensors) for name, tensors in self.state.items()},
             steps=of(self.steps),
-            metrics=self.metrics[rows],
+            metrics=torch.stack([self.metrics[i] for i in rows]) if rows else self.metrics[:0],
             grads=of(self.grads),
             shards=of(self.shards),
             param_ids=of(self.param_ids),

@@ -7,14 +7,17 @@ import warnings
 from torch import Tensor
 from torch.nn import Parameter
 
+from bighorn.capabilities import capabilities
+
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor's elements are at its address.
 
     A wrapper subclass (torchao's float8 weights, torch's TwoTensor) holds other tensors, and a storage can be freed
-    with `resize_(0)`: both have the address 0. A tensor of functorch has none.
+    with `resize_(0)`: both have the address 0. A tensor of functorch has none. On a device without addresses, every
+    tensor counts as having memory.
     """
-    return bool(address_of(tensor)) or tensor.numel() == 0 or tensor.device.type == "meta"
+    return bool(address_of(tensor)) or tensor.numel() == 0 or not capabilities(tensor.device).addresses
 
 
 def is_freed(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from bighorn.arguments import shortened
+from bighorn.capabilities import wide
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
@@ -381,8 +382,8 @@ def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:
 
 @torch.no_grad()
 def norms(grads: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norms of some gradients, in float64, on their device."""
-    return list(torch._foreach_norm(real(grads), 2, dtype=torch.float64))
+    """Return the 2-norms of some gradients on their device, in float64 if it has that."""
+    return list(torch._foreach_norm(real(grads), 2, dtype=wide(grads[0].device)))
 
 
 def real(grads: list[Tensor]) -> list[Tensor]:
@@ -393,7 +394,7 @@ def real(grads: list[Tensor]) -> list[Tensor]:
 
 def inverse(scale: Tensor) -> Tensor:
     """Return the factor with which a GradScaler unscales gradients."""
-    return scale.double().reciprocal().float()
+    return scale.to(wide(scale.device)).reciprocal().float()
 
 
 def in_brackets(names: list[str]) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bighorn.capabilities import wide
 from bighorn.kernels.bucket import Shard
 
 
@@ -83,6 +84,7 @@ def centre(gradients: Iterable[Centred]) -> Generator[Tensor, None, None]:
 
 
 def square_sum(gradients: Iterable[Centred], device: torch.device) -> Tensor:
-    """Return the sum of the squares of the gradients themselves on this rank, 0-dim, in float64."""
-    norms = [torch.linalg.vector_norm(each.grad, dtype=torch.float64) for each in gradients if each.grad is not None]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    """Return the sum of the squares of the gradients themselves on this rank, 0-dim, in the device's widest dtype."""
+    dtype = wide(device)
+    norms = [torch.linalg.vector_norm(each.grad, dtype=dtype) for each in gradients if each.grad is not None]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype, device=device)

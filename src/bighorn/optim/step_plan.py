@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bighorn.capabilities import wide
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket
@@ -329,7 +330,9 @@ def scale_and_mask(
         found_inf: A tensor that is not 0 if the scaler found gradients that are not finite.
         square_sum: A function that returns the sum of their squares, 0-dim; it is called only if an option needs it.
     """
-    scale: Tensor | float = 1.0 if grad_scale is None else grad_scale.double().reciprocal().reshape(())
+    scale: Tensor | float = 1.0
+    if grad_scale is not None:
+        scale = grad_scale.to(wide(grad_scale.device)).reciprocal().reshape(())
     mask = None if found_inf is None else (found_inf == 0).reshape(())
     if settings.needs_all_grads:
         total = square_sum()
@@ -359,8 +362,8 @@ def square_sum_of(
     if sums:
         total = torch.stack([part_sum.to(sums[0].device) for part_sum in sums]).sum()
     else:
-        devices = [param.device for group in groups for param in group["params"]]
-        total = torch.zeros((), dtype=torch.float64, device=devices[0] if devices else "cpu")
+        device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
+        total = torch.zeros((), dtype=wide(device), device=device)
     if settings.grad_norm_group is not None:
         torch.distributed.all_reduce(total, group=settings.grad_norm_group)
     return total

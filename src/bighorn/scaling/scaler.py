@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from bighorn.arguments import flag, integer, unknown_name
+from bighorn.capabilities import wide
 from bighorn.deferred import DeferredScalar
 from bighorn.scaling.overflow import OverflowReport, batches, group_of, local_grads, names_of, unscale
 from bighorn.scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
@@ -137,6 +138,19 @@ class LossScaler(GradScaler):
         if watch:
             state["overflow_report"] = OverflowReport(names_of(optimizer), flags, group)
         return {verdict.device: verdict if self.skip_on_overflow else torch.zeros_like(verdict)}
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of an optimizer in place, as torch's class does, also on a device without float64."""
+        scale = self._scale if self._enabled else None
+        if scale is None or wide(scale.device) == torch.float64:
+            super().unscale_(optimizer)
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            super().unscale_(optimizer)  # which raises
+        inv_scale, found_inf = scale.reciprocal(), torch.zeros_like(scale)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
+        state["stage"] = OptState.UNSCALED
 
     def _known_overflows(self) -> int:
         """The number of consecutive overflows at the last update; 0 without a limit, so that the host does not wait."""

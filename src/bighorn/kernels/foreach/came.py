@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import (
     compute_dtype,
     count_step,
     one_minus_power,
     rsqrt_of_ratio,
     square_sums,
-    wide,
     write,
 )
 from bighorn.kernels.bucket import Bucket, rows_with_grad
@@ -83,6 +83,14 @@ class Scratch:
 
     def __init__(self) -> None:
         self.memory: dict[str, Tensor] = {}
+        self.sent: dict[tuple[int, ...], Tensor] = {}
+
+    def numbers(self, values: Iterable[int], device: torch.device) -> Tensor:
+        """Return numbers on the device, which are sent to it once."""
+        key = tuple(values)
+        if key not in self.sent:
+            self.sent[key] = torch.tensor(key, dtype=torch.int64, device=device)
+        return self.sent[key]
 
     def like(self, name: str, a: Tensor) -> Tensor:
         """Return memory under a name, uninitialized, in the shape, order and dtype of `a`."""
@@ -115,11 +123,11 @@ class Batch:
         self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
         self.g = together([as_vector(grad) for i in rows if (grad := bucket.grads[i]) is not None])
         self.grad_scale = -grad_scale if o.maximize else grad_scale
-        self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x)) + 1
+        self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x.device)) + 1
         self.axis = row_axis(x, o.factor) if o.factor else -1
         if o.weight_rounding == "stochastic":
-            self.keys = torch.tensor([rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows], device=x.device)
-            self.row_offsets = torch.tensor([bucket.row_offsets[i] for i in rows], device=x.device)
+            self.keys = scratch.numbers([rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows], x.device)
+            self.row_offsets = scratch.numbers([bucket.row_offsets[i] for i in rows], x.device)
         # Quantization blocks are not divided, since they run along a row.
         self.pieces = [(ALL, *at) for at in slices(x.shape, deep="exp_avg_scale" not in bucket.state)]
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import wide, write
+from bighorn.capabilities import wide
+from bighorn.kernels.arithmetic import write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
 from bighorn.kernels.foreach.pieces import PIECE_BYTES, Workspace, aligned_size, store_pieces
@@ -40,8 +41,8 @@ class LambBatch(Batch[LambOptions]):
         """Run both phases: moments and norms of all pieces, then the parameters of all pieces."""
         o, norms = self.bucket.options, self.bucket.metrics[self.rows]
         t = torch.stack(self.bucket.steps[self.rows]) + 1
-        corrections = bias_corrections(t.to(wide(t)), o)
-        sums = torch.zeros(len(t), 2, dtype=wide(t), device=t.device)
+        corrections = bias_corrections(t.to(wide(t.device)), o)
+        sums = torch.zeros(len(t), 2, dtype=wide(t.device), device=t.device)
         decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
 
         updates = []

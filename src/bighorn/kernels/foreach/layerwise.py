@@ -13,7 +13,8 @@ from typing import ClassVar, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, count_step, wide, write
+from bighorn.capabilities import wide
+from bighorn.kernels.arithmetic import compute_dtype, count_step, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, dequantize, quantize
 from bighorn.kernels.foreach.pieces import (
@@ -202,7 +203,7 @@ class LayerwiseStepper(Stepper[Options]):
         norms = self.buckets[0].metrics
         space = workspace(SIZE, norms.device)
         sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, PIECE_BYTES // 8)]
-        return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms))
+        return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms.device))
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Stepper.step`."""
@@ -211,8 +212,10 @@ class LayerwiseStepper(Stepper[Options]):
             present = bucket.with_grad()
             for batch in all_rows if present is bucket else self._batches(present):
                 batch.step(space, grad_scale, apply_mask)
-            if present is not bucket:
-                bucket.metrics[rows_with_grad(bucket.grads)] = present.metrics
+            if present is not bucket and present.params:
+                # torch would send a list of indices from pageable memory.
+                rows = [bucket.metrics[i] for i in rows_with_grad(bucket.grads)]
+                torch._foreach_copy_(rows, list(present.metrics.unbind()))
             count_step(bucket.unique_steps, apply_mask)
 
 

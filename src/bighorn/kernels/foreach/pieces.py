@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import wide, write
+from bighorn.capabilities import wide
+from bighorn.kernels.arithmetic import write
 
 PIECE_BYTES = (
     1 << 20
@@ -53,7 +54,7 @@ class Workspace:
 
     def square_sums(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor underflow."""
-        copies = self.copies(slot, tensors, wide(tensors[0]))
+        copies = self.copies(slot, tensors, wide(tensors[0].device))
         if self.memory.device.type == "cpu":  # the norm uses one thread, and takes longer than this on one, too
             return torch.stack([torch.dot(copy, copy) for copy in copies])
         return torch.stack(torch._foreach_norm(copies)).square()

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, wide, write
+from bighorn.capabilities import wide
+from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, write
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.options import Options
@@ -107,7 +108,7 @@ class Stepper(Generic[Options]):
                 if g is None:
                     continue
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
-                t, g = step.to(wide(x)) + 1, g.to(compute_dtype(x)) * grad_scale
+                t, g = step.to(wide(x.device)) + 1, g.to(compute_dtype(x)) * grad_scale
                 bits: Tensor | None = None
                 shifts: Dither = NEAREST
                 if with_bits:

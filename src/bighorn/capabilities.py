@@ -1,0 +1,65 @@
+"""What a device of torch has, tried on the device once; no dtype and no way to step is chosen by a device's name."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device has.
+
+    Attributes:
+        float64: Whether float64 stays float64 there, and its norm is right. Ascend converts it to float32 with a
+            warning; Arc and Apple's GPUs refuse it.
+        bfloat16: Whether bfloat16 is stored and converted.
+        addresses: Whether tensors have an address. Those of torch_xla, and of "meta", have the address 0.
+    """
+
+    float64: bool
+    bfloat16: bool
+    addresses: bool
+
+
+@functools.cache
+def capabilities(device: torch.device) -> Capabilities:
+    """Return what a device has.
+
+    A CPU and a GPU of CUDA have all of it and are not tried: the host would wait, which ends the capture of a graph.
+
+    Example:
+        >>> capabilities(torch.device("cpu"))
+        Capabilities(float64=True, bfloat16=True, addresses=True)
+    """
+    if device.type in ("cpu", "cuda"):
+        return Capabilities(float64=True, bfloat16=True, addresses=True)
+    if device.type == "meta":
+        return Capabilities(float64=True, bfloat16=True, addresses=False)
+    numbers = torch.tensor([3.0, 4.0], device=device)
+    return Capabilities(
+        float64=_keeps(numbers, torch.float64),
+        bfloat16=_keeps(numbers, torch.bfloat16),
+        addresses=numbers.data_ptr() != 0,
+    )
+
+
+def _keeps(numbers: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype stays what it is on a device, with the right norm of (3, 4)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ascend warns
+            converted = numbers.to(dtype)
+            return converted.dtype == dtype and torch.linalg.vector_norm(converted).item() == 5
+    except (TypeError, RuntimeError):
+        return False
+
+
+@functools.cache
+def wide(device: torch.device) -> torch.dtype:
+    """Return the dtype for norms, powers of beta and scales: float64, or float32 on a device that does not have it."""
+    return torch.float64 if capabilities(device).float64 else torch.float32

@@ -65,12 +65,26 @@ def test_require_knows_its_backends(invoke: Invoke) -> None:
 def test_a_backend_that_computes_nonsense_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     step = doctor._step
 
-    def broken(backend: str, dtype: torch.dtype) -> torch.Tensor:
-        return step(backend, dtype) * (1.001 if backend == "foreach" else 1)
+    def broken(backend: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return step(backend, dtype, device) * (1.001 if backend == "foreach" else 1)
 
     monkeypatch.setattr(doctor, "_step", broken)
     assert "foreach does not work a step gives wrong results" in words(invoke("doctor").output)
     assert "a step gives wrong results" in invoke("doctor", "--require", "foreach", code=1).output
+
+
+def test_a_device_by_name_has_a_row_of_its_own(invoke: Invoke, tmp_path: Path) -> None:
+    printed = words(invoke("doctor", "--device", "cpu", "--json", str(tmp_path / "found.json")).output)
+    assert "foreach, cpu works float64: yes, bfloat16: yes, addresses: yes" in printed
+    found = json.loads((tmp_path / "found.json").read_text())["devices"]["cpu"]
+    assert (found["works"], found["float64"]) == (True, True)
+
+
+@pytest.mark.parametrize("device", ["npv", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_refused(invoke: Invoke, device: str) -> None:
+    assert f"--device: torch has no device '{device}' here" in words(
+        invoke("doctor", "--device", device, code=1).output
+    )
 
 
 def test_a_backend_whose_step_raises_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,6 @@ BROKEN = [
         "pieces are of the size of a CPU's cache on every device",
         r"AssertionError: \d+ calls",
     ),
-    # ---- the command line ----
-    Row(r"doctor_says", "cli/doctor.py", "it steps on the CPU, and says nothing of the accelerator", "no row of npu"),
 ]
 
 

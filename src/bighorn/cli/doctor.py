@@ -1,6 +1,7 @@
 """``bighorn doctor``: which backends work here, and what to do about those that do not."""
 
 import os
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, Lamb
+from bighorn.capabilities import capabilities
 from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
@@ -25,13 +27,16 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 @click.command(cls=Command, epilog="Example: bighorn doctor --require cpu --json doctor.json")
 @click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
 @click.option("--presets", is_flag=True, help="List what Lamb.like(), Came.like() and Lars.like() give, instead.")
+@click.option("--device", help="Step on this device of torch, such as npu:0. Default: torch's accelerator, if any.")
 @click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
-def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> None:
+def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_file: Path | None) -> None:
     """Say which backends work here, and why others do not."""
     if presets and require:
         raise click.UsageError("--presets only prints a table: leave out --require.")
+    if presets and device:
+        raise click.UsageError("--presets only prints a table: leave out --device.")
     files.check_outputs({"--json": json_file})
-    content: dict[str, Any] = {"presets": preset_rows()} if presets else findings()
+    content: dict[str, Any] = {"presets": preset_rows()} if presets else findings(device_of(device))
     console = Console(highlight=False, emoji=False)
     console.print(_preset_table(content["presets"]) if presets else _table(content))
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
@@ -42,8 +47,30 @@ def doctor(require: tuple[str, ...], presets: bool, json_file: Path | None) -> N
             )
 
 
-def findings() -> dict[str, Any]:
-    """Everything that doctor reports."""
+def device_of(name: str | None) -> torch.device | None:
+    """Return the device of this name, or torch's accelerator without a name, or None without one."""
+    if name is None:
+        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    try:
+        here = torch.ones(1, device=name)
+        here.cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"--device: torch has no device {name!r} here: {reason}") from error
+    return here.device
+
+
+def device_findings(device: torch.device) -> dict[str, Any]:
+    """Return what a device has, and whether plain torch steps there."""
+    found = asdict(capabilities(device))
+    has = ", ".join(f"{name}: {'yes' if value else 'no'}" for name, value in found.items())
+    range_of_sums = "" if found["float64"] else "; norms are in float32, and right between 1e-19 and 1e19"
+    failure = step_failure("foreach", device)
+    return {"works": not failure, "detail": failure or f"{has}{range_of_sums}", **found}
+
+
+def findings(device: torch.device | None = None) -> dict[str, Any]:
+    """Return everything that doctor reports, with a step on a device if there is one."""
     backends = {}
     for name, found in status().items():
         failure = step_failure(name) if found.available else None
@@ -51,6 +78,7 @@ def findings() -> dict[str, Any]:
     built = {"C library": library.LIBRARY_DETAIL} if library.LIBRARY else {}
     return {
         "backends": backends,
+        "devices": {str(device): device_findings(device)} if device else {},
         "environment": {name: value for name, value in environment().items() if name not in {"cpu backend", "device"}},
         "machine": machine() | built,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
@@ -67,10 +95,11 @@ def preset_rows() -> list[dict[str, Any]]:
     ]
 
 
-def step_failure(backend: str) -> str | None:
+def step_failure(backend: str, device: torch.device | None = None) -> str | None:
     """Return the reason why a step of a backend fails, or None; only a step shows whether a backend works."""
     try:
-        ours, exact = _step(backend, torch.float32), _step("reference", torch.float64)
+        own = device or torch.device((status().get(backend) or status()["cpu"]).device)
+        ours, exact = _step(backend, torch.float32, own), _step("reference", torch.float64, torch.device("cpu"))
     except Exception as error:
         return f"a step fails: {error}"
     if not torch.allclose(ours.double(), exact, rtol=1e-5):
@@ -78,9 +107,7 @@ def step_failure(backend: str) -> str | None:
     return None
 
 
-def _step(backend: str, dtype: torch.dtype) -> torch.Tensor:
-    found = status().get(backend)
-    device = found.device if found else "cpu"
+def _step(backend: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     param, grad = torch.linspace(1, 2, 1000), torch.linspace(1, -2, 1000)
     param = param.to(device, dtype)
     param.grad = grad.to(device, dtype)
@@ -93,7 +120,8 @@ def _table(content: dict[str, Any]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("[bold]Backends")
-    for name, found in content["backends"].items():
+    devices = {f"foreach, {name}": found for name, found in content["devices"].items()}
+    for name, found in {**content["backends"], **devices}.items():
         verdict = Text("works", "green") if found["works"] else Text("does not work", "red")
         table.add_row(name, verdict.append(f"  {found['detail']}", "default"))
     for heading in ("environment", "machine", "variables"):

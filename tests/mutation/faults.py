@@ -127,8 +127,8 @@ FAULTS = (
     Fault(
         "a column of a table",
         "kernels/triton/lamb_layout.py",
-        "CORRECTS_LR = tl.constexpr(9)",
-        "CORRECTS_LR = tl.constexpr(8)",
+        'CORRECTS_LR=lambda o: o.bias_correction == "lr"',
+        "CORRECTS_LR=lambda o: o.bias_correction",
         "tests/backends/test_interpreter.py",
     ),
     Fault(

@@ -61,20 +61,3 @@ class Came(Stepper[CameOptions]):
         if o.factor is None:
             return None, o.weight_rounding, split
         return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
-
-    @staticmethod
-    def option_values(options: CameOptions) -> list[float]:
-        """See `Stepper.option_values`; `came_layout.py` numbers the columns."""
-        o, (beta1, beta2, beta3) = options, options.betas
-        return [
-            beta1,
-            1 - beta1,
-            1 - beta2,
-            beta3,
-            1 - beta3,
-            *o.eps,
-            -1.0 if o.decay_rate is None else o.decay_rate,
-            o.clip_threshold,
-            o.scale_eps if o.scale_parameter else -1.0,
-            o.bias_correction,
-        ]

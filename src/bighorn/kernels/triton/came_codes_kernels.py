@@ -50,10 +50,8 @@ def came_codes(
         v = common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, COMPUTE), offsets, mask)
         u = scaling.unfactored(g, v) * clip  # CAME-clip
 
-    moment = codec.moment_at(
-        tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.int8, "linear"
-    )
-    beta1 = common.number(option_ptr + layout.BETA1, COMPUTE)
-    beta1_rest = common.number(option_ptr + layout.BETA1_REST, COMPUTE)
+    moment = codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + layout.EXP_AVG_SCALE, 0, tl.int8, "linear")
+    beta1 = common.number(option_ptr + layout.option.BETA1, COMPUTE)
+    beta1_rest = common.number(option_ptr + layout.option.BETA1_REST, COMPUTE)
     m = beta1 * codec.read_moment(moment, where, "linear", 1) + beta1_rest * u  # CAME-m
     codec.write_moment(moment, where, m, 0, "linear", 1)

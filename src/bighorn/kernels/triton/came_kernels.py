@@ -41,7 +41,7 @@ def came_squares(
         square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
     else:
         square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
-    if tl.load(option_ptr + layout.SCALE_EPS) >= 0:
+    if tl.load(option_ptr + layout.option.SCALE_EPS) >= 0:
         squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
         tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)
 
@@ -92,10 +92,10 @@ def came_lines(
     is_row, line, mask, length, parts = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     total = tiling.line_totals(parts, partials_ptr)
     if RESIDUAL:
-        rest, eps = tl.load(option_ptr + layout.BETA3_REST), tl.load(option_ptr + layout.EPS2)
+        rest, eps = tl.load(option_ptr + layout.option.BETA3_REST), tl.load(option_ptr + layout.option.EPS2)
         average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line, COMPUTE)
     else:
-        rest, eps = scaling.second_rest(row_ptr, option_ptr), tl.load(option_ptr + layout.EPS1)
+        rest, eps = scaling.second_rest(row_ptr, option_ptr), tl.load(option_ptr + layout.option.EPS1)
         average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line, COMPUTE)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
     whole = tl.load(row_ptr + tl.where(is_row, layout.WHOLE_WIDTH, layout.WHOLE_HEIGHT))
@@ -204,8 +204,8 @@ def came_average(
     )
     factors = (
         common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
-        common.number(option_ptr + layout.BETA1, COMPUTE),
-        common.number(option_ptr + layout.BETA1_REST, COMPUTE),
+        common.number(option_ptr + layout.option.BETA1, COMPUTE),
+        common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),
         root,
     )
     pointers = common.at(g, start, G), common.at(m, start, S)

@@ -14,7 +14,7 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def second_rest(row_ptr, option_ptr):
     """Return 1 - beta2 of this step."""
-    decay_rate, rest = tl.load(option_ptr + layout.DECAY_RATE), tl.load(option_ptr + layout.BETA2_REST)
+    decay_rate, rest = tl.load(option_ptr + layout.option.DECAY_RATE), tl.load(option_ptr + layout.option.BETA2_REST)
     if decay_rate >= 0:
         rest = tl.exp(-decay_rate * tl.log(common.count(row_ptr)))
     return rest
@@ -23,8 +23,8 @@ def second_rest(row_ptr, option_ptr):
 @triton.jit
 def residual_correction(row_ptr, option_ptr):
     """Return the divisor of the residuals' averages, which are 0 at first."""
-    correction = common.one_minus_power(tl.load(option_ptr + layout.BETA3), common.count(row_ptr))
-    return tl.where(tl.load(option_ptr + layout.CORRECTS) != 0, correction, 1.0)
+    correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(row_ptr))
+    return tl.where(tl.load(option_ptr + layout.option.CORRECTS) != 0, correction, 1.0)
 
 
 @triton.jit
@@ -44,14 +44,14 @@ def root_mean(row_ptr, sums_ptr, COLUMN: tl.constexpr):
 @triton.jit
 def clipping(size, option_ptr):
     """Return the clip factor of a u with this root mean square; a NaN remains NaN."""
-    excess = size / tl.load(option_ptr + layout.CLIP_THRESHOLD)
+    excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
     return 1 / tl.where(excess < 1, 1.0, excess)
 
 
 @triton.jit
 def rate(row_ptr, option_ptr, sums_ptr):
     """Return the learning rate, which can depend on the size of x."""
-    scale_eps = tl.load(option_ptr + layout.SCALE_EPS)
+    scale_eps = tl.load(option_ptr + layout.option.SCALE_EPS)
     lr = tl.load(option_ptr + common.LR)
     if scale_eps >= 0:
         size = root_mean(row_ptr, sums_ptr, layout.X_SQUARES)

@@ -29,7 +29,7 @@ def came_second_moment(
         common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
         (1 - rest).to(COMPUTE),
         rest.to(COMPUTE),
-        common.number(option_ptr + layout.EPS1, COMPUTE),
+        common.number(option_ptr + layout.option.EPS1, COMPUTE),
     )
     whole = common.vectorised(v, size, BLOCK)
     pointers = common.at(g, start, G), common.at(v, start, COMPUTE)
@@ -39,7 +39,7 @@ def came_second_moment(
         total = second_moment(pointers, numbers, 0, whole, common.UNMASKED, 1, BLOCK)
     total += second_moment(pointers, numbers, whole, size, 1, 1, BLOCK)
     tl.store(sums_ptr + chunk * layout.SUM + layout.U_SQUARES, tl.sum(total, 0))
-    if tl.load(option_ptr + layout.SCALE_EPS) >= 0:
+    if tl.load(option_ptr + layout.option.SCALE_EPS) >= 0:
         weight, squares = weights.weight_at(row_ptr, start, X, ROUNDING), tl.zeros((common.LANES,), tl.float64)
         for i in range(0, size, BLOCK):
             offsets, mask = common.block(i, size, BLOCK)
@@ -83,8 +83,8 @@ def came_move(
     factors = (
         common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
         common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE),
-        common.number(option_ptr + layout.BETA1, COMPUTE),
-        common.number(option_ptr + layout.BETA1_REST, COMPUTE),
+        common.number(option_ptr + layout.option.BETA1, COMPUTE),
+        common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),
         lr.to(COMPUTE),
         (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE),
     )

@@ -57,12 +57,15 @@ def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def moment_at(address, scales, start, S: tl.constexpr, FORM: tl.constexpr):
-    """Return pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor."""
+def moment_at(address_ptr, scales_ptr, start, S: tl.constexpr, FORM: tl.constexpr):
+    """Return pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor.
+
+    The arguments point to their addresses, in the table of rows.
+    """
     if FORM == "":
-        return common.at(address, start, S), scales
+        return common.at(tl.load(address_ptr), start, S), scales_ptr
     else:
-        return common.at(address, 0, S), common.at(scales, 0, tl.float32)
+        return common.at(tl.load(address_ptr), 0, S), common.at(tl.load(scales_ptr), 0, tl.float32)
 
 
 @triton.jit

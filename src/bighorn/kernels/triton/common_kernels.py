@@ -1,5 +1,8 @@
 """Functions that the kernels of every algorithm share: tables, positions of elements, loads and stores."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,32 +28,50 @@ UNMASKED = tl.constexpr(0)
 # The table of gradients: int64, the address of each row's gradient, which is 0 if the row has no elements.
 ABSENT = tl.constexpr(-1)  # the row takes no part in this step
 
+
+def columns(count: int, first: Any = 0) -> tuple[Any, ...]:
+    """Return the numbers of columns of a table, from `first` on, as constants for kernels."""
+    return tuple(tl.constexpr(first + i) for i in range(count))
+
+
 # The table of rows: int64, one row per tensor; the columns after these belong to the algorithm.
-SIZE = tl.constexpr(0)  # in elements
-FIRST = tl.constexpr(1)  # its first chunk
-STOP = tl.constexpr(2)  # the chunk after its last
-PARAM = tl.constexpr(3)  # addresses
-EXP_AVG = tl.constexpr(4)
-STEP = tl.constexpr(5)
-NORMS = tl.constexpr(6)
-COUNTS = tl.constexpr(7)  # 1 if this row advances `step`, which the slices of a parameter share
-HYPER = tl.constexpr(8)  # its row in the table of hyper-parameters
-KEPT = tl.constexpr(9)  # the address of the aux state
-INNER = tl.constexpr(10)  # elements per index of dim 0, which blocks of codes do not cross
-KEY = tl.constexpr(11)  # the key of its random bits
-POSITION = tl.constexpr(12)  # the position of its first element in the whole parameter
-RUN = tl.constexpr(13)  # elements that are consecutive in the whole parameter, too
-RUNS = tl.constexpr(14)  # the number of such runs at distances of RUN_STEP
-RUN_STEP = tl.constexpr(15)
-RUNS_STEP = tl.constexpr(16)  # the distance from RUNS such runs to the next
-OWN = tl.constexpr(17)
+(
+    SIZE,  # in elements
+    FIRST,  # its first chunk
+    STOP,  # the chunk after its last
+    PARAM,  # addresses
+    EXP_AVG,
+    STEP,
+    NORMS,
+    COUNTS,  # 1 if this row advances `step`, which the slices of a parameter share
+    HYPER,  # its row in the table of hyper-parameters
+    KEPT,  # the address of the aux state
+    INNER,  # elements per index of dim 0, which blocks of codes do not cross
+    KEY,  # the key of its random bits
+    POSITION,  # the position of its first element in the whole parameter
+    RUN,  # elements that are consecutive in the whole parameter, too
+    RUNS,  # the number of such runs at distances of RUN_STEP
+    RUN_STEP,
+    RUNS_STEP,  # the distance from RUNS such runs to the next
+    OWN,
+) = columns(18)
 ROW = tl.constexpr(48)
 
 # The table of hyper-parameters: float64, one row per bucket (Triton reserves the name `options`).
-LR = tl.constexpr(0)
-SIGN = tl.constexpr(1)  # -1 to maximize
-DECAY = tl.constexpr(2)
+LR, SIGN, DECAY, OWN_OPTION = columns(4)  # SIGN is -1 to maximize
 OPTION = tl.constexpr(16)
+
+
+class OptionColumns:
+    """An algorithm's columns in the table of hyper-parameters: their names, for kernels, and their values."""
+
+    def __init__(self, **values: Callable[[Any], float]) -> None:
+        self._values, self._rest = tuple(values.values()), [0.0] * (OPTION.value - OWN_OPTION.value - len(values))
+        self.__dict__.update(zip(values, columns(len(values), OWN_OPTION), strict=True))
+
+    def row(self, options: Any) -> list[float]:
+        """Return the values for a bucket's options, in the order of the columns, up to the end of the row."""
+        return [value(options) for value in self._values] + self._rest
 
 
 @triton.jit

@@ -1,44 +1,30 @@
 """The layout of the tables of LAMB's kernels."""
 
+from typing import Any
+
 import triton.language as tl
 
+from bighorn.kernels.options import c_bounds
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import layer_kernels as layer
 
-# Columns of the table of rows, after the common columns.
-ADDRESSES = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-EXP_AVG_SQ = tl.constexpr(common.OWN + 0)
-MAX_EXP_AVG_SQ = tl.constexpr(common.OWN + 1)
-EXP_AVG_SCALE = tl.constexpr(common.OWN + 2)  # used if moments are kept in blocks
-EXP_AVG_SQ_SCALE = tl.constexpr(common.OWN + 3)
-NUMEL = tl.constexpr(common.OWN + 4)  # of the whole tensor if the row is a shard
+option: Any = common.OptionColumns(
+    BETA1=lambda o: o.betas[0],
+    BETA2=lambda o: 1.0 if o.second_moment == "adagrad" else o.betas[1],
+    BETA3=lambda o: 1 - o.betas[0] if o.grad_averaging else 1.0,  # the factor of g in m
+    BETA4=lambda o: 1.0 if o.second_moment == "adagrad" else 1 - o.betas[1],  # the factor of g^2 in v
+    CORRECTED1=lambda o: o.betas[0] if o.bias_correction else 0.0,  # the beta whose power corrects m
+    CORRECTED2=lambda o: o.betas[1] if o.bias_correction and o.second_moment != "adagrad" else 0.0,
+    CORRECTS_LR=lambda o: o.bias_correction == "lr",
+    EPS=lambda o: o.eps,
+    ADAPTS=lambda o: o.adapt,  # 0 if the trust ratio is always 1, and the first pass writes x
+    WEIGHT_LOW=lambda o: c_bounds(o.weight_norm_bounds)[0],
+    WEIGHT_HIGH=lambda o: c_bounds(o.weight_norm_bounds)[1],
+    RATIO_LOW=lambda o: c_bounds(o.trust_ratio_bounds)[0],
+    RATIO_HIGH=lambda o: c_bounds(o.trust_ratio_bounds)[1],
+)
 
-# Columns of the table of hyper-parameters, after the common columns.
-BETA1 = tl.constexpr(3)
-BETA2 = tl.constexpr(4)
-BETA3 = tl.constexpr(5)  # the factor of g in m
-BETA4 = tl.constexpr(6)  # the factor of g^2 in v
-CORRECTED1 = tl.constexpr(7)  # the beta whose power corrects m; 0 without bias correction
-CORRECTED2 = tl.constexpr(8)
-CORRECTS_LR = tl.constexpr(9)  # 1 if the bias correction is a factor of lr
-EPS = tl.constexpr(10)
-ADAPTS = tl.constexpr(11)  # 0 if the trust ratio is always 1, and the first pass writes x
-WEIGHT_LOW = tl.constexpr(12)
-WEIGHT_HIGH = tl.constexpr(13)
-RATIO_LOW = tl.constexpr(14)
-RATIO_HIGH = tl.constexpr(15)
+# Factors: r = M_FACTOR * m / (sqrt(v) + ROOT_EPS), and STRIDE is that of u: lr, its correction, then the trust ratio.
+M_FACTOR, ROOT_EPS, STRIDE = common.columns(3, layer.STEP_NUMBER + 1)
 
-# The table of factors: float64, one row per tensor.
-M_FACTOR = tl.constexpr(0)  # r = M_FACTOR * m / (sqrt(v) + ROOT_EPS)
-ROOT_EPS = tl.constexpr(1)
-STRIDE = tl.constexpr(2)  # the factor of u: lr, its correction, and finally the trust ratio
-STEP_NUMBER = tl.constexpr(3)  # from 1
-FACTOR = tl.constexpr(4)
-
-# The table of sums: float64, one row per chunk, or per shard.
-X_SQUARES = tl.constexpr(0)
-U_SQUARES = tl.constexpr(1)  # of a cautious update: of r, masked but not scaled up
-SUM = tl.constexpr(2)
-KEPT = tl.constexpr(2)  # the elements of a cautious update that are not masked
-PRODUCTS = tl.constexpr(3)  # of this r and x
-CAUTIOUS_SUM = tl.constexpr(4)
 LEAST_SHARE = tl.constexpr(1e-3)  # of elements that are not masked, by whose inverse r is scaled up

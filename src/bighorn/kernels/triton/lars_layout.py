@@ -1,31 +1,20 @@
 """The layout of the tables of LARS's kernels."""
 
-import triton.language as tl
+from typing import Any
 
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import layer_kernels as layer
 
-# Columns of the table of rows, after the common columns.
-ADDRESSES = ("exp_avg_scale",)
-EXP_AVG_SCALE = tl.constexpr(common.OWN + 0)  # used if the momentum is kept in blocks
+option: Any = common.OptionColumns(
+    MOMENTUM=lambda o: o.momentum,
+    TRUST_COEFFICIENT=lambda o: o.trust_coefficient,
+    EPS=lambda o: o.eps,
+    NORM_DECAY=lambda o: o.weight_decay if o.denominator == "joint" else 0.0,  # in the gradient whose norm is taken
+    ADAPTS=lambda o: o.adapt,
+    CLIPS=lambda o: o.trust_clip,
+    LR_IN_MOMENTUM=lambda o: o.lr_in_momentum,
+    NESTEROV=lambda o: o.nesterov,
+)
 
-# Columns of the table of hyper-parameters, after the common columns.
-MOMENTUM = tl.constexpr(3)
-TRUST_COEFFICIENT = tl.constexpr(4)
-EPS = tl.constexpr(5)
-NORM_DECAY = tl.constexpr(6)  # the weight decay in the gradient whose norm is taken
-ADAPTS = tl.constexpr(7)  # 0 if the trust ratio is always 1
-CLIPS = tl.constexpr(8)
-LR_IN_MOMENTUM = tl.constexpr(9)
-NESTEROV = tl.constexpr(10)
-
-# The table of factors: float64, one row per tensor.
-BEFORE = tl.constexpr(0)  # u = BEFORE * (g + decay * x)
-AFTER_U = tl.constexpr(1)  # x moves by AFTER_U * u + AFTER_M * m
-AFTER_M = tl.constexpr(2)
-STEP_NUMBER = tl.constexpr(3)  # from 1
-FACTOR = tl.constexpr(4)
-
-# The table of sums: float64, one row per chunk, or per shard.
-X_SQUARES = tl.constexpr(0)
-U_SQUARES = tl.constexpr(1)
-SUM = tl.constexpr(2)
+# Factors: u = BEFORE * (g + decay * x), and x moves by AFTER_U * u + AFTER_M * m.
+BEFORE, AFTER_U, AFTER_M = common.columns(3, layer.STEP_NUMBER + 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,45 +22,60 @@ from bighorn.kernels.triton.tables import Uploads
 FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
 """The forms of both moments in blocks, as `codec_kernels.py` names them."""
 
+TABLES = (
+    *("rows_ptr", "grads_ptr", "program_to_row_ptr", "options_ptr"),
+    *("scale_ptr", "apply_mask_ptr", "factors_ptr", "sums_ptr"),
+)
+"""The tables of the kernels, in the order of their arguments."""
+
 
 class LayerLaunchGroup(LaunchGroup[Options]):
     """Rows that share compiled kernels, and the sums of their chunks."""
 
+    first: ClassVar[dict[str, str]]
+    """The kernels of the first pass, which leaves the sums of each chunk, and what each has one program for."""
+
+    second: ClassVar[dict[str, str]]
+    """Those of the second pass, from the sums of each chunk, or for shards from the totals of all ranks."""
+
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        self.kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
-        self.layout: Any = getattr(self.kernels, "layout", None)
+        from bighorn.kernels.triton import layer_kernels
+
+        self.layer = layer_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, layouts, uploads)
-        self.width, factors = self.sizes()
+        self.constants["PER_CHUNK"] = not self.sharded
+        self.width = self.constants["SUMS"]
         self.sums = torch.empty(self.width * self.program_to_row.numel(), dtype=torch.float64, device=self.device)
-        self.factors = torch.empty(factors * len(self.indices), dtype=torch.float64, device=self.device)
+        factors = self.layer.FACTOR.value * len(self.indices)
+        self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
+        kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
+        programs = self.programs()
+        self.passes = [
+            [(kernel := getattr(kernels, name), programs[per], tables_of(kernel)) for name, per in each.items()]
+            for each in (self.first, self.second)
+        ]
 
-    def sizes(self) -> tuple[int, int]:
-        """Return the number of sums of a chunk, and of factors of a row."""
-        raise NotImplementedError
-
-    def first(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool) -> None:
-        """Run the first pass, which leaves the sums of each chunk."""
-        raise NotImplementedError
-
-    def second(
-        self, options: Tensor, scale: Tensor, apply_mask: Tensor, totals: Tensor | None, *, compile_only: bool
-    ) -> None:
-        """Run the second pass, from the totals of all ranks for shards, else from the sums of each chunk."""
-        raise NotImplementedError
+    def programs(self) -> dict[str, int]:
+        """Return the number of programs of each kind."""
+        return {"row": len(self.indices), "chunk": self.program_to_row.numel()}
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Any) -> dict[str, Any]:
-        """See `LaunchGroup.compiled_for`; the form of the momentum in blocks is that of a first moment."""
+        """See `LaunchGroup.compiled_for`; the dtype of the first moment determines that of the second."""
         from bighorn.kernels.triton.common_kernels import LANES
 
+        m_form, v_form = FORMS[m] if getattr(options, "blocks", False) else ("", "")
+        # A thread moves 16 bytes of the widest dtype: with more, the narrow ones would pass through shared memory.
         narrow = all(dtype.itemsize == 2 for dtype in (x, g, m)) and options.weight_rounding == "nearest"
         return {
             **constants_of(x, g, m, options),
-            "M_FORM": FORMS[m][0] if m in FORMS else "",
-            "BLOCK": LANES.value * (8 if narrow or m in FORMS else 4),
+            "M_FORM": m_form,
+            "V_FORM": v_form,
+            "BLOCK": LANES.value * (8 if narrow or m_form else 4),
+            "SUMS": 2,
         }
 
     @staticmethod
@@ -69,11 +85,11 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         return max(1, -(-(codes if getattr(options, "blocks", False) else x.numel()) // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
-        """See `LaunchGroup.own_columns`; the layout numbers the columns."""
+        """See `LaunchGroup.own_columns`; `layer_kernels.py` numbers the columns."""
         rows: list[list[int]] = []
-        names = self.layout.ADDRESSES if self.layout else ()
         for index, i in self.indices:
             state = self.buckets[index].state
+            names = self.layer.ADDRESSES
             addresses: list[int] = [state[name][i].data_ptr() if name in state else 0 for name in names]
             rows.append([*addresses, shard_of(self.buckets[index], i).numel])
         return rows
@@ -84,18 +100,28 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
                 pass
             return
-        self.first(options, scale, apply_mask, compile_only=compile_only)
-        self.second(options, scale, apply_mask, None, compile_only=compile_only)
+        tables = self.rows, self.grads, self.program_to_row, options, scale, apply_mask, self.factors, self.sums
+        for kernels in self.passes:
+            for kernel, programs, named in kernels:
+                self.launch(kernel, programs, named(tables), compile_only)
 
     def sharded_step(
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
     ) -> Iterator[Tensor]:
         """See `LaunchGroup.sharded_step`; the sums of a tensor's chunks are added up together."""
-        self.first(options, scale, apply_mask, compile_only=compile_only)
+        given = self.rows, self.grads, self.program_to_row, options, scale, apply_mask, self.factors
+        for kernel, programs, named in self.passes[0]:
+            self.launch(kernel, programs, named((*given, self.sums)), compile_only)
         first, stop = self.common.FIRST.value, self.common.STOP.value
         totals = self.shard_totals(apply_mask, first, stop, self.width, self.width, compile_only)
         yield totals
-        self.second(options, scale, apply_mask, totals, compile_only=compile_only)
+        for kernel, programs, named in self.passes[1]:
+            self.launch(kernel, programs, named((*given, totals)), compile_only)
+
+
+def tables_of(kernel: Any) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """Return the function that takes from all tables those that a kernel names."""
+    return operator.itemgetter(*(i for i, name in enumerate(TABLES) if name in kernel.arg_names))
 
 
 class LayerwiseStepper(Stepper[Options]):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import guard, unsupported
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
+
+if TYPE_CHECKING:
+    from bighorn.kernels.triton.common_kernels import OptionColumns
 
 
 class Stepper(Generic[Options]):
@@ -43,6 +47,8 @@ class Stepper(Generic[Options]):
         self.buckets: list[Bucket[Options]] = buckets
         self.device = buckets[0].metrics.device
         self.guard = guard(self.device)
+        algorithm = buckets[0].options.algorithm
+        self.columns: OptionColumns = importlib.import_module(f"bighorn.kernels.triton.{algorithm}_layout").option
         self.uploads = Uploads(self.device)
         self.options_table = CachedTable(torch.float64, self.uploads)
         self.uploaded_options: Sequence[object] = [None] * len(buckets)
@@ -88,11 +94,6 @@ class Stepper(Generic[Options]):
         """Return the properties, besides dtypes, that must be equal for rows that the same compiled kernels serve."""
         del i
         return bucket.options.weight_rounding, "exp_avg_scale" in bucket.state
-
-    @staticmethod
-    def option_values(options: Options) -> list[float]:
-        """Return a row of the table of hyper-parameters; `common_kernels.py` numbers its first columns."""
-        raise NotImplementedError
 
     def build_tables(self) -> None:
         """Sort the rows into groups, and compile their kernels, so that none fails after another one has written."""
@@ -183,12 +184,9 @@ class Stepper(Generic[Options]):
         return [[getattr(bucket.options, name) for name in self.layout_options] for bucket in self.buckets]
 
     def _option_row(self, o: Options) -> list[float]:
-        from bighorn.kernels.triton.common_kernels import OPTION
-
         # A learning rate that is a tensor is copied to the device's table later, device to device.
         common = [0.0 if isinstance(o.lr, Tensor) else o.lr, -1.0 if o.maximize else 1.0, o.weight_decay]
-        row = common + self.option_values(o)
-        return row + [0.0] * (OPTION.value - len(row))
+        return common + self.columns.row(o)
 
     def _alike(self) -> list[list[RowIndex]]:
         """Return the rows of all buckets, grouped by the properties that kernels are compiled for."""

@@ -248,7 +248,7 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
     (part,) = kernel.groups
     assert isinstance(part, LambLaunchGroup)
     part.sums.zero_()  # for the chunks whose programs do not run
-    only_the_first_and_the_last(len(part.program_to_row), monkeypatch)
+    only_the_first_and_the_last(part, monkeypatch)
     kernel.step()
     monkeypatch.undo()
     stepped(small)

@@ -54,16 +54,12 @@ def mend() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-def only_the_first_and_the_last(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make launches of more than two programs run only the first and the last of `programs`."""
+def only_the_first_and_the_last(part: launch_group.LaunchGroup[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make launches of more than two programs run only the first and the last program of a launch group's chunks."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    launch = launch_group.LaunchGroup.launch
-    monkeypatch.setattr(
-        launch_group.LaunchGroup,
-        "launch",
-        lambda part, kernel, n, *rest, **named: launch(part, kernel, min(n, 2), *rest, **named),
-    )
+    programs = len(part.program_to_row)
+    part.launches = {key: (launch, min(n, 2), tables) for key, (launch, n, tables) in part.launches.items()}
     place, size = builder.set_grid_idx, builder.set_grid_dim
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(programs - 1 if x == 1 else x, y, z))
     monkeypatch.setattr(builder, "set_grid_dim", lambda x, y, z: size(programs if x == 2 else x, y, z))

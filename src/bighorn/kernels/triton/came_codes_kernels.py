@@ -12,7 +12,7 @@ from bighorn.kernels.triton import common_kernels as common
 
 @triton.jit
 def came_codes(
-    rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
+    rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
     G: tl.constexpr, COMPUTE: tl.constexpr, FACTORED: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
@@ -28,7 +28,7 @@ def came_codes(
     offsets, mask = where[0], where[1]
 
     pointer = common.at(tl.load(grads_ptr + index), 0, G)
-    scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    scale = common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
     g = common.gradient(pointer, offsets, mask, scale, 1)
     clip = common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE)
     if FACTORED:

@@ -24,7 +24,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 
 @triton.jit
 def came_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def came_squares(
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
     g = tl.load(grads_ptr + index)
-    scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    scale = common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
         square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -115,7 +115,7 @@ def came_lines(
 
 @triton.jit
 def came_update_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
     G: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
@@ -137,7 +137,7 @@ def came_update_squares(
     c = scaling.column_factors(
         tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
     )
-    scale = common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    scale = common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
         total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -180,7 +180,7 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scal
 
 @triton.jit
 def came_average(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
@@ -203,7 +203,7 @@ def came_average(
         tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
     )
     factors = (
-        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr, COMPUTE),
         common.number(option_ptr + layout.option.BETA1, COMPUTE),
         common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),
         root,

@@ -102,81 +102,19 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """Make one CAME step: the second moment and the size of u, then the average with its residual, then x."""
-        self.given = options, scale, apply_mask, compile_only
+        self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
         if self.factored:
-            self.squares()
-            self.average_lines(residual=False)
-            self.update_squares()
-            self.totals()
-            self.codes()
-            self.average()
-            self.average_lines(residual=True)
-            self.apply()
+            self.launch(self.kernels.came_squares)
+            self.launch(self.kernels.came_lines, RESIDUAL=False)
+            self.launch(self.kernels.came_update_squares)
+            self.launch(self.kernels.came_totals)
+            self.launch(self.codes_kernels.came_codes)
+            self.launch(self.kernels.came_average)
+            self.launch(self.kernels.came_lines, RESIDUAL=True)
+            self.launch(self.kernels.came_apply)
         else:
-            self.second_moment()
-            self.totals()
-            self.codes()
-            self.move()
-        self.metrics()
-
-    def squares(self) -> None:
-        """Compute the partial sums of g^2."""
-        self.run_tiles(self.kernels.came_squares, self.partials, self.sums)
-
-    def average_lines(self, residual: bool) -> None:
-        """Advance the averages of rows and columns, of squares or of residuals."""
-        tables = self.partials, self.line_sums, self.lines
-        self.run_pieces(self.kernels.came_lines, *tables, RESIDUAL=residual)
-
-    def update_squares(self) -> None:
-        """Compute the size of u."""
-        self.run_tiles(self.kernels.came_update_squares, self.line_sums, self.roots, self.sums)
-
-    def totals(self) -> None:
-        """Compute the numbers that each tensor has once, after its u is known."""
-        options, _, apply_mask, compile_only = self.given
-        tables = self.rows, self.grads, options, apply_mask, self.sums, self.scalars
-        self.launch(self.kernels.came_totals, len(self.indices), tables, compile_only)
-
-    def codes(self) -> None:
-        """Advance the average if it is kept in 8 bits, in blocks that are not rows of tiles."""
-        options, scale, apply_mask, compile_only = self.given
-        tables = self.rows, self.grads, self.pack_to_row, options, scale, apply_mask, self.roots, self.scalars
-        self.launch(self.codes_kernels.came_codes, self.pack_to_row.numel(), tables, compile_only)
-
-    def average(self) -> None:
-        """Advance the average, and compute the partial sums of its residual's squares."""
-        self.run_tiles(self.kernels.came_average, self.roots, self.scalars, self.partials)
-
-    def apply(self) -> None:
-        """Step x of factored tensors."""
-        options, _, apply_mask, compile_only = self.given
-        given = self.rows, self.grads, self.tile_to_row, options, apply_mask
-        tables = *given, self.line_sums, self.roots, self.scalars, self.sums
-        self.launch(self.kernels.came_apply, self.tile_to_row.numel(), tables, compile_only)
-
-    def second_moment(self) -> None:
-        """Advance the second moment of unfactored tensors, and compute the size of u."""
-        self.run_tiles(self.unfactored_kernels.came_second_moment, self.sums)
-
-    def move(self) -> None:
-        """Advance the average and step x of unfactored tensors."""
-        self.run_tiles(self.unfactored_kernels.came_move, self.scalars)
-
-    def metrics(self) -> None:
-        """Compute the mean confidence, and count the step."""
-        _, _, apply_mask, compile_only = self.given
-        tables = self.rows, self.grads, apply_mask, self.sums, self.scalars
-        self.launch(self.kernels.came_metrics, len(self.indices), tables, compile_only)
-
-    def run_tiles(self, kernel: Any, *tables: Tensor) -> None:
-        """Launch one program for each tile."""
-        options, scale, apply_mask, compile_only = self.given
-        given = self.rows, self.grads, self.tile_to_row, options, scale, apply_mask
-        self.launch(kernel, self.tile_to_row.numel(), (*given, *tables), compile_only)
-
-    def run_pieces(self, kernel: Any, *tables: Tensor, **constants: Any) -> None:
-        """Launch one program for each piece of rows or columns."""
-        options, _, apply_mask, compile_only = self.given
-        given = self.rows, self.grads, self.piece_to_row, options, apply_mask
-        self.launch(kernel, self.piece_to_row.numel(), (*given, *tables), compile_only, **constants)
+            self.launch(self.unfactored_kernels.came_second_moment)
+            self.launch(self.kernels.came_totals)
+            self.launch(self.codes_kernels.came_codes)
+            self.launch(self.unfactored_kernels.came_move)
+        self.launch(self.kernels.came_metrics)

@@ -11,7 +11,7 @@ from bighorn.kernels.triton import common_kernels as common
 
 @triton.jit
 def came_known_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, partials_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr,
     G: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def came_known_squares(
             tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE),
             row_parts,
         )
-    g, scale = tl.load(grads_ptr + index), common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE)
+    g, scale = tl.load(grads_ptr + index), common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
         known_squares(common.at(g, start, G), shape, scale, known, parts, SPLIT, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -70,7 +70,7 @@ def came_line_sums(
     options_ptr,
     apply_mask_ptr,
     partials_ptr,
-    lines_ptr,
+    inner_ptr,
     SPLIT: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
@@ -84,7 +84,7 @@ def came_line_sums(
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
     is_row, line, mask, _, parts = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     mask = mask & tiling.is_split(is_row, SPLIT)
-    tl.store(tiling.line_at(lines_ptr, row_ptr, is_row, line), tiling.line_totals(parts, partials_ptr), mask=mask)
+    tl.store(tiling.line_at(inner_ptr, row_ptr, is_row, line), tiling.line_totals(parts, partials_ptr), mask=mask)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from bighorn.kernels import rounding
 from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
-from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex
+from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import ABSENT, Uploads
 from bighorn.kernels.triton.tiles import TileGrid
 
@@ -111,27 +111,29 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
     ) -> Iterator[Tensor]:
         """Make one step; it yields sums, which must be added up over all ranks, in place, before it continues."""
-        self.given = options, scale, apply_mask, compile_only
+        self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
         if self.factored:
             self.find_present()
-            self.squares()
-            self.average_lines(residual=False)
+            self.launch(self.kernels.came_squares)
+            self.launch(self.kernels.came_lines, RESIDUAL=False)
             u_sums, x_sums = yield from self.update_sums()
         else:
-            self.second_moment()
+            self.launch(self.unfactored_kernels.came_second_moment)
             u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
         self.whole_sums[:, self.columns.U_SQUARES.value] = u_sums
         self.whole_sums[:, self.columns.X_SQUARES.value] = x_sums
-        self.totals()
-        self.codes()
+        self.launch(self.kernels.came_totals)
+        self.launch(self.codes_kernels.came_codes)
         if self.factored:
-            self.average()
-            self.average_lines(residual=True)
+            self.launch(self.kernels.came_average)
+            self.launch(self.kernels.came_lines, RESIDUAL=True)
             self.whole_sums[:, self.columns.CONFIDENCES.value] = yield from self.confidence_sums()
-            self.apply()
+            self.launch(self.kernels.came_apply)
         else:
-            self.move()
-        self.metrics()
+            self.launch(self.unfactored_kernels.came_move)
+        self.launch(self.kernels.came_metrics)
+
+    step = LaunchGroup.step
 
     def find_present(self) -> None:
         """Find the matrices and lines of tensors with a gradient; those of others have values of an earlier step."""
@@ -141,21 +143,16 @@ class CameShardLaunchGroup(CameLaunchGroup):
             if present is not None:
                 lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.here))
 
-    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """Make one step without other ranks: all sums are complete."""
-        for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
-            pass
-
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
         """Return the sums of u^2 and x^2 over each tensor, and add up the averages of squares over all ranks."""
         if self.split in ("rows", "columns"):
-            self.run_tiles(self.shard_kernels.came_known_squares, self.partials)
-            self.run_pieces(self.shard_kernels.came_line_sums, self.partials, self.inner)
+            self.launch(self.shard_kernels.came_known_squares)
+            self.launch(self.shard_kernels.came_line_sums)
             inner = self.split_lines.spread(self.inner)
             inner, lines, mean, x_sums = yield from self.one_whole(inner, self.sums_of_tiles()[1], residual=False)
             return self.over_matrices(mean * segment_sums(inner / lines, self.split_lines.in_all)), x_sums
         yield from self.both_whole(residual=False)
-        self.update_squares()
+        self.launch(self.kernels.came_update_squares)
         u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
         return u_sums, x_sums
 
@@ -201,7 +198,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         for lines, values in zip(which, whole, strict=True):
             lines.take(self.lines, values)
         self.roots.copy_(mean[self.matrices].sqrt())
-        self.run_pieces(self.shard_kernels.came_settle, self.lines, RESIDUAL=residual)
+        self.launch(self.shard_kernels.came_settle, RESIDUAL=residual)
 
     @property
     def split_lines(self) -> Lines:
@@ -227,9 +224,8 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """Return the sums of u^2 and x^2 over this rank's shard of each tensor."""
-        _, _, apply_mask, compile_only = self.given
         first, stop, stride = self.columns.FIRST_TILE, self.columns.STOP_TILE, self.columns.SUM
-        totals = self.shard_totals(apply_mask, first.value, stop.value, stride.value, 2, compile_only)
+        totals = self.shard_totals(first.value, stop.value, stride.value, 2)
         return totals[self.columns.U_SQUARES.value :: 2], totals[self.columns.X_SQUARES.value :: 2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------

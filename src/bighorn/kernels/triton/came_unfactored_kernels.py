@@ -12,7 +12,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 
 @triton.jit
 def came_second_moment(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,7 @@ def came_second_moment(
     g, v = tl.load(grads_ptr + index), tl.load(row_ptr + layout.EXP_AVG_SQ)
     rest = scaling.second_rest(row_ptr, option_ptr)
     numbers = (
-        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr, COMPUTE),
         (1 - rest).to(COMPUTE),
         rest.to(COMPUTE),
         common.number(option_ptr + layout.option.EPS1, COMPUTE),
@@ -66,7 +66,7 @@ def second_moment(
 
 @triton.jit
 def came_move(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, grad_scale_ptr, apply_mask_ptr, scalars_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, scalars_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
@@ -81,7 +81,7 @@ def came_move(
     g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = (
-        common.gradient_scale(grad_scale_ptr, option_ptr, COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr, COMPUTE),
         common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE),
         common.number(option_ptr + layout.option.BETA1, COMPUTE),
         common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),

@@ -168,9 +168,9 @@ def one_minus_power(base, count):
 
 
 @triton.jit
-def gradient_scale(grad_scale_ptr, option_ptr, COMPUTE: tl.constexpr):
+def gradient_scale(scale_ptr, option_ptr, COMPUTE: tl.constexpr):
     """Return the factor of gradients, whose dtype is that of the arithmetic with them."""
-    return (tl.load(grad_scale_ptr) * tl.load(option_ptr + SIGN)).to(COMPUTE)
+    return (tl.load(scale_ptr) * tl.load(option_ptr + SIGN)).to(COMPUTE)
 
 
 @triton.jit

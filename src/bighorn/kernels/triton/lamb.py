@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import itertools
+from typing import Any
 
 import torch
 
@@ -19,19 +20,16 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
     It omits rows without a trust ratio, unless updates are cautious: their share of elements is known after the first.
     """
 
-    first: ClassVar = {"lamb_factors": "row", "lamb_moments": "chunk"}
-    second: ClassVar = {"lamb_norms": "row", "lamb_apply": "waiting"}
+    first = "lamb_factors", "lamb_moments"
+    second = "lamb_norms", "lamb_apply"
 
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        self.waits = [bucket.options.adapt or bucket.options.cautious for bucket in buckets]
-        super().__init__(buckets, sorted(indices, key=lambda index: not self.waits[index[0]]), layouts, uploads)
-
-    def programs(self) -> dict[str, int]:
-        """See `LayerLaunchGroup.programs`."""
-        waiting = sum(n for n, (index, _) in zip(self.chunks, self.indices, strict=True) if self.waits[index])
-        return {**super().programs(), "waiting": waiting}
+        waits = [bucket.options.adapt or bucket.options.cautious for bucket in buckets]
+        super().__init__(buckets, sorted(indices, key=lambda index: not waits[index[0]]), layouts, uploads)
+        waiting = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
+        self.waiting_to_row = self.program_to_row[:waiting]
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LambOptions) -> dict[str, Any]:

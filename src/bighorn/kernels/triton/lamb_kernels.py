@@ -111,11 +111,11 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
 
 @triton.jit
 def lamb_norms(
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
     SUMS: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Compute each tensor's norms and trust ratio, and count its step; `sums` have a row per chunk or tensor."""
-    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, sums_ptr
+    """Compute each tensor's norms and trust ratio, and count its step."""
+    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
     layer.run_tensor(tables, norms, SUMS, PER_CHUNK)
 
 
@@ -150,7 +150,7 @@ def trust_ratio(weight_norm, update_norm, option_ptr):
 
 @triton.jit
 def lamb_apply(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
@@ -163,7 +163,7 @@ def lamb_apply(
     V_COLUMN: tl.constexpr = layer.MAX_EXP_AVG_SQ if AMSGRAD else layer.EXP_AVG_SQ
     CODES: tl.constexpr = 128 // X.primitive_bitwidth if M_FORM != "" else 0
     layer.run_chunk(
-        (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (common.EXP_AVG, V_COLUMN), step, update_numbers, 0,
         layer.Mode(
             X, G_AGAIN if CAUTIOUS else X, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK,

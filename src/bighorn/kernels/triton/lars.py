@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.triton.layerwise import LayerLaunchGroup, LayerwiseStepper
 
@@ -11,8 +9,8 @@ from bighorn.kernels.triton.layerwise import LayerLaunchGroup, LayerwiseStepper
 class LarsLaunchGroup(LayerLaunchGroup[LarsOptions]):
     """Rows that share compiled kernels."""
 
-    first: ClassVar = {"lars_norms": "chunk"}
-    second: ClassVar = {"lars_ratio": "row", "lars_apply": "chunk"}
+    first = ("lars_norms",)
+    second = "lars_ratio", "lars_apply"
 
 
 class Lars(LayerwiseStepper[LarsOptions]):

@@ -43,11 +43,11 @@ def squares(x, g, _moments, decay, _place, _VECTOR: tl.constexpr, _mode, sums):
 
 @triton.jit
 def lars_ratio(
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
     SUMS: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's trust ratio and factors, and count its step."""
-    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, sums_ptr
+    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
     layer.run_tensor(tables, ratio, SUMS, PER_CHUNK)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic
 
@@ -36,6 +37,9 @@ RowIndex = tuple[int, int]
 GradientLayouts = dict[RowIndex, tuple[torch.dtype, bool]]
 """The dtype of each row's gradient, and whether it has the memory order of the parameter."""
 
+Tables = Callable[[object], tuple[Tensor, ...]]
+"""A function that takes a kernel's tables from its launch group."""
+
 
 def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
     """Return the constants of the kernels of every algorithm, for dtypes of parameter, gradient and average."""
@@ -59,6 +63,11 @@ class LaunchGroup(Generic[Options]):
     """The dtype of the arithmetic."""
     sums: Tensor
     """The sums of a pass for the next one: rows of float64, one per program."""
+    options: Tensor
+    scale: Tensor
+    apply_mask: Tensor
+    compile_only: bool
+    """What the current step was given."""
 
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -79,7 +88,7 @@ class LaunchGroup(Generic[Options]):
         self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
         self.addresses = CachedTable(torch.int64, uploads)
         self.copies: list[Tensor] = []
-        self.launches: dict[tuple[object, ...], Launch] = {}
+        self.launches: dict[tuple[object, ...], tuple[Launch, int, Tables]] = {}
         self.update_gradients()
         (index, i), x = indices[0], self.params[0]
         m = buckets[index].state["exp_avg"][i]
@@ -120,8 +129,9 @@ class LaunchGroup(Generic[Options]):
         raise NotImplementedError
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """Make one step, or compile the kernels only."""
-        raise NotImplementedError
+        """Make one step, or compile the kernels only; without other ranks, all sums are complete."""
+        for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
+            pass
 
     def sharded_step(
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
@@ -151,35 +161,43 @@ class LaunchGroup(Generic[Options]):
 
     def square_sums(self) -> Tensor:
         """Return the sum of the gradients' squares for each chunk, float64; the first call compiles the kernel."""
-        sums = torch.empty(self.program_to_row.numel(), dtype=torch.float64, device=self.device)
-        tables = self.rows, self.grads, self.program_to_row, sums
-        self.launch(self.common.square_sums, self.program_to_row.numel(), tables, compile_only=False)
-        return sums
+        self.squares = torch.empty(self.program_to_row.numel(), dtype=torch.float64, device=self.device)
+        self.compile_only = False
+        self.launch(self.common.square_sums)
+        return self.squares
 
-    def shard_totals(
-        self, apply_mask: Tensor, first: int, stop: int, stride: int, columns: int, compile_only: bool
-    ) -> Tensor:
+    def shard_totals(self, first: int, stop: int, stride: int, columns: int) -> Tensor:
         """Return the totals of the first columns of each row's `sums`, flat; arguments are those of the kernel."""
-        totals = torch.zeros(columns * len(self.indices), dtype=torch.float64, device=self.device)
+        self.totals = torch.zeros(columns * len(self.indices), dtype=torch.float64, device=self.device)
         constants = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride, "COLUMNS": columns}
-        tables = self.rows, self.grads, apply_mask, self.sums, totals
-        self.launch(self.common.shard_totals, len(self.indices), tables, compile_only, **constants)
-        return totals
+        self.launch(self.common.shard_totals, **constants)
+        return self.totals
 
-    def launch(
-        self, kernel: Any, programs: int, tables: tuple[Tensor, ...], compile_only: bool, **constants: Any
-    ) -> None:
-        """Compile and load a kernel at first, and launch `programs` programs of it unless `compile_only` is set."""
+    def launch(self, kernel: Any, **constants: Any) -> None:
+        """Compile and load a kernel at first, and launch it unless only compilation is asked for.
+
+        Its tables are the attributes that its arguments name. It has one program for each entry of the one that maps
+        programs to rows, or else one for each row.
+        """
+        key = id(kernel), *constants.items()  # the hash of a kernel looks at its sources
+        found = self.launches.get(key)
+        if found is None:
+            found = self.launches[key] = self._compiled(kernel, constants)
+        launch, programs, tables_of = found
+        tables = tables_of(self)
         if self.uploads.recording:
             keep_alive(tables)
-        if not programs:
-            return
-        key = id(kernel), *constants.items()  # the hash of a kernel looks at its sources
-        launch = self.launches.get(key)
-        if launch is None:
-            launch = self.launches[key] = compiled(kernel, tables, {**self.constants, **constants})
-        if not compile_only:
+        if programs and not self.compile_only:
             launch(programs, tables)
+
+    def _compiled(self, kernel: Any, constants: dict[str, Any]) -> tuple[Launch, int, Tables]:
+        names = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
+        tables_of: Tables = operator.attrgetter(*names)
+        maps = [getattr(self, name) for name in names if name.endswith("_to_row")]
+        programs = maps[0].numel() if maps else len(self.indices)
+        if not programs:
+            return lambda *_: None, programs, tables_of
+        return compiled(kernel, tables_of(self), {**self.constants, **constants}), programs, tables_of
 
     def program_table(self, programs: list[int]) -> Tensor:
         """Return the row of each program, from the number of programs of each row."""

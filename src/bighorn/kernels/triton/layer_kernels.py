@@ -192,15 +192,15 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def run_tensor(tables, RATIO: tl.constexpr, SUMS: tl.constexpr, PER_CHUNK: tl.constexpr):
     """Store a tensor's norms and trust ratio, which RATIO returns from the totals of its sums, and count its step."""
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
+    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr = tables
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * FACTOR
-    totals = (tensor_total(sums_ptr, row_ptr, index, SUMS, PER_CHUNK),)
+    totals = (tensor_total(totals_ptr, row_ptr, index, SUMS, PER_CHUNK),)
     for column in tl.static_range(1, SUMS):
-        totals += (tensor_total(sums_ptr + column, row_ptr, index, SUMS, PER_CHUNK),)  # type: ignore[assignment]
+        totals += (tensor_total(totals_ptr + column, row_ptr, index, SUMS, PER_CHUNK),)  # type: ignore[assignment]
     weight_norm, update_norm, q = RATIO(totals, row_ptr, option_ptr, factor_ptr)
     tl.store(factor_ptr + STEP_NUMBER, common.count(row_ptr))
     metrics = tl.load(row_ptr + common.NORMS).to(tl.pointer_type(tl.float32))

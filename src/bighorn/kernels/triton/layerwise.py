@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,21 +21,15 @@ from bighorn.kernels.triton.tables import Uploads
 FORMS = {torch.int8: ("signed", "unsigned"), torch.float16: ("half", "half_root")}
 """The forms of both moments in blocks, as `codec_kernels.py` names them."""
 
-TABLES = (
-    *("rows_ptr", "grads_ptr", "program_to_row_ptr", "options_ptr"),
-    *("scale_ptr", "apply_mask_ptr", "factors_ptr", "sums_ptr"),
-)
-"""The tables of the kernels, in the order of their arguments."""
-
 
 class LayerLaunchGroup(LaunchGroup[Options]):
     """Rows that share compiled kernels, and the sums of their chunks."""
 
-    first: ClassVar[dict[str, str]]
-    """The kernels of the first pass, which leaves the sums of each chunk, and what each has one program for."""
+    first: ClassVar[tuple[str, ...]]
+    """The kernels of the first pass, which leaves the sums of each chunk."""
 
-    second: ClassVar[dict[str, str]]
-    """Those of the second pass, from the sums of each chunk, or for shards from the totals of all ranks."""
+    second: ClassVar[tuple[str, ...]]
+    """Those of the second pass, from the totals of these sums: for shards those of all ranks, else computed there."""
 
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -47,20 +40,11 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, layouts, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
-        self.width = self.constants["SUMS"]
-        self.sums = torch.empty(self.width * self.program_to_row.numel(), dtype=torch.float64, device=self.device)
-        factors = self.layer.FACTOR.value * len(self.indices)
-        self.factors = torch.empty(factors, dtype=torch.float64, device=self.device)
+        self.width, rows, chunks = self.constants["SUMS"], len(self.indices), self.program_to_row.numel()
+        self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
+        self.factors = torch.empty(layer_kernels.FACTOR.value * rows, dtype=torch.float64, device=self.device)
         kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
-        programs = self.programs()
-        self.passes = [
-            [(kernel := getattr(kernels, name), programs[per], tables_of(kernel)) for name, per in each.items()]
-            for each in (self.first, self.second)
-        ]
-
-    def programs(self) -> dict[str, int]:
-        """Return the number of programs of each kind."""
-        return {"row": len(self.indices), "chunk": self.program_to_row.numel()}
+        self.passes = [[getattr(kernels, name) for name in names] for names in (self.first, self.second)]
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Any) -> dict[str, Any]:
@@ -94,34 +78,17 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             rows.append([*addresses, shard_of(self.buckets[index], i).numel])
         return rows
 
-    def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
-        """See `LaunchGroup.step`."""
-        if self.sharded:  # without other ranks, all sums are complete
-            for _ in self.sharded_step(options, scale, apply_mask, compile_only=compile_only):
-                pass
-            return
-        tables = self.rows, self.grads, self.program_to_row, options, scale, apply_mask, self.factors, self.sums
-        for kernels in self.passes:
-            for kernel, programs, named in kernels:
-                self.launch(kernel, programs, named(tables), compile_only)
-
     def sharded_step(
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
     ) -> Iterator[Tensor]:
         """See `LaunchGroup.sharded_step`; the sums of a tensor's chunks are added up together."""
-        given = self.rows, self.grads, self.program_to_row, options, scale, apply_mask, self.factors
-        for kernel, programs, named in self.passes[0]:
-            self.launch(kernel, programs, named((*given, self.sums)), compile_only)
-        first, stop = self.common.FIRST.value, self.common.STOP.value
-        totals = self.shard_totals(apply_mask, first, stop, self.width, self.width, compile_only)
-        yield totals
-        for kernel, programs, named in self.passes[1]:
-            self.launch(kernel, programs, named((*given, totals)), compile_only)
-
-
-def tables_of(kernel: Any) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """Return the function that takes from all tables those that a kernel names."""
-    return operator.itemgetter(*(i for i, name in enumerate(TABLES) if name in kernel.arg_names))
+        self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
+        for kernel in self.passes[0]:
+            self.launch(kernel)
+        if self.sharded:
+            yield self.shard_totals(self.common.FIRST.value, self.common.STOP.value, self.width, self.width)
+        for kernel in self.passes[1]:
+            self.launch(kernel)
 
 
 class LayerwiseStepper(Stepper[Options]):

@@ -330,15 +330,9 @@ def apply(
 
 @triton.jit
 def came_metrics(
-    rows_ptr,
-    grads_ptr,
-    apply_mask_ptr,
-    sums_ptr,
-    scalars_ptr,
-    FACTORED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    _SOURCES: tl.constexpr,
-):
+    rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, scalars_ptr,
+    FACTORED: tl.constexpr, SPLIT: tl.constexpr, _SOURCES: tl.constexpr,
+):  # fmt: skip
     """Store each tensor's mean confidence and count its step, with one program per tensor, after all other kernels."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):

@@ -64,18 +64,9 @@ def known_squares(
 
 @triton.jit
 def came_line_sums(
-    rows_ptr,
-    grads_ptr,
-    piece_to_row_ptr,
-    options_ptr,
-    apply_mask_ptr,
-    partials_ptr,
-    inner_ptr,
-    SPLIT: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-    _SOURCES: tl.constexpr,
-):
+    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, inner_ptr,
+    SPLIT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, _SOURCES: tl.constexpr,
+):  # fmt: skip
     """Add up partial sums of the lines whose averages are split."""
     piece = tl.program_id(0)
     index = tl.load(piece_to_row_ptr + piece).to(tl.int64)

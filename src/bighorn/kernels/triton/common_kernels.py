@@ -76,15 +76,9 @@ class OptionColumns:
 
 @triton.jit
 def square_sums(
-    rows_ptr,
-    grads_ptr,
-    program_to_row_ptr,
-    squares_ptr,
-    G: tl.constexpr,
-    CHUNK: tl.constexpr,
-    G_BLOCK: tl.constexpr,
-    _SOURCES: tl.constexpr,
-):
+    rows_ptr, grads_ptr, program_to_row_ptr, squares_ptr,
+    G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
+):  # fmt: skip
     """Compute the sum of squares of each chunk of gradients, `[chunks]`, in reverse, since the next pass is forward."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)

@@ -23,21 +23,15 @@ def lars_norms(
     """Compute each chunk's sums of squares of x and of the gradient."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (), squares, norm_numbers, SUMS,
+        (), squares, numbers, SUMS,
         layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
     )  # fmt: skip
 
 
 @triton.jit
-def norm_numbers(option_ptr, _factor_ptr, COMPUTE: tl.constexpr):
-    """Return the weight decay in the gradient whose norm is taken."""
-    return common.number(option_ptr + layout.option.NORM_DECAY, COMPUTE)
-
-
-@triton.jit
-def squares(x, g, _moments, decay, _place, _VECTOR: tl.constexpr, _mode, sums):
+def squares(x, g, _moments, numbers, _place, _VECTOR: tl.constexpr, _mode, sums):
     """Add the squares of x and of the gradient with its decay to the sums."""
-    u = decayed(x, g, decay)
+    u = decayed(x, g, numbers[0])
     return layer.with_product(sums[0], x, x), layer.with_product(sums[1], u, u)
 
 
@@ -47,8 +41,9 @@ def lars_ratio(
     SUMS: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's trust ratio and factors, and count its step."""
-    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
-    layer.run_tensor(tables, ratio, SUMS, PER_CHUNK)
+    layer.run_tensor(
+        (rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr), ratio, SUMS, PER_CHUNK
+    )
 
 
 @triton.jit
@@ -90,8 +85,9 @@ def lars_apply(
 
 @triton.jit
 def numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
-    """Return the numbers that `step` takes."""
+    """Return the numbers that the rules take: those of a tensor are stored before the second pass."""
     return (
+        common.number(option_ptr + layout.option.NORM_DECAY, COMPUTE),
         common.number(option_ptr + common.DECAY, COMPUTE),
         common.number(option_ptr + layout.option.MOMENTUM, COMPUTE),
         common.number(factor_ptr + layout.BEFORE, COMPUTE),
@@ -103,7 +99,7 @@ def numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
 @triton.jit
 def step(x, g, moments, numbers, place, VECTOR: tl.constexpr, mode):
     """Step a block of momentum and of x."""
-    decay, momentum, before, after_u, after_m = numbers
+    _, decay, momentum, before, after_u, after_m = numbers
     u = before * decayed(x, g, decay)
     m = momentum * codec.read_moment(moments[0], place.where, mode.M_FORM, VECTOR) + u  # LARS-m
     m = codec.write_moment(moments[0], place.where, m, 0, mode.M_FORM, VECTOR)

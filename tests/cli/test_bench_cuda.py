@@ -209,9 +209,10 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setitem(bench.INSTRUMENTS, "cuda", known)
     monkeypatch.setattr(torch, "device", lambda _: CPU)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # it asks for `torch.device` in CUDA builds
+    monkeypatch.setattr(bench, "device_of", lambda _: CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H900")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H900")
     monkeypatch.setitem(SHAPES, "small", lambda: [(16, 8), (8,), (1, 3, 2)])
     return device
 

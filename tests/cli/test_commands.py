@@ -76,7 +76,7 @@ def test_an_unknown_command_is_2(invoke: Invoke) -> None:
 
 
 def test_an_interrupt_is_130(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "findings", interrupted)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bighorn.cli import environment, run, train
+from bighorn.cli import config, environment, run, train
 from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
 from bighorn.cli.run import MAX_UNREAD, DivergedError, Run
@@ -29,7 +29,7 @@ def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
 
 
 def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(config, "device_of", torch.device)
     outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))
     ctx = train.train.make_context("train", ["--device", "cuda"])
     with pytest.raises(InputError, match="--device cuda with 2 processes is not supported: no machine with several"):
@@ -74,8 +74,8 @@ def test_the_generator_of_a_gpu_is_saved_and_restored(monkeypatch: pytest.Monkey
 
 
 def run_on(device: str, data: Path | None = None, task: str = "digits", **options: Any) -> Run:
-    config = RunConfig(task=task, data=None if data is None else str(data), device=device, **options).resolved()
-    return Run(config, TASKS[config.task].load(config.data), parallel=ParallelConfig(accumulate=2))
+    ready = RunConfig(task=task, data=None if data is None else str(data), device=device, **options).resolved()
+    return Run(ready, TASKS[ready.task].load(ready.data), parallel=ParallelConfig(accumulate=2))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -84,6 +84,7 @@ def test_everything_of_a_step_is_on_the_device(
     text_file: Path, idx_folder: Path, task: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step reads from the device, since reading a meta tensor is an error."""
+    monkeypatch.setattr(config, "device_of", torch.device)
     data = {"digits": None, "text": text_file}.get(task, idx_folder)
     run = run_on("meta", data, task, precision=precision, optimizer="sgd", steps=200, batch_size=16)
     seen: list[torch.device] = []
@@ -139,5 +140,5 @@ def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.
 
 
 def test_the_name_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H900")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H900")
     assert (environment.device_name("cpu"), environment.device_name("cuda")) == ("cpu", "H900")

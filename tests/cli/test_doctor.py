@@ -80,11 +80,13 @@ def test_a_device_by_name_has_a_row_of_its_own(invoke: Invoke, tmp_path: Path) -
     assert (found["works"], found["float64"]) == (True, True)
 
 
-@pytest.mark.parametrize("device", ["npv", "cuda:99", "meta"])
-def test_a_device_that_is_not_there_is_refused(invoke: Invoke, device: str) -> None:
-    assert f"--device: torch has no device '{device}' here" in words(
-        invoke("doctor", "--device", device, code=1).output
-    )
+@pytest.mark.parametrize(
+    ("device", "says"), [("npv", "no such device here"), ("cuda:99", "no CUDA device"), ("meta", "no such device here")]
+)
+def test_a_device_that_is_not_there_is_refused(invoke: Invoke, device: str, says: str) -> None:
+    printed = words(invoke("doctor", "--device", device, code=1).output)
+    assert f"--device {device}: torch" in printed
+    assert says in printed
 
 
 def test_a_backend_whose_step_raises_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

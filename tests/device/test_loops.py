@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -386,3 +388,16 @@ def test_doctor_says_what_there_is() -> None:
     ran = CliRunner().invoke(bighorn, ["doctor"])
     assert ran.exit_code == 0, ran.output
     assert "npu" in ran.output, f"no row of npu: {ran.output}"
+
+
+def test_the_command_line_trains_and_resumes() -> None:
+    """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        save, steps = str(Path(folder) / "run.pt"), ["--steps", "6"]
+        for arguments in (
+            ["train", "--device", "npu", "--optimizer", "came", "--save", save, *steps],
+            ["train", "--resume", save],
+            ["lr-find", "--device", "npu", "--report", str(Path(folder) / "found.html"), "--steps", "20"],
+        ):
+            ran = CliRunner().invoke(bighorn, arguments, catch_exceptions=False)
+            assert ran.exit_code == 0, ran.output

@@ -34,7 +34,7 @@ from bighorn.cli.optimizers import KINDS
 from bighorn.cli.options import FILE, POSITIVE, THREADS, Command, Options, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
 from bighorn.cli.shapes import SHAPES
-from bighorn.cli.values import check_device, names
+from bighorn.cli.values import device_of, names
 
 WIDTH_OF_FILES = 160
 """Columns of text if the output is not a terminal, where rich would wrap at 80; the widest table has 120."""
@@ -132,7 +132,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
             "than the parameters' on CUDA; time it with --device cpu."
         )
     builds, absent = _load(config)
-    check_device(config.device)
+    device_of(config.device)
     files.check_outputs({"--report": report, "--json": json_file})
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -21,7 +21,7 @@ from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import DEVICES, check_name, names, numbers
+from bighorn.cli.values import check_name, names, numbers
 from bighorn.cli.verdict import expected_seconds, verdicts
 
 WIDEST = 120
@@ -61,7 +61,7 @@ class CompareConfig(Options):
     processes: int | None = option(
         None, "Runs at a time, each on one thread.", shown="one per processor, and one on a GPU", check=COUNT
     )
-    device: str = option("cpu", "Device of the runs.", choices=DEVICES)
+    device: str = option("cpu", "Device of torch for the runs.")
 
     def cells(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The optimizers and the batch sizes."""

@@ -13,7 +13,7 @@ from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
 from bighorn.cli.options import COUNT, MOST, POSITIVE, THREADS, Options, option
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import DEVICES, check_device, read_options, scale_policy, warmup_steps
+from bighorn.cli.values import device_of, read_options, scale_policy, warmup_steps
 from bighorn.kernels import BACKENDS
 from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, scaled_lr
 from bighorn.schedules.large_batch import RULES
@@ -104,7 +104,7 @@ class RunConfig(Options):
         shown="none",
     )
     backend: str | None = option(None, "Kernels of lamb, came and lars.", shown="auto", choices=("auto", *BACKENDS))
-    device: str = option("cpu", "Device of model, batches and optimizer; cuda needs a single process.", choices=DEVICES)
+    device: str = option("cpu", "Device of torch for model, batches and optimizer; all but cpu need a single process.")
     threads: int | None = option(
         None,
         "CPU threads; a run is bitwise reproducible for one number of them.",
@@ -138,7 +138,7 @@ class RunConfig(Options):
             InputError: A value is out of range, two options exclude each other, or this machine lacks the device.
         """
         self._check()
-        check_device(self.device)
+        device_of(self.device)
         task, recipe = TASKS[self.task], OPTIMIZERS[self.optimizer]
         return dataclasses.replace(
             self,

@@ -18,6 +18,7 @@ from bighorn.cli import files
 from bighorn.cli.environment import environment, machine
 from bighorn.cli.errors import InputError
 from bighorn.cli.options import FILE, Command
+from bighorn.cli.values import device_of
 from bighorn.kernels import BACKENDS, status
 from bighorn.kernels.cpu import library
 
@@ -36,7 +37,9 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
     if presets and device:
         raise click.UsageError("--presets only prints a table: leave out --device.")
     files.check_outputs({"--json": json_file})
-    content: dict[str, Any] = {"presets": preset_rows()} if presets else findings(device_of(device))
+    content: dict[str, Any] = (
+        {"presets": preset_rows()} if presets else findings(device_of(device) if device else accelerator())
+    )
     console = Console(highlight=False, emoji=False)
     console.print(_preset_table(content["presets"]) if presets else _table(content))
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
@@ -47,17 +50,9 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
             )
 
 
-def device_of(name: str | None) -> torch.device | None:
-    """Return the device of this name, or torch's accelerator without a name, or None without one."""
-    if name is None:
-        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    try:
-        here = torch.ones(1, device=name)
-        here.cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"--device: torch has no device {name!r} here: {reason}") from error
-    return here.device
+def accelerator() -> torch.device | None:
+    """Return torch's accelerator, if there is one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def device_findings(device: torch.device) -> dict[str, Any]:

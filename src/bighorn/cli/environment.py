@@ -49,7 +49,7 @@ def environment(device: str = "cpu") -> dict[str, str | int]:
 
 def device_name(device: str) -> str:
     """The model name of a GPU, such as "NVIDIA H100 80GB HBM3", and "cpu" for the CPU."""
-    return torch.cuda.get_device_name() if device == "cuda" else device
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def check_variables() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bighorn.capabilities import wide
 from bighorn.cli.config import PRECISIONS, ParallelConfig, RunConfig
 from bighorn.cli.history import History, check_progress
 from bighorn.cli.optimizers import OPTIMIZERS
@@ -187,10 +188,11 @@ class Run:
         """Compute loss and accuracy on the whole test data, and keep them in the history."""
         self.model.eval()
         inputs, targets = self.dataset.test_inputs[self._own], self.dataset.test_targets[self._own]
-        totals, count = torch.zeros(2, dtype=torch.float64, device=self.device), len(self.dataset.test_inputs)
+        totals = torch.zeros(2, dtype=wide(self.device), device=self.device)
+        count = len(self.dataset.test_inputs)
         for start in range(0, len(inputs), TEST_BATCH):
             some, wanted = inputs[start : start + TEST_BATCH], targets[start : start + TEST_BATCH]
-            totals += len(some) * torch.stack(self._train_step.score(self.model, some, wanted)).double()
+            totals += len(some) * torch.stack(self._train_step.score(self.model, some, wanted)).to(totals)
         loss, accuracy = (self.ranks.sum(totals) / count).tolist()
         self.history.tests.append((self.step, loss, accuracy))
         return loss, accuracy
@@ -221,8 +223,8 @@ class Run:
         self.step = state["step"]
         self._history = History(**state["history"])
         generators = state["generators"]
-        same_device = len(generators) == self.ranks.size and ("cuda" in generators[0]) == (self.device.type == "cuda")
-        if same_device:
+        same_device = generators[0].keys() - {"torch", "python", "numpy"} == {self.device.type} - {"cpu"}
+        if same_device and len(generators) == self.ranks.size:
             restore_generators(generators[self.ranks.rank], self.device)
         else:
             self._seed_from_step()
@@ -239,13 +241,22 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is the one to be reproducible
 
 
+def generator_module(device: torch.device) -> Any:
+    """Return the module with the generator of a device, or None: that of the CPU is torch's, and some have none.
+
+    Where a device's generator is not saved, dropout draws other random numbers after `--resume`.
+    """
+    module = None if device.type in ("cpu", "mps") else torch.get_device_module(device)  # torch.mps takes no device
+    return module if hasattr(module, "get_rng_state") else None
+
+
 def generator_state(device: torch.device) -> dict[str, Any]:
-    """Return these generators' state, with a GPU's for ``cuda``, in types for ``torch.load(weights_only=True)``."""
+    """Return these generators' state, a device's under its type, in types for ``torch.load(weights_only=True)``."""
     numpy_state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
     kind, keys, *rest = numpy_state
-    on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    module = generator_module(device)
     return {
-        **on_gpu,
+        **({device.type: module.get_rng_state(device)} if module else {}),
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
@@ -254,8 +265,8 @@ def generator_state(device: torch.device) -> dict[str, Any]:
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     """Continue from the value of :func:`generator_state` for a device of the same type."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if module := generator_module(device):
+        module.set_rng_state(state[device.type], device)
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]

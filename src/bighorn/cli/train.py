@@ -135,10 +135,10 @@ def _prepare(
     """Check the options and read the data: the work that can fail in a single process."""
     options, parallel = given(ctx, RunConfig), ParallelConfig(**given(ctx, ParallelConfig))
     config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
-    if config.device == "cuda" and processes > 1:
+    if config.device != "cpu" and processes > 1:
         raise InputError(
-            f"--device cuda with {processes} processes is not supported: no machine with several GPUs has run this. "
-            "Start one process, without torchrun, or use --device cpu."
+            f"--device {config.device} with {processes} processes is not supported: no machine with several GPUs "
+            "has run this. Start one process, without torchrun, or use --device cpu."
         )
     if outputs["--plot-schedule"] is not None:
         _check_plot(outputs["--plot-schedule"], outputs)

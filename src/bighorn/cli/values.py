@@ -21,9 +21,6 @@ COMMAND_ARGUMENTS = (
 )
 """Arguments of an optimizer that other options of the command set, so that ``--optimizer-option`` cannot."""
 
-DEVICES = ("cpu", "cuda")
-"""The choices of ``--device``."""
-
 
 def matches(value: object, hint: Any) -> bool:
     """Whether a value read from a file has the type of a field.
@@ -63,18 +60,25 @@ def bytes_in(flag: str, text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
-def check_device(device: str) -> None:
-    """Raise an error for ``cuda`` on a machine without a CUDA device.
+def device_of(name: str) -> torch.device:
+    """Return a device of torch by its name, such as ``cuda`` or ``npu:0``.
 
     Raises:
-        InputError: torch sees no CUDA device.
+        InputError: torch has no such device here.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    if name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         raise InputError(
-            f"--device cuda: torch sees no CUDA device here (torch {torch.__version__} {built}). Use a machine with "
+            f"--device {name}: torch sees no CUDA device here (torch {torch.__version__} {built}). Use a machine with "
             "one, or --device cpu."
         )
+    try:
+        here = torch.ones(1, device=name)
+        here.cpu()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"--device {name}: torch has no such device here ({reason}). Or use --device cpu.") from error
+    return here.device
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -111,6 +112,7 @@ def stochastic(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return torch.where(value.isfinite(), moved.view(torch.float32) - shift, value).to(dtype)
 
 
+@lru_cache(1 << 16)
 def rng_key(seed: int, number: int) -> int:
     """Return the 32-bit key of a parameter's random bits, from a seed of up to 64 bits and the parameter's id."""
     return _mix_int((seed & WORD) ^ _mix_int((seed >> 32) ^ _mix_int(number)))

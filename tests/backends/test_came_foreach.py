@@ -19,8 +19,8 @@ from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, 
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even within rows."""
     if request.param == "cut":
-        monkeypatch.setattr(foreach, "PIECE_ELEMS", 8)
-        monkeypatch.setattr(foreach, "SMALL", 0)
+        monkeypatch.setattr(foreach, "piece_size", lambda _: 8)
+        monkeypatch.setattr(foreach, "SMALL", 16)
     return str(request.param)
 
 

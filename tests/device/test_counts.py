@@ -58,22 +58,22 @@ LOW = torch.bfloat16
 
 ROWS = {
     "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 8, 8),
-    "lamb": Row(lamb(), 112, 60),
-    "lamb-clip": Row(lamb(max_grad_norm=1.0), 154, 200),
-    "lamb-skip": Row(lamb(skip_nonfinite=True), 1341, 200),
-    "lamb-int8": Row(lamb(state_dtype="int8"), 9610, 500),
-    "lamb-float16": Row(lamb(state_dtype="float16"), 5327, 500),
-    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 1300, 200),
-    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 10559, 500, LOW),
-    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 7995, 500, LOW),
-    "lamb-master": Row(lamb(weight_rounding="master"), 3070, 500, LOW),
+    "lamb": Row(lamb(), 56, 60),
+    "lamb-clip": Row(lamb(max_grad_norm=1.0), 74, 200),
+    "lamb-skip": Row(lamb(skip_nonfinite=True), 89, 200),
+    "lamb-int8": Row(lamb(state_dtype="int8"), 390, 500),
+    "lamb-float16": Row(lamb(state_dtype="float16"), 264, 500),
+    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 64, 200),
+    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 117, 500, LOW),
+    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 104, 500, LOW),
+    "lamb-master": Row(lamb(weight_rounding="master"), 79, 500, LOW),
     "came": Row(came(), 747, 200),
     "came-int8": Row(came(state_dtype="int8"), 896, 500),
     "came-stochastic": Row(came(weight_rounding="stochastic"), 1245, 500, LOW),
     "came-kahan": Row(came(weight_rounding="kahan"), 965, 500, LOW),
     "came-master": Row(came(weight_rounding="master"), 829, 500, LOW),
-    "lars": Row(lars(), 73, 60),
-    "lars-int8": Row(lars(state_dtype="int8"), 4468, 500),
+    "lars": Row(lars(), 39, 60),
+    "lars-int8": Row(lars(state_dtype="int8"), 202, 500),
 }
 
 VIEWS = {

@@ -30,11 +30,8 @@ from bighorn.kernels.reference import came as reference
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import AUX_STATE, load_weight, positions, random_bits, rng_key, store_weight
 
-PIECE_ELEMS = pieces.PIECE_BYTES // 4
-"""Elements of a piece, in float32."""
-
-SMALL = PIECE_ELEMS // 16
-"""Tensors up to this size are copied together, since calls cost more than copies; larger ones are used in place."""
+SMALL = 16
+"""Tensors up to 1 / SMALL of a piece are copied together, since calls cost more than copies; others stay in place."""
 
 Index = tuple[slice, ...]
 Values = Callable[[Index], Tensor]
@@ -48,40 +45,50 @@ class Came(reference.Came):
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         super().__init__(buckets)
-        self.scratch = Scratch()
+        self.scratch = Scratch(piece_size(buckets[0].metrics.device))
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        parts = [part for grad in grads for part in pieces.pieces_of(grad, PIECE_ELEMS)]
+        parts = [part for grad in grads for part in pieces.pieces_of(grad, self.scratch.limit)]
         return square_sums(parts, self.buckets[0].metrics).sum()
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
             present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
-            for rows in batches(present):
+            for rows in batches(present, self.scratch.limit):
                 Batch(bucket, rows, self.scratch, grad_scale, apply_mask).step()
             count_step(bucket.unique_steps, apply_mask)
 
 
-def batches(params: dict[int, Tensor]) -> Iterator[list[int]]:
-    """Yield rows to process together: small ones of one shape, up to PIECE_ELEMS elements in all, or a single one."""
-    small: dict[torch.Size, list[int]] = defaultdict(list)
+def piece_size(device: torch.device) -> int:
+    """Return the elements of a piece, in float32."""
+    return pieces.piece_bytes(device) // 4
+
+
+def batches(params: dict[int, Tensor], limit: int) -> Iterator[list[int]]:
+    """Yield rows to process together: small ones of one shape, up to `limit` elements in all, or a single one."""
+    small, most = defaultdict[torch.Size, list[int]](list), limit // SMALL
     for i, x in params.items():
-        if x.numel() > SMALL:
+        if x.numel() > most:
             yield [i]
         else:
             small[x.shape].append(i)
     for shape, rows in small.items():
-        count = PIECE_ELEMS // max(shape.numel(), 1)
+        count = limit // max(shape.numel(), 1)
         yield from (rows[i : i + count] for i in range(0, len(rows), count))
 
 
 class Scratch:
-    """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB."""
+    """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB.
 
-    def __init__(self) -> None:
+    Attributes:
+        limit: The elements of a piece, which it has memory for.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.memory: dict[str, Tensor] = {}
         self.sent: dict[tuple[int, ...], Tensor] = {}
 
@@ -129,7 +136,8 @@ class Batch:
             self.keys = scratch.numbers([rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows], x.device)
             self.row_offsets = scratch.numbers([bucket.row_offsets[i] for i in rows], x.device)
         # Quantization blocks are not divided, since they run along a row.
-        self.pieces = [(ALL, *at) for at in slices(x.shape, deep="exp_avg_scale" not in bucket.state)]
+        deep = "exp_avg_scale" not in bucket.state
+        self.pieces = [(ALL, *at) for at in slices(x.shape, scratch.limit, deep)]
 
     def step(self) -> None:
         """Make four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
@@ -303,13 +311,13 @@ def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
 
 
-def slices(shape: torch.Size, deep: bool) -> Iterator[Index]:
-    """Yield the indices of pieces of about PIECE_ELEMS elements along the outermost dims; if not `deep`, of dim 0."""
+def slices(shape: torch.Size, limit: int, deep: bool) -> Iterator[Index]:
+    """Yield the indices of pieces of about `limit` elements along the outermost dims; if not `deep`, of dim 0."""
     size = math.prod(shape[1:])
-    count = max(PIECE_ELEMS // max(size, 1), 1)
+    count = max(limit // max(size, 1), 1)
     for i in range(0, shape[0], count):
-        if deep and size > PIECE_ELEMS:
-            yield from ((slice(i, i + 1), *inner) for inner in slices(shape[1:], deep))
+        if deep and size > limit:
+            yield from ((slice(i, i + 1), *inner) for inner in slices(shape[1:], limit, deep))
         else:
             yield (slice(i, i + count), *[ALL] * (len(shape) - 1))
 

@@ -16,7 +16,7 @@ from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
-from bighorn.kernels.foreach.pieces import PIECE_BYTES, Workspace, aligned_size, store_pieces
+from bighorn.kernels.foreach.pieces import Workspace, aligned_size, piece_bytes, store_pieces
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
@@ -29,8 +29,8 @@ class LambBatch(Batch[LambOptions]):
 
     def __init__(self, bucket: Bucket[LambOptions], rows: slice) -> None:
         super().__init__(bucket, rows)
-        size = sum(x.numel() for x in bucket.params[rows])
-        self.keeps = bucket.options.cautious or size * self.dtype.itemsize <= (U[1] - U[0]) * PIECE_BYTES
+        size = sum(x.numel() for x in bucket.params[rows]) * self.dtype.itemsize
+        self.keeps = bucket.options.cautious or size <= (U[1] - U[0]) * piece_bytes(bucket.metrics.device)
 
     @property
     def divides_rows(self) -> bool:
@@ -94,7 +94,7 @@ class LambBatch(Batch[LambOptions]):
                 if self.in_blocks:
                     self._encode(piece, [m, v, peak], t, apply_mask, discard)
                 else:
-                    self._round(m, v)
+                    self._round(space, m, v)
                     if peak:
                         torch._foreach_maximum_(peak, v)
                 ratio(u, m, peak or v, [c[piece.rows] for c in corrections], o)

@@ -71,7 +71,7 @@ class LarsBatch(Batch[LarsOptions]):
         if self.in_blocks:
             self._encode(piece, [m], t, apply_mask)
         else:
-            self._round(m)
+            self._round(space, m)
             store_pieces(piece.moments[0], m, apply_mask)
         return m
 

@@ -6,24 +6,29 @@ The optimizer adds the arithmetic of a batch: the sums of a layer, and the step 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import compute_dtype, count_step, write
+from bighorn.kernels.arithmetic import compute_dtype, count_step
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, dequantize, quantize
 from bighorn.kernels.foreach.pieces import (
-    PIECE_BYTES,
     Slot,
     Workspace,
+    end_to_end,
     groups,
     memory_order,
+    piece_bytes,
     pieces,
+    split_like,
     store_pieces,
     workspace,
 )
@@ -31,7 +36,7 @@ from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import Stepper, needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
 
-# The slots of the workspace, in units of PIECE_BYTES. WIDE and X overlap, as x follows all norms.
+# The slots of the workspace, in pieces. WIDE and X overlap, as x follows all norms.
 WIDE: Slot = (0, 2)
 X: Slot = (0, 1)
 G: Slot = (2, 3)
@@ -39,8 +44,33 @@ MOMENTS: tuple[Slot, ...] = ((3, 4), (4, 5), (5, 6))
 U: Slot = (6, 16)
 SIZE = 16  # of the workspace
 
-BATCH = 1 << 20
-"""Elements of the rows whose norms are computed together: few enough for phase 2 to find x and u in cache."""
+BATCH = 4
+"""Pieces of the rows whose norms are computed together: few enough for phase 2 to find x and u in a CPU's cache."""
+
+
+@dataclass
+class Part:
+    """Tensors of a piece that are computed as one, end to end."""
+
+    indices: list[int]
+    """The positions of the tensors in the piece."""
+    x: list[Tensor]
+    state: dict[str, list[Tensor]]
+    """The state by name: flat, and in blocks in rows of one length, as the scales are."""
+    keys: list[int] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
+    """What random bits depend on for each tensor, on the device: its size, its key, and the position of its first
+    element in the part less that in its parameter. They are of `keys`."""
+
+    def numbers_of(self, keys: list[int], firsts: list[int]) -> list[Tensor]:
+        """Return the numbers, which are sent to the device when keys change."""
+        if self.keys != keys:
+            sizes = [x.numel() for x in self.x]
+            starts = itertools.accumulate(sizes, initial=0)
+            shifts = [start - first for start, first in zip(starts, firsts, strict=False)]
+            self.numbers = [sent(column, self.x[0].device) for column in (sizes, keys, shifts)]
+            self.keys = keys
+        return self.numbers
 
 
 @dataclass
@@ -56,6 +86,28 @@ class Piece:
     row_offsets: list[int]
     """The position of each tensor's first element in its parameter."""
 
+    @cached_property
+    def parts(self) -> list[Part]:
+        """All tensors: each by itself on a CPU, where copies cost more than calls; else those with rows of one length.
+
+        The length of rows matters for blocks alone, which run along them.
+        """
+        together: dict[int, list[int]] = defaultdict(list)
+        for i, (x, state) in enumerate(zip(self.x, self.state, strict=True)):
+            together[i if x.device.type == "cpu" else row_size(state)].append(i)
+        return [self._part(indices) for indices in together.values()]
+
+    def _part(self, indices: list[int]) -> Part:
+        states = [in_rows(self.state[i]) for i in indices]
+        return Part(indices, [self.x[i] for i in indices], {name: [s[name] for s in states] for name in states[0]})
+
+    def split(self, wholes: Iterable[Tensor]) -> list[Tensor]:
+        """Return the values of each tensor from the flat values of all parts."""
+        found: dict[int, Tensor] = {}
+        for part, whole in zip(self.parts, wholes, strict=True):
+            found |= zip(part.indices, split_like(whole, part.x), strict=True)
+        return [found[i] for i in range(len(self.x))]
+
 
 class Batch(Generic[Options]):
     """Consecutive rows of a bucket, whose norms are computed together."""
@@ -67,6 +119,7 @@ class Batch(Generic[Options]):
         self.bucket: Bucket[Options] = bucket
         self.rows = rows
         self.dtype = compute_dtype(bucket.params[0])
+        self.piece_size = piece_bytes(bucket.metrics.device) // self.dtype.itemsize
         self.orders = [memory_order(x) for x in bucket.params[rows]]
         self.stored, self.in_blocks = bucket.state["exp_avg"][0].dtype, "exp_avg_scale" in bucket.state
         self.needs_rng_key = needs_rng_key(bucket)
@@ -106,7 +159,7 @@ class Batch(Generic[Options]):
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield pieces of this batch's tensors, which are shaped like parameters, in the parameters' memory order."""
         ordered = [x.permute(order) for x, order in zip(tensors, self.orders, strict=True)]
-        return pieces(ordered, PIECE_BYTES // self.dtype.itemsize, cut=self.divides_rows, deep=not self.in_blocks)
+        return pieces(ordered, self.piece_size, cut=self.divides_rows, deep=not self.in_blocks)
 
     def _flat(self, tensors: list[Tensor] | None) -> Iterator[list[Tensor]]:
         if tensors is None:
@@ -129,8 +182,10 @@ class Batch(Generic[Options]):
         kept = AUX_STATE[self.bucket.options.weight_rounding]
         if not kept:
             return piece.x
-        beside = [{name: state[name].view(-1) for name in kept} for state in piece.state]
-        return [load_weight(x, each) for x, each in zip(piece.x, beside, strict=True)]
+        return piece.split(
+            load_weight(end_to_end(part.x), {name: end_to_end(part.state[name]) for name in kept})
+            for part in piece.parts
+        )
 
     def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> None:
         """Round the parameters of a piece, and store the aux state of their rounding mode."""
@@ -138,17 +193,20 @@ class Batch(Generic[Options]):
         if rounding == "nearest":
             store_pieces(piece.x, values, apply_mask)
             return
-        for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
-            bits = random_bits(*self._positions(piece, i, t)) if rounding == "stochastic" else None
-            for name, new in store_weight(value, x.dtype, rounding, bits).items():
-                target = x if name == "x" else piece.state[i][name].view(-1)
-                write(target, new, apply_mask)
+        for part in piece.parts:
+            bits = random_bits(*self._positions(piece, part, t)) if rounding == "stochastic" else None
+            value = end_to_end([values[i] for i in part.indices])
+            for name, new in store_weight(value, part.x[0].dtype, rounding, bits).items():
+                targets = part.x if name == "x" else part.state[name]
+                store_pieces(targets, split_like(new, targets), apply_mask)
 
     def _moments(self, space: Workspace, piece: Piece, copy: bool) -> list[list[Tensor]]:
         """Return the moments of a piece to compute in: themselves, or copies if their dtype or `copy` requires that."""
         if self.in_blocks:
             names = [name for name in self.moments if name in self.bucket.state]
-            decoded = [[dequantize(name, state).flatten() for state in piece.state] for name in names]
+            stored = [name for name in self.bucket.state if name.startswith("exp_avg")]
+            states = [{name: end_to_end(part.state[name]) for name in stored} for part in piece.parts]
+            decoded = [piece.split(dequantize(name, state).flatten() for state in states) for name in names]
             return decoded + [[]] * (len(self.moments) - len(names))
         slots = zip(MOMENTS, piece.moments, strict=False)
         return [space.load(slot, tensors, self.dtype, copy) for slot, tensors in slots]
@@ -157,28 +215,39 @@ class Batch(Generic[Options]):
         self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool = False
     ) -> None:
         """Store moments in blocks unless `discard` is set; round them to the values that are (or would be) stored."""
-        for i, state in enumerate(piece.state):
-            shifts = dither(*self._positions(piece, i, t)).view_as(state["exp_avg"]) if self.needs_rng_key else NEAREST
-            for name, values in zip(self.moments, moments, strict=True):
-                if not values:
+        for part in piece.parts:
+            state = {name: tensors[0] for name, tensors in part.state.items()}
+            shape = (sum(map(len, part.state["exp_avg"])), *state["exp_avg"].shape[1:])
+            shifts = dither(*self._positions(piece, part, t)).view(shape) if self.needs_rng_key else NEAREST
+            for name, all_values in zip(self.moments, moments, strict=True):
+                if not all_values:
                     continue
+                values = [all_values[i] for i in part.indices]
                 shift = shifts if name == "exp_avg_sq" else NEAREST
-                new = quantize(name, values[i].view_as(state[name]), state, shift)
-                values[i].copy_(dequantize(name, {**state, **new}).flatten())
+                new = quantize(name, end_to_end(values).view(shape), state, shift)
+                rounded = dequantize(name, {**state, **new}).flatten()
+                torch._foreach_copy_(values, list(split_like(rounded, values)))
                 for key, value in new.items() if not discard else ():
-                    write(state[key], value, apply_mask)
+                    store_pieces(part.state[key], split_like(value, part.state[key]), apply_mask)
 
-    def _round(self, *moments: list[Tensor]) -> None:
+    def _round(self, space: Workspace, *moments: list[Tensor]) -> None:
         """Round moments to the dtype that they are stored in."""
-        for moment in itertools.chain(*moments) if self.stored != self.dtype else ():
-            moment.copy_(moment.to(self.stored))
+        for moment in moments if self.stored != self.dtype else ():
+            torch._foreach_copy_(moment, space.copies(WIDE, moment, self.stored))
 
-    def _positions(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Return the arguments of `random_bits` for tensor `i` of a piece, at the steps `t` of the batch's rows."""
-        row = piece.rows.start + i
-        key = rng_key(self.bucket.options.rounding_seed, self.bucket.param_ids[self.rows][row])
-        first = piece.row_offsets[i]
-        return key, t[row], torch.arange(first, first + piece.x[i].numel(), device=t.device)
+    def _positions(self, piece: Piece, part: Part, t: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
+        """Return the arguments of `random_bits` for the elements of a part, at the steps `t` of the batch's rows."""
+        seed, first_row = self.bucket.options.rounding_seed, self.rows.start + piece.rows.start
+        keys = [rng_key(seed, self.bucket.param_ids[first_row + i]) for i in part.indices]
+        firsts = [piece.row_offsets[i] for i in part.indices]
+        steps = [t[piece.rows.start + i] for i in part.indices]
+        size = sum(x.numel() for x in part.x)
+        if len(keys) == 1:
+            return keys[0], steps[0], torch.arange(firsts[0], firsts[0] + size, device=t.device)
+        sizes, *numbers = part.numbers_of(keys, firsts)
+        each = torch.stack([*numbers, torch.stack(steps).to(torch.int64)])
+        key, shift, step = each.repeat_interleave(sizes, dim=1, output_size=size).unbind()
+        return key, step, torch.arange(size, device=t.device) - shift
 
 
 class LayerwiseStepper(Stepper[Options]):
@@ -191,7 +260,8 @@ class LayerwiseStepper(Stepper[Options]):
         self.batches: list[list[Batch[Options]]] = [self._batches(bucket) for bucket in self.buckets]
 
     def _batches(self, bucket: Bucket[Options]) -> list[Batch[Options]]:
-        return [self.batch(bucket, rows) for rows in groups(bucket.params, BATCH)]
+        limit = BATCH * piece_bytes(bucket.metrics.device) // torch.float32.itemsize
+        return [self.batch(bucket, rows) for rows in groups(bucket.params, limit)]
 
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""
@@ -202,7 +272,7 @@ class LayerwiseStepper(Stepper[Options]):
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         norms = self.buckets[0].metrics
         space = workspace(SIZE, norms.device)
-        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, PIECE_BYTES // 8)]
+        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, piece_bytes(norms.device) // 8)]
         return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms.device))
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
@@ -227,3 +297,21 @@ def scales_of(parts: list[Tensor], starts: list[int], scales: list[Tensor]) -> l
         else scale.narrow(0, start // max(part[0].numel(), 1), len(part))
         for part, start, scale in zip(parts, starts, scales, strict=True)
     ]
+
+
+def row_size(state: dict[str, Tensor]) -> int:
+    """Return the elements of a row of a tensor whose state is in blocks; 0 for any other tensor."""
+    return math.prod(state["exp_avg"].shape[1:]) if "exp_avg_scale" in state else 0
+
+
+def in_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a tensor's state with codes in rows, as their scales are, and all other tensors flat."""
+    codes = {name.removesuffix("_scale"): len(scale) for name, scale in state.items() if "scale" in name}
+    flat = {name: each.view(-1) for name, each in state.items() if name not in codes and "scale" not in name}
+    blocks = {name: state[name].view(rows, row_size(state)) for name, rows in codes.items()}
+    return flat | blocks | {name: each for name, each in state.items() if "scale" in name}
+
+
+def sent(numbers: Iterable[int], device: torch.device) -> Tensor:
+    """Return numbers on a device, int64, as arguments of calls: a copy from the host would wait."""
+    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in numbers])

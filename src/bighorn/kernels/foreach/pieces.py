@@ -11,29 +11,37 @@ from torch import Tensor
 from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import write
 
-PIECE_BYTES = (
-    1 << 20
-)  # bytes of a piece: with fewer, calls cost more than the arithmetic; with more, it exceeds the cache
+
+def piece_bytes(device: torch.device) -> int:
+    """Return the bytes of a piece: with fewer, calls cost more than the arithmetic.
+
+    On a CPU a piece fits the cache, and the workspace is 16 pieces. Another device has no workspace, since its
+    allocator keeps what is freed. Temporaries of a LAMB step there are the update of a batch of rows, up to 10 pieces,
+    beside 2 pieces in float32, 13 with moments in int8, and 19 with stochastic rounding, whose random bits are int64.
+    """
+    return 1 << 20 if device.type == "cpu" else 16 << 20
+
 
 ALIGNED = 8
 """The elements at whose multiples tensors begin in the workspace: a dot product's last bits depend on the address."""
 
 Slot = tuple[int, int]
-"""A slot of the workspace: its first and last bounds, in units of PIECE_BYTES."""
+"""A slot of the workspace: its first and last bounds, in pieces."""
 
 
 class Workspace:
     """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.memory = torch.empty(size * PIECE_BYTES, dtype=torch.uint8, device=device)
+        self.unit = piece_bytes(device) if device.type == "cpu" else 0  # bytes: nothing fits 0, so memory is fresh
+        self.memory = torch.empty(size * self.unit, dtype=torch.uint8, device=device)
 
     def views(self, slot: Slot, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
-        """Return flat memory in a slot for each of `like`; fresh memory for an undivided piece that does not fit."""
+        """Return flat memory in a slot for each of `like`; fresh memory for what does not fit."""
         sizes = list(map(aligned_size, like))
-        start = slot[0] * PIECE_BYTES + offset
+        start = slot[0] * self.unit + offset
         end = start + sum(sizes) * dtype.itemsize
-        if end <= slot[1] * PIECE_BYTES:
+        if end <= slot[1] * self.unit:
             memory = self.memory[start:end].view(dtype)
         else:
             memory = torch.empty(sum(sizes), dtype=dtype, device=self.memory.device)
@@ -122,8 +130,25 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one along dim 0: a single one itself, copies of several."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def split_like(whole: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the parts of a tensor, along dim 0, that are as long as `tensors`."""
+    return whole.split_with_sizes([len(tensor) for tensor in tensors])
+
+
 def store_pieces(tensors: Sequence[Tensor], work: Sequence[Tensor], apply_mask: Tensor | None) -> None:
-    """Store the results that were computed in borrowed tensors."""
-    for tensor, value in zip(tensors, work, strict=True):
-        if value is not tensor:
+    """Store the results that were computed in borrowed tensors of the same shapes, unless `work` is `tensors`."""
+    if work is tensors:
+        return
+    if apply_mask is None:
+        torch._foreach_copy_(list(tensors), list(work))
+    elif apply_mask.device.type == "cpu":  # in a piece's copies calls would be fewer, and take longer
+        for tensor, value in zip(tensors, work, strict=True):
             write(tensor, value, apply_mask)
+    else:
+        new = torch.where(apply_mask, end_to_end(work).to(tensors[0].dtype), end_to_end(tensors))
+        torch._foreach_copy_(list(tensors), list(split_like(new, tensors)))

@@ -28,13 +28,16 @@ static bool has(unsigned saved, unsigned features, unsigned extended) {
 #endif
 
 /* Returns the highest x86-64 level that the machine supports; 0 elsewhere. __builtin_cpu_supports() finds nothing with
- * Zig's runtime. */
+ * Zig's runtime. The processor is asked once: in a virtual machine each question takes tens of microseconds. */
 EXPORT int bighorn_isa(void) {
 #if defined(ISA_X86)
     enum { AVX = 0x6, AVX512 = 0xe6 };
+    static atomic_int known;
     const unsigned v3 = bit_AVX2 | bit_BMI | bit_BMI2;
     const unsigned v4 = bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
-    return has(AVX512, bit_FMA | bit_F16C, v3 | v4) ? 4 : has(AVX, bit_FMA | bit_F16C, v3) ? 3 : 2;
+    if (!atomic_load(&known))
+        atomic_store(&known, has(AVX512, bit_FMA | bit_F16C, v3 | v4) ? 4 : has(AVX, bit_FMA | bit_F16C, v3) ? 3 : 2);
+    return atomic_load(&known);
 #else
     return 0;
 #endif

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bighorn import Lamb, LossScaler, WindowScale, offload, release_gradients, schedules
-from bighorn.cli.commands import bighorn
+from bighorn.cli.ranks import end_process_group
 from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
+from bighorn_launcher.commands import bighorn
 from tests.device import stand_in
 from tests.device.moved import on_host
 from tests.device.stand_in import STAND_IN
@@ -298,7 +299,7 @@ def group_of_one() -> Iterator[DeviceMesh]:
     try:
         yield init_device_mesh("npu", (1,))
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 @pytest.mark.parametrize("options", ["clip", "int8"])

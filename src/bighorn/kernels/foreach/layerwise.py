@@ -49,8 +49,8 @@ BATCH = 4
 
 
 @dataclass
-class Part:
-    """Tensors of a piece that are computed as one, end to end."""
+class Concat:
+    """Tensors of a piece that are concatenated and computed as one."""
 
     indices: list[int]
     """The positions of the tensors in the piece."""
@@ -60,7 +60,7 @@ class Part:
     keys: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
     """What random bits depend on for each tensor, on the device: its size, its key, and the position of its first
-    element in the part less that in its parameter. They are of `keys`."""
+    element here less that in its parameter. They are of `keys`."""
 
     def numbers_of(self, keys: list[int], firsts: list[int]) -> list[Tensor]:
         """Return the numbers, which are sent to the device when keys change."""
@@ -87,7 +87,7 @@ class Piece:
     """The position of each tensor's first element in its parameter."""
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def concats(self) -> list[Concat]:
         """All tensors: each by itself on a CPU, where copies cost more than calls; else those with rows of one length.
 
         The length of rows matters for blocks alone, which run along them.
@@ -95,17 +95,17 @@ class Piece:
         together: dict[int, list[int]] = defaultdict(list)
         for i, (x, state) in enumerate(zip(self.x, self.state, strict=True)):
             together[i if x.device.type == "cpu" else row_size(state)].append(i)
-        return [self._part(indices) for indices in together.values()]
+        return [self._concat(indices) for indices in together.values()]
 
-    def _part(self, indices: list[int]) -> Part:
+    def _concat(self, indices: list[int]) -> Concat:
         states = [in_rows(self.state[i]) for i in indices]
-        return Part(indices, [self.x[i] for i in indices], {name: [s[name] for s in states] for name in states[0]})
+        return Concat(indices, [self.x[i] for i in indices], {name: [s[name] for s in states] for name in states[0]})
 
     def split(self, wholes: Iterable[Tensor]) -> list[Tensor]:
-        """Return the values of each tensor from the flat values of all parts."""
+        """Return the values of each tensor from the flat values of all concats."""
         found: dict[int, Tensor] = {}
-        for part, whole in zip(self.parts, wholes, strict=True):
-            found |= zip(part.indices, split_like(whole, part.x), strict=True)
+        for concat, whole in zip(self.concats, wholes, strict=True):
+            found |= zip(concat.indices, split_like(whole, concat.x), strict=True)
         return [found[i] for i in range(len(self.x))]
 
 
@@ -183,8 +183,8 @@ class Batch(Generic[Options]):
         if not kept:
             return piece.x
         return piece.split(
-            load_weight(end_to_end(part.x), {name: end_to_end(part.state[name]) for name in kept})
-            for part in piece.parts
+            load_weight(end_to_end(concat.x), {name: end_to_end(concat.state[name]) for name in kept})
+            for concat in piece.concats
         )
 
     def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> None:
@@ -193,11 +193,11 @@ class Batch(Generic[Options]):
         if rounding == "nearest":
             store_pieces(piece.x, values, apply_mask)
             return
-        for part in piece.parts:
-            bits = random_bits(*self._positions(piece, part, t)) if rounding == "stochastic" else None
-            value = end_to_end([values[i] for i in part.indices])
-            for name, new in store_weight(value, part.x[0].dtype, rounding, bits).items():
-                targets = part.x if name == "x" else part.state[name]
+        for concat in piece.concats:
+            bits = random_bits(*self._positions(piece, concat, t)) if rounding == "stochastic" else None
+            value = end_to_end([values[i] for i in concat.indices])
+            for name, new in store_weight(value, concat.x[0].dtype, rounding, bits).items():
+                targets = concat.x if name == "x" else concat.state[name]
                 store_pieces(targets, split_like(new, targets), apply_mask)
 
     def _moments(self, space: Workspace, piece: Piece, copy: bool) -> list[list[Tensor]]:
@@ -205,7 +205,7 @@ class Batch(Generic[Options]):
         if self.in_blocks:
             names = [name for name in self.moments if name in self.bucket.state]
             stored = [name for name in self.bucket.state if name.startswith("exp_avg")]
-            states = [{name: end_to_end(part.state[name]) for name in stored} for part in piece.parts]
+            states = [{name: end_to_end(concat.state[name]) for name in stored} for concat in piece.concats]
             decoded = [piece.split(dequantize(name, state).flatten() for state in states) for name in names]
             return decoded + [[]] * (len(self.moments) - len(names))
         slots = zip(MOMENTS, piece.moments, strict=False)
@@ -215,36 +215,36 @@ class Batch(Generic[Options]):
         self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool = False
     ) -> None:
         """Store moments in blocks unless `discard` is set; round them to the values that are (or would be) stored."""
-        for part in piece.parts:
-            state = {name: tensors[0] for name, tensors in part.state.items()}
-            shape = (sum(map(len, part.state["exp_avg"])), *state["exp_avg"].shape[1:])
-            shifts = dither(*self._positions(piece, part, t)).view(shape) if self.needs_rng_key else NEAREST
+        for concat in piece.concats:
+            state = {name: tensors[0] for name, tensors in concat.state.items()}
+            shape = (sum(map(len, concat.state["exp_avg"])), *state["exp_avg"].shape[1:])
+            shifts = dither(*self._positions(piece, concat, t)).view(shape) if self.needs_rng_key else NEAREST
             for name, all_values in zip(self.moments, moments, strict=True):
                 if not all_values:
                     continue
-                values = [all_values[i] for i in part.indices]
+                values = [all_values[i] for i in concat.indices]
                 shift = shifts if name == "exp_avg_sq" else NEAREST
                 new = quantize(name, end_to_end(values).view(shape), state, shift)
                 rounded = dequantize(name, {**state, **new}).flatten()
                 torch._foreach_copy_(values, list(split_like(rounded, values)))
                 for key, value in new.items() if not discard else ():
-                    store_pieces(part.state[key], split_like(value, part.state[key]), apply_mask)
+                    store_pieces(concat.state[key], split_like(value, concat.state[key]), apply_mask)
 
     def _round(self, space: Workspace, *moments: list[Tensor]) -> None:
         """Round moments to the dtype that they are stored in."""
         for moment in moments if self.stored != self.dtype else ():
             torch._foreach_copy_(moment, space.copies(WIDE, moment, self.stored))
 
-    def _positions(self, piece: Piece, part: Part, t: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
-        """Return the arguments of `random_bits` for the elements of a part, at the steps `t` of the batch's rows."""
+    def _positions(self, piece: Piece, concat: Concat, t: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
+        """Return the arguments of `random_bits` for the elements of a concat, at the steps `t` of the batch's rows."""
         seed, first_row = self.bucket.options.rounding_seed, self.rows.start + piece.rows.start
-        keys = [rng_key(seed, self.bucket.param_ids[first_row + i]) for i in part.indices]
-        firsts = [piece.row_offsets[i] for i in part.indices]
-        steps = [t[piece.rows.start + i] for i in part.indices]
-        size = sum(x.numel() for x in part.x)
+        keys = [rng_key(seed, self.bucket.param_ids[first_row + i]) for i in concat.indices]
+        firsts = [piece.row_offsets[i] for i in concat.indices]
+        steps = [t[piece.rows.start + i] for i in concat.indices]
+        size = sum(x.numel() for x in concat.x)
         if len(keys) == 1:
             return keys[0], steps[0], torch.arange(firsts[0], firsts[0] + size, device=t.device)
-        sizes, *numbers = part.numbers_of(keys, firsts)
+        sizes, *numbers = concat.numbers_of(keys, firsts)
         each = torch.stack([*numbers, torch.stack(steps).to(torch.int64)])
         key, shift, step = each.repeat_interleave(sizes, dim=1, output_size=size).unbind()
         return key, step, torch.arange(size, device=t.device) - shift

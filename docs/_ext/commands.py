@@ -7,7 +7,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from bighorn.cli.commands import bighorn
+from bighorn_launcher.commands import bighorn
 
 
 class CommandHelp(SphinxDirective):

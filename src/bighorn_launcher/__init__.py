@@ -1,22 +1,46 @@
-"""The console script ``bighorn``: a package of its own, since a Ctrl-C may come while ``bighorn`` imports torch."""
+"""The console script ``bighorn``: a package of its own, since ``bighorn`` imports torch, which takes seconds.
+
+A Ctrl-C may come meanwhile, and the help needs none of it.
+"""
 
 import os
 import signal
+import sys
+from importlib.util import find_spec
 from types import FrameType
+
+PACKAGES = {
+    "click": "click",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "numpy": "numpy",
+    "rich": "rich",
+    "sklearn": "scikit-learn",
+}
 
 
 def main() -> None:
-    """Run the command line; a Ctrl-C before it runs, which takes a second or more, ends it without a traceback."""
+    """Run the command line, or report the packages that are missing for it.
+
+    A Ctrl-C while a command is imported, which takes a second or more, ends it without a traceback.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup and shells may have it ignored
         signal.signal(signal.SIGINT, _stop)
-    from bighorn.cli import main as command_line
+    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        sys.exit(f"bighorn: the command line needs {', '.join(missing)}. Install it with: pip install 'bighorn[cli]'")
+    from bighorn_launcher.commands import bighorn
 
-    if signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command_line()
+        bighorn(prog_name="bighorn")
     except KeyboardInterrupt:
         _stop(signal.SIGINT, None)
+
+
+def end_imports() -> None:
+    """Let a Ctrl-C raise KeyboardInterrupt from now on, since a command has been imported."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bighorn.cli import checkpoint
-from bighorn.cli.commands import bighorn
 from bighorn.cli.errors import InputError
 from bighorn.cli.ranks import Ranks
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
+from bighorn_launcher.commands import bighorn
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes, edits
 from tests.support.error_checks import same

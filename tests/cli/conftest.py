@@ -7,8 +7,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from bighorn.cli.commands import bighorn
 from bighorn.cli.run import Run
+from bighorn_launcher.commands import bighorn
 from tests.support.command_line import Invoke, without_dropout, write_idx, write_text
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bighorn.cli.commands import bighorn
+from bighorn_launcher.commands import bighorn
 from tests.support.command_line import Invoke
 
 Keys = tuple[Any, ...]

@@ -40,12 +40,19 @@ def interrupted(start: str, module: str) -> None:
     assert ended.returncode == 130
 
 
-@pytest.mark.parametrize("module", ["torch", "torch.nn", "bighorn.cli", "bighorn.cli.commands", "bighorn.cli.memory"])
+@pytest.mark.parametrize("module", ["click", "torch", "torch.nn", "bighorn.cli", "bighorn.cli.memory"])
 def test_ctrl_c_during_imports_is_130_without_a_traceback(module: str) -> None:
     interrupted(SCRIPT, module)
 
 
-@pytest.mark.parametrize("module", ["bighorn.cli.commands", "click", "bighorn.cli.memory"])
+@pytest.mark.parametrize("module", ["bighorn_launcher.commands", "click", "bighorn.cli.memory"])
 def test_ctrl_c_during_imports_of_the_module_too(module: str) -> None:
     """The signal comes once Python has found the module, within a package that imports torch."""
     interrupted(MODULE, module)
+
+
+def test_the_help_imports_no_torch() -> None:
+    program = "import sys, bighorn_launcher; sys.modules['torch'] = None; bighorn_launcher.main()"
+    ended = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Find a learning rate" in ended.stdout

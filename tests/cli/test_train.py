@@ -13,11 +13,9 @@ import pytest
 import torch
 from matplotlib import image
 
-import bighorn.cli
+import bighorn_launcher
 from bighorn import WindowScale, kernels
 from bighorn.cli import display
-from bighorn.cli.commands import COMMANDS
-from bighorn.cli.commands import bighorn as group
 from bighorn.cli.compare import CompareConfig
 from bighorn.cli.config import DECAYS, ParallelConfig, RunConfig
 from bighorn.cli.lr_find import SearchConfig
@@ -25,6 +23,8 @@ from bighorn.cli.memory import MemoryConfig
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
+from bighorn_launcher.commands import COMMANDS
+from bighorn_launcher.commands import bighorn as group
 from tests.support.command_line import Invoke, without_dropout
 from tests.support.tables import for_every
 
@@ -247,9 +247,9 @@ def test_an_unknown_command_names_the_nearest(invoke: Invoke) -> None:
 
 
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bighorn.cli, "find_spec", lambda name: None if name in {"rich", "sklearn"} else name)
+    monkeypatch.setattr(bighorn_launcher, "find_spec", lambda name: None if name in {"rich", "sklearn"} else name)
     with pytest.raises(SystemExit, match=r"needs rich, scikit-learn.*pip install 'bighorn\[cli\]'"):
-        bighorn.cli.main()
+        bighorn_launcher.main()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bighorn.cli
-from bighorn.cli.commands import bighorn as group
+from bighorn_launcher.commands import bighorn as group
 
 ROOT = Path(bighorn.cli.__file__).parent
 MAX_FILES, MAX_MOVES = 12, 30

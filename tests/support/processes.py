@@ -30,7 +30,7 @@ LIMIT = 250
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "bighorn.cli.commands",
+        "bighorn.cli.train",
         "pytest",
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",

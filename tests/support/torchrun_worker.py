@@ -19,10 +19,10 @@ import click
 import torch
 import torch.distributed as dist
 
-from bighorn.cli.commands import bighorn
 from bighorn.cli.ranks import Interrupt
 from bighorn.cli.run import Run
 from bighorn.cli.train_step import TrainStep
+from bighorn_launcher.commands import bighorn
 from tests.support.command_line import without_dropout
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -405,3 +405,19 @@ def test_counts_grow_by_one_up_to_the_last() -> None:
         assert count == start
         count_step([count], torch.tensor(True))
         assert count == torch.nextafter(torch.tensor(start), torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize("backend", ["foreach", "cpu"])
+def test_blocks_of_a_column_whose_one_element_dim_has_any_stride(backend: str) -> None:
+    """A transposed row is contiguous with strides (1, n); blocks run along its rows of one element."""
+
+    def scales(backend: str) -> Tensor:
+        param = Parameter(torch.linspace(1, 2, 5).view(1, 5).t())
+        assert param.stride() == (1, 5)
+        optimizer = Lamb([param], lr=0.01, state_dtype="int8", min_8bit_size=1, backend=backend)
+        param.grad = torch.linspace(-2, 1, 5).view(5, 1)
+        optimizer.step()
+        found: Tensor = optimizer.state[param]["exp_avg_scale"]
+        return found
+
+    torch.testing.assert_close(scales(backend), scales("reference"))

@@ -126,7 +126,12 @@ def pieces_of(tensor: Tensor, limit: int, deep: bool = True) -> Iterator[Tensor]
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Return the dims of a dense tensor, outermost in memory first. The tensor is contiguous if permuted so."""
+    """Return the dims of a dense tensor, outermost in memory first. The tensor is contiguous if permuted so.
+
+    A dim of one element can have any stride: a contiguous tensor keeps its order, since blocks run along its rows.
+    """
+    if x.is_contiguous():
+        return list(range(x.dim()))
     return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 

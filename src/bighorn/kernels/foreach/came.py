@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -90,14 +90,14 @@ class Scratch:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.memory: dict[str, Tensor] = {}
-        self.sent: dict[tuple[int, ...], Tensor] = {}
+        self.sent: dict[tuple[object, ...], tuple[list[int], Tensor]] = {}
 
-    def numbers(self, values: Iterable[int], device: torch.device) -> Tensor:
-        """Return numbers on the device, which are sent to it once."""
-        key = tuple(values)
-        if key not in self.sent:
-            self.sent[key] = torch.tensor(key, dtype=torch.int64, device=device)
-        return self.sent[key]
+    def numbers(self, key: tuple[object, ...], values: list[int], device: torch.device) -> Tensor:
+        """Return numbers on the device; those of a key are sent to it when they change."""
+        kept = self.sent.get(key)
+        if kept is None or kept[0] != values:
+            kept = self.sent[key] = values, pieces.sent(values, device)
+        return kept[1]
 
     def like(self, name: str, a: Tensor) -> Tensor:
         """Return memory under a name, uninitialized, in the shape, order and dtype of `a`."""
@@ -133,8 +133,9 @@ class Batch:
         self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x.device)) + 1
         self.axis = row_axis(x, o.factor) if o.factor else -1
         if o.weight_rounding == "stochastic":
-            self.keys = scratch.numbers([rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows], x.device)
-            self.row_offsets = scratch.numbers([bucket.row_offsets[i] for i in rows], x.device)
+            batch, keys = (id(bucket), rows[0]), [rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows]
+            self.keys = scratch.numbers(("keys", *batch), keys, x.device)
+            self.row_offsets = scratch.numbers(("offsets", *batch), [bucket.row_offsets[i] for i in rows], x.device)
         # Quantization blocks are not divided, since they run along a row.
         deep = "exp_avg_scale" not in bucket.state
         self.pieces = [(ALL, *at) for at in slices(x.shape, scratch.limit, deep)]

@@ -28,6 +28,7 @@ from bighorn.kernels.foreach.pieces import (
     memory_order,
     piece_bytes,
     pieces,
+    sent,
     split_like,
     store_pieces,
     workspace,
@@ -310,8 +311,3 @@ def in_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
     flat = {name: each.view(-1) for name, each in state.items() if name not in codes and "scale" not in name}
     blocks = {name: state[name].view(rows, row_size(state)) for name, rows in codes.items()}
     return flat | blocks | {name: each for name, each in state.items() if "scale" in name}
-
-
-def sent(numbers: Iterable[int], device: torch.device) -> Tensor:
-    """Return numbers on a device, int64, as arguments of calls: a copy from the host would wait."""
-    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in numbers])

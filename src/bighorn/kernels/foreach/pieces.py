@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -138,6 +138,11 @@ def memory_order(x: Tensor) -> list[int]:
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors as one along dim 0: a single one itself, copies of several."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def sent(numbers: Iterable[int], device: torch.device) -> Tensor:
+    """Return numbers on a device, int64, as arguments of calls: a copy from the host would wait."""
+    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in numbers])
 
 
 def split_like(whole: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -37,9 +37,10 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
     if presets and device:
         raise click.UsageError("--presets only prints a table: leave out --device.")
     files.check_outputs({"--json": json_file})
-    content: dict[str, Any] = (
-        {"presets": preset_rows()} if presets else findings(device_of(device) if device else accelerator())
-    )
+    if presets:
+        content: dict[str, Any] = {"presets": preset_rows()}
+    else:
+        content = findings(device_of(device) if device else accelerator())
     console = Console(highlight=False, emoji=False)
     console.print(_preset_table(content["presets"]) if presets else _table(content))
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
@@ -68,7 +69,7 @@ def findings(device: torch.device | None = None) -> dict[str, Any]:
     """Return everything that doctor reports, with a step on a device if there is one."""
     backends = {}
     for name, found in status().items():
-        failure = step_failure(name) if found.available else None
+        failure = step_failure(name, torch.device(found.device)) if found.available else None
         backends[name] = {"works": found.available and not failure, "detail": failure or found.detail}
     built = {"C library": library.LIBRARY_DETAIL} if library.LIBRARY else {}
     return {
@@ -90,11 +91,10 @@ def preset_rows() -> list[dict[str, Any]]:
     ]
 
 
-def step_failure(backend: str, device: torch.device | None = None) -> str | None:
+def step_failure(backend: str, device: torch.device) -> str | None:
     """Return the reason why a step of a backend fails, or None; only a step shows whether a backend works."""
     try:
-        own = device or torch.device((status().get(backend) or status()["cpu"]).device)
-        ours, exact = _step(backend, torch.float32, own), _step("reference", torch.float64, torch.device("cpu"))
+        ours, exact = _step(backend, torch.float32, device), _step("reference", torch.float64, torch.device("cpu"))
     except Exception as error:
         return f"a step fails: {error}"
     if not torch.allclose(ours.double(), exact, rtol=1e-5):

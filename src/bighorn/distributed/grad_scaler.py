@@ -81,8 +81,7 @@ class Scaled:
             return
         device = self.found_inf.device
         self.late = torch.zeros((), device=device)
-        scale = self.grad_scale
-        self.inv_scale = torch.ones((), device=device) if fused else scale.to(wide(scale.device)).reciprocal().float()
+        self.inv_scale = torch.ones((), device=device) if fused else inverse(self.grad_scale)
         if fused:
             vars(optimizer).update(grad_scale=self.grad_scale, found_inf=self.found_inf)
         try:
@@ -106,3 +105,8 @@ class Scaled:
 def unscale(buffer: Tensor, overflow: Tensor, inv_scale: Tensor) -> None:
     """Multiply in place, and set `overflow` if a value is not finite, in one pass with GradScaler's own function."""
     torch._amp_foreach_non_finite_check_and_unscale_([buffer], overflow, inv_scale)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return the factor with which a GradScaler unscales gradients."""
+    return scale.to(wide(scale.device)).reciprocal().float()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from bighorn.arguments import shortened
 from bighorn.capabilities import wide
+from bighorn.distributed.grad_scaler import inverse
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
@@ -390,11 +391,6 @@ def real(grads: list[Tensor]) -> list[Tensor]:
     """Return gradients as real numbers, those of complex parameters as pairs, and 0 for those without elements."""
     reals = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads]
     return [grad if grad.numel() else grad.new_zeros(1) for grad in reals]
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """Return the factor with which a GradScaler unscales gradients."""
-    return scale.to(wide(scale.device)).reciprocal().float()
 
 
 def in_brackets(names: list[str]) -> str:

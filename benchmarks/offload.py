@@ -248,7 +248,7 @@ def main() -> None:
     arguments = parser.parse_args()
     forward, backward = (float(part) / 1e3 for part in arguments.passes.split(","))
     # A GPU computes the norms of gradients in passing; on the CPU this takes longer than the step.
-    step.norms = lambda grads: [torch.ones((), dtype=torch.float64) for _ in grads]
+    vars(step)["square_sums"] = lambda grads, device: torch.ones(len(grads), dtype=torch.float64, device=device)
     rows = []
     for name in arguments.optimizers.split(";"):
         for rate in map(float, arguments.rates.split(",")):

@@ -22,25 +22,7 @@ class Row(NamedTuple):
     says: str
 
 
-NONE, LESS = "no float64", "float64 becomes float32"
-EITHER = f"({NONE}|{LESS})"
-BACKEND = "(foreach|reference)"
-OUT_OF_RANGE = (
-    "lamb-(large|small)-(gradients-clipped|weights)",
-    "came-(large|small)-gradients-clipped",
-    "lars-((large|small)-(gradients-clipped|weights)|large-gradients)",
-)
-REFUSED = "does not support float64"
-NO_NORM = "\"linalg_vector_norm\" not implemented for 'Double'"
-
 BROKEN = [
-    # ---- the range of float32's squares ----
-    Row(
-        rf"norms_neither_.*\[{EITHER}-({'|'.join(OUT_OF_RANGE)})-{BACKEND}\]",
-        "kernels/arithmetic.py square_sum(), kernels/foreach/pieces.py Workspace.square_sums()",
-        "squares in float32 overflow or vanish without a word, where float64 is not there",
-        f"AssertionError: (x|exp_avg|skipped)|{REFUSED}|{NO_NORM}",
-    ),
     # ---- calls of torch ----
     Row(
         r"of_the_order_of_adamws\[came",

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from bighorn.capabilities import capabilities
 from tests.device import stand_in
 from tests.support.processes import FORKS, LIMIT
 
@@ -67,6 +68,7 @@ def serve(mode: str, connection: Connection, crash: Path) -> None:
     faulthandler.enable(crash.open("w"))
     torch.set_num_threads(1)
     stand_in.begin(mode)
+    capabilities(torch.empty(0, device="npu").device)  # it waits, once in a process, whichever test is the first
     while True:
         try:
             function, arguments = connection.recv()

@@ -289,6 +289,25 @@ def test_offload(overlap: Any, what: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e25, 1e-25])
+def test_offload_of_gradients_whose_squares_are_out_of_range(size: float) -> None:
+    ends = []
+    for device in ("cpu", "npu"):
+        net = network(device)
+        optimizer: Any = optimizer_of(Lamb, net, max_grad_norm=0.1 * size, eps=1e-3 * size)
+        if device == "npu":
+            optimizer = offload(net, optimizer, overlap="copies", bucket_mb=0.0005)
+        for param, grad in zip(net.parameters(), gradients(0), strict=True):
+            loss: Any = (param * (size * grad).to(device)).sum()
+            loss.backward()
+        optimizer.step()
+        if device == "npu":
+            optimizer.synchronize()
+        ends.append([param.detach().cpu() for param in net.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 # ---- sharded parameters ---------------------------------------------------------------------------------------------
 
 

@@ -104,9 +104,9 @@ class RankSums(ABC):
             part.copy_(total.view(part.shape))
 
     def total(self, parts: Sequence[tuple[Any, Tensor]]) -> Tensor:
-        """Return the sum of all numbers over the ranks, 0-dim, with one collective."""
+        """Return the sum of all sums of squares over the ranks, in their shape, with one collective."""
         return self._all_reduce(
-            torch.stack([part if self._counts(dims) else torch.zeros_like(part) for dims, part in parts]).sum()
+            torch.stack([part if self._counts(dims) else torch.zeros_like(part) for dims, part in parts]).sum(dim=0)
         )
 
     def _all_reduce(self, sums: Tensor, op: Any = None) -> Tensor:

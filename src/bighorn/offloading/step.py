@@ -18,9 +18,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from bighorn.arguments import shortened
-from bighorn.capabilities import wide
 from bighorn.distributed.grad_scaler import inverse
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
+from bighorn.kernels.arithmetic import root, square_sums
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
 from bighorn.offloading.worker import Job, Latch
@@ -135,6 +135,7 @@ class OffloadedStep:
         self._open: list[tuple[OffloadedParam, Tensor]] = []
         self._open_bytes = 0
         self._norms: dict[OffloadedParam, Tensor] = {}
+        """The norm of each gradient, or its sum of squares for an optimizer that clips itself."""
         self._peaks: list[Tensor] = []
         self._numbers: dict[str, Tensor] = {}
         self._numbers_arrival: Arrival | None = None
@@ -170,7 +171,7 @@ class OffloadedStep:
         if setup.scaler is not None:
             self._peaks += torch._foreach_norm(real(grads), torch.inf)
         if setup.needs_square_sum:
-            self._norms.update(zip(params, norms(grads), strict=True))
+            self._norms.update(zip(params, square_sums(real(grads), grads[0].device), strict=True))
         elif setup.max_grad_norm is not None:
             # As clip_grad_norm_ computes them, of the gradients that the optimizer will see.
             scale = None if setup.scaler is None else setup.scaler._get_scale_async()
@@ -198,13 +199,13 @@ class OffloadedStep:
         self._numbers_arrival = self.setup.copies.to_host(pairs) if pairs else None
 
     def _norm(self) -> Tensor | None:
-        """The norm of all gradients, or for an optimizer that clips itself its square; None if no one needs it."""
+        """The norm of all gradients; None if no one needs it."""
         # In the order of the parameters, so that the sum does not depend on the sizes of buckets.
         found = [self._norms[param] for param in self.setup.params if param in self._norms]
         if not found:
             return None
         if self.setup.needs_square_sum:
-            return torch.stack(found).square().sum()
+            return root(torch.stack(found).sum(dim=0))
         grouped = Optimizer._group_tensors_by_device_and_dtype([found])  # type: ignore[list-item]
         ordered = [norm for [norms], _ in grouped.values() for norm in norms]
         total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), 2)  # type: ignore[arg-type]
@@ -295,7 +296,7 @@ class OffloadedStep:
         return {name: number.clone() for name, number in self._numbers.items()}
 
     def _square_sum(self) -> Tensor:
-        return self._arrived_numbers()["norm"]
+        return self._arrived_numbers()["norm"].double().square()
 
     def _factors(self, numbers: dict[str, Tensor]) -> list[Tensor]:
         """The factors of all gradients, one after the other, as a scaler's unscale_ and clip_grad_norm_ use them."""
@@ -379,12 +380,6 @@ def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:
         parts.append(buckets[done : done + count])
         done, left = done + count, left - count
     return parts
-
-
-@torch.no_grad()
-def norms(grads: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norms of some gradients on their device, in float64 if it has that."""
-    return list(torch._foreach_norm(real(grads), 2, dtype=wide(grads[0].device)))
 
 
 def real(grads: list[Tensor]) -> list[Tensor]:

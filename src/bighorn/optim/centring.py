@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.capabilities import wide
+from bighorn.kernels.arithmetic import square_sums
 from bighorn.kernels.bucket import Shard
 
 
@@ -84,7 +84,5 @@ def centre(gradients: Iterable[Centred]) -> Generator[Tensor, None, None]:
 
 
 def square_sum(gradients: Iterable[Centred], device: torch.device) -> Tensor:
-    """Return the sum of the squares of the gradients themselves on this rank, 0-dim, in the device's widest dtype."""
-    dtype = wide(device)
-    norms = [torch.linalg.vector_norm(each.grad, dtype=dtype) for each in gradients if each.grad is not None]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype, device=device)
+    """Return the sum of the squares of the gradients themselves on this rank, as `arithmetic.square_sum`."""
+    return square_sums([each.grad for each in gradients if each.grad is not None], device).sum(dim=0)

@@ -17,6 +17,7 @@ from bighorn.capabilities import wide
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket
+from bighorn.kernels.arithmetic import no_square_sums, root, square_sum_on
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.centring import Centred, centre, square_sum
@@ -328,7 +329,8 @@ def scale_and_mask(
         settings: Whether gradients are clipped, and whether a step whose gradients are not finite is skipped.
         grad_scale: The factor by which a gradient scaler has multiplied them.
         found_inf: A tensor that is not 0 if the scaler found gradients that are not finite.
-        square_sum: A function that returns the sum of their squares, 0-dim; it is called only if an option needs it.
+        square_sum: A function that returns the sum of their squares, as `arithmetic.square_sum`; it is called only if
+            an option needs it.
     """
     scale: Tensor | float = 1.0
     if grad_scale is not None:
@@ -338,7 +340,7 @@ def scale_and_mask(
         total = square_sum()
         # A model may be spread over devices: the scaler's is not always that of the first gradient.
         scale, mask = on_device(scale, total.device), on_device(mask, total.device)
-        norm = total.sqrt() * scale
+        norm = root(total) * scale
         largest = LARGEST_NORM
         if settings.max_grad_norm is not None:
             clip = settings.max_grad_norm / norm
@@ -360,10 +362,10 @@ def square_sum_of(
         wait(part)
         sums += plan.square_sums()
     if sums:
-        total = torch.stack([part_sum.to(sums[0].device) for part_sum in sums]).sum()
+        total = torch.stack([square_sum_on(sums[0].device, part_sum) for part_sum in sums]).sum(dim=0)
     else:
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
-        total = torch.zeros((), dtype=wide(device), device=device)
+        total = no_square_sums(device=device)
     if settings.grad_norm_group is not None:
         torch.distributed.all_reduce(total, group=settings.grad_norm_group)
     return total

@@ -48,10 +48,10 @@ class Came(reference.Came):
         self.scratch = Scratch(piece_size(buckets[0].metrics.device))
 
     def square_sum(self) -> Tensor:
-        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         parts = [part for grad in grads for part in pieces.pieces_of(grad, self.scratch.limit)]
-        return square_sums(parts, self.buckets[0].metrics).sum()
+        return square_sums(parts, self.buckets[0].metrics.device).sum(dim=0)
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Came.step`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import write
+from bighorn.kernels.arithmetic import no_square_sums, root, write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
 from bighorn.kernels.foreach.pieces import Workspace, aligned_size, piece_bytes, store_pieces
@@ -42,7 +42,7 @@ class LambBatch(Batch[LambOptions]):
         o, norms = self.bucket.options, self.bucket.metrics[self.rows]
         t = torch.stack(self.bucket.steps[self.rows]) + 1
         corrections = bias_corrections(t.to(wide(t.device)), o)
-        sums = torch.zeros(len(t), 2, dtype=wide(t.device), device=t.device)
+        sums = no_square_sums(len(t), 2, device=t.device)
         decay = 1 - o.lr * o.weight_decay if o.decay_mode == "decoupled" else 1.0
 
         updates = []
@@ -51,7 +51,7 @@ class LambBatch(Batch[LambOptions]):
             x = self._weights(piece)
             sums[piece.rows] += torch.stack([space.square_sums(WIDE, each) for each in (x, u)], dim=1)
 
-        weight_norm, update_norm = sums.sqrt().unbind(dim=1)
+        weight_norm, update_norm = root(sums).unbind(dim=1)
         weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
         q = torch.ones_like(weight_norm)
         if o.adapt:

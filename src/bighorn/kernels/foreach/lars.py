@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import write
+from bighorn.kernels.arithmetic import no_square_sums, write
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
 from bighorn.kernels.foreach.pieces import Workspace, store_pieces
 from bighorn.kernels.options import LarsOptions
@@ -29,7 +28,7 @@ class LarsBatch(Batch[LarsOptions]):
         o = self.bucket.options
         t = torch.stack(self.bucket.steps[self.rows]) + 1
         scale = -grad_scale if o.maximize else grad_scale
-        sums = torch.zeros(len(t), 2, dtype=wide(t.device), device=t.device)
+        sums = no_square_sums(len(t), 2, device=t.device)
         for piece, g in self._updates(space, scale, decayed=o.denominator == "joint"):
             x = self._weights(piece)
             sums[piece.rows] += torch.stack([space.square_sums(WIDE, each) for each in (x, g)], dim=1)

@@ -16,8 +16,7 @@ from typing import ClassVar, Generic
 import torch
 from torch import Tensor
 
-from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import compute_dtype, count_step
+from bighorn.kernels.arithmetic import compute_dtype, count_step, no_square_sums
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, dequantize, quantize
 from bighorn.kernels.foreach.pieces import (
@@ -269,12 +268,12 @@ class LayerwiseStepper(Stepper[Options]):
         workspace(SIZE, self.buckets[0].metrics.device)
 
     def square_sum(self) -> Tensor:
-        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         norms = self.buckets[0].metrics
         space = workspace(SIZE, norms.device)
         sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, piece_bytes(norms.device) // 8)]
-        return torch.cat(sums).sum() if sums else norms.new_zeros((), dtype=wide(norms.device))
+        return torch.cat(sums or [no_square_sums(0, device=norms.device)]).sum(dim=0)
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Stepper.step`."""

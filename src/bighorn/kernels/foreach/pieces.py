@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import write
+from bighorn.kernels.arithmetic import square_sums, write
 
 
 def piece_bytes(device: torch.device) -> int:
@@ -61,11 +60,11 @@ class Workspace:
         return self.copies(slot, tensors, dtype)
 
     def square_sums(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each tensor, `[tensors]`, in float64: squares neither overflow nor underflow."""
-        copies = self.copies(slot, tensors, wide(tensors[0].device))
-        if self.memory.device.type == "cpu":  # the norm uses one thread, and takes longer than this on one, too
-            return torch.stack([torch.dot(copy, copy) for copy in copies])
-        return torch.stack(torch._foreach_norm(copies)).square()
+        """Return the sum of squares of each tensor, as `arithmetic.square_sums`."""
+        if self.memory.device.type != "cpu":
+            return square_sums(tensors, self.memory.device)
+        # The norm uses one thread, and takes longer than this on one, too.
+        return torch.stack([torch.dot(copy, copy) for copy in self.copies(slot, tensors, torch.float64)])
 
 
 def aligned_size(tensor: Tensor) -> int:

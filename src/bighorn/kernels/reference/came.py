@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import one_minus_power, rsqrt_of_ratio, square_sum
+from bighorn.kernels.arithmetic import one_minus_power, root, rsqrt_of_ratio, square_sum
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
@@ -38,12 +38,13 @@ def came(
         new_state = {"exp_avg_sq": v}
         u = g * v.rsqrt()  # CAME-u
         u_sum, x_sum = yield [square_sum(u), square_sum(x)]
+        u_norm = root(u_sum)
     else:
         squares = Averages("exp_avg_sq", g, eps1, b2, state, o.factor, shard)  # CAME-row, CAME-col
-        u_sum, x_sum = yield from squares.update_sum(square_sum(x))
+        u_norm, x_sum = yield from squares.update_norm(square_sum(x))
         new_state = squares.state()
         u = g * squares.rsqrt()  # CAME-u
-    rms_u = (u_sum.to(t.dtype) / shard.numel).sqrt()
+    rms_u = u_norm.to(t.dtype) / math.sqrt(shard.numel)
     excess = (rms_u / o.clip_threshold).clamp(min=1)
     u = u / excess.to(dtype)  # CAME-clip
 
@@ -60,7 +61,7 @@ def came(
         new_state |= residual.state()
         confidence = residual.rsqrt() * correction.sqrt().to(dtype)
 
-    lr = o.lr * (x_sum.to(t.dtype) / shard.numel).sqrt().clamp(min=o.scale_eps) if o.scale_parameter else o.lr
+    lr = o.lr * (root(x_sum) / math.sqrt(shard.numel)).clamp(min=o.scale_eps) if o.scale_parameter else o.lr
     x = x - lr * o.weight_decay * x
     x = x - lr * m * confidence  # CAME-x
     metrics = torch.stack([rms_u, 1 / excess, confidence_mean.to(rms_u.dtype)])
@@ -112,16 +113,16 @@ class Averages:
         rsqrt = self.shard.unbox(rsqrt_of_ratio(self.row, self.mean) * self.col.rsqrt())
         return rsqrt.clamp(max=torch.finfo(rsqrt.dtype).max)  # zeros in rows and columns of zeros remain 0
 
-    def update_sum(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:
-        """Return the sum of the squares of the tensor times `rsqrt()`, and the sum of `also`, over all shards."""
+    def update_norm(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:
+        """Return the norm of the tensor times `rsqrt()`, and the sum of `also`, over all shards."""
         if self.split_down != self.split_across:
             known, split, kept = self._known()
             inner, average, mean, also = yield from self._add_up_one((self.a**2 / known).sum(split, True), split, also)
-            return (mean * (inner / average).sum(kept, True)).sum(), also
+            return (mean * (inner / average).sum(kept, True)).sum().sqrt(), also
         if self.split_down:
             yield from self._add_up_both()
         update_sum, also = yield [square_sum(self.a * self.rsqrt()), also]
-        return update_sum, also
+        return root(update_sum), also
 
     def rsqrt_sum(self) -> Sums[Tensor]:
         """Return the sum of `rsqrt()` over all shards."""

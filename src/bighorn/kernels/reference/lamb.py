@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import one_minus_power, square_sum
+from bighorn.kernels.arithmetic import one_minus_power, root, square_sum
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
@@ -51,7 +51,7 @@ def lamb(
     u = r + o.weight_decay * x if o.decay_mode == "ratio" else r  # LAMB-u
 
     weight_sum, update_sum = yield [square_sum(x), square_sum(u)]
-    weight_norm, update_norm = weight_sum.sqrt(), update_sum.sqrt()
+    weight_norm, update_norm = root(weight_sum), root(update_sum)
     q = torch.ones_like(weight_norm)
     if o.adapt:
         q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)

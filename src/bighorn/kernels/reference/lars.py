@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import square_sum
+from bighorn.kernels.arithmetic import root, square_sum
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import LarsOptions
@@ -48,7 +48,7 @@ def trust_ratio(weight_sum: Tensor, norm_sum: Tensor, options: LarsOptions) -> t
         options: The options of the bucket.
     """
     o = options
-    weight_norm, norm = weight_sum.sqrt(), norm_sum.sqrt()
+    weight_norm, norm = root(weight_sum), root(norm_sum)
     update_norm = norm + o.weight_decay * weight_norm if o.denominator == "sum" else norm
     q = o.trust_coefficient * weight_norm / (update_norm + o.eps)  # LARS-q
     q = torch.where((weight_norm == 0) | (norm == 0), torch.ones_like(q), q)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import compute_dtype, count_step, square_sums, write
+from bighorn.kernels.arithmetic import compute_dtype, count_step, no_square_sums, square_sum, write
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.options import Options
@@ -66,9 +66,10 @@ class Stepper(Generic[Options]):
         """Do everything that can fail, before any kernel of a step writes: nothing can fail here."""
 
     def square_sum(self) -> Tensor:
-        """Return the sum of all gradients' squares, a 0-dim float64 tensor."""
+        """Return the sum of all gradients' squares, as `arithmetic.square_sum`."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        return square_sums(grads, self.buckets[0].metrics).sum()
+        sums = [square_sum(grad) for grad in grads]
+        return torch.stack(sums or [no_square_sums(device=self.buckets[0].metrics.device)]).sum(dim=0)
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket of whole tensors; parameters, state, step counts and metrics change in place.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels import Bucket, CameOptions, codec
 from bighorn.kernels.foreach import came as foreach
+from bighorn.kernels.foreach import pieces as foreach_pieces
 from bighorn.kernels.reference import came as reference
 from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, Make, bucket_of, largest, marks
 
@@ -19,8 +20,7 @@ from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, 
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether tensors stay whole, as small ones do, or are divided into pieces, as large ones are, even within rows."""
     if request.param == "cut":
-        monkeypatch.setattr(foreach, "piece_size", lambda _: 8)
-        monkeypatch.setattr(foreach, "SMALL", 16)
+        monkeypatch.setattr(foreach_pieces, "piece_bytes", lambda _: 8 * 4)
     return str(request.param)
 
 

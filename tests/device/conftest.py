@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-from tests.device import broken, stand_in
+from tests.device import stand_in
 from tests.device.child import child
 
 
@@ -24,21 +21,5 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "mode" not in pyfuncitem.funcargs:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    try:
-        child(pyfuncitem.funcargs["mode"]).call(pyfuncitem.obj, arguments)
-    except pytest.fail.Exception as failure:
-        row = broken.row_of(pyfuncitem.nodeid)
-        if row is not None and re.search(row.says, str(failure)):
-            raise broken.KnownError(str(failure)) from None
-        raise
+    child(pyfuncitem.funcargs["mode"]).call(pyfuncitem.obj, arguments)
     return True
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what fails today."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            row = broken.row_of(item.nodeid)
-            if row is not None:
-                reason = f"{row.place}: {row.wrong}"
-                item.add_marker(pytest.mark.xfail(reason=reason, raises=broken.KnownError, strict=True))

@@ -34,11 +34,10 @@ FEW: Shapes = [(128, 64), (128,), (128, 128), (128,), (10, 128), (10,)]
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer, the calls of torch in a step that it takes for BERT's tensors today, and the calls that it may."""
+    """An optimizer, and the calls of torch in a step that it takes for BERT's tensors."""
 
     make: Callable[[list[Parameter]], Optimizer]
-    today: int
-    most: int
+    calls: int
     dtype: torch.dtype = torch.float32
 
 
@@ -57,23 +56,23 @@ def lars(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
 LOW = torch.bfloat16
 
 ROWS = {
-    "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 8, 8),
-    "lamb": Row(lamb(), 56, 60),
-    "lamb-clip": Row(lamb(max_grad_norm=1.0), 74, 200),
-    "lamb-skip": Row(lamb(skip_nonfinite=True), 89, 200),
-    "lamb-int8": Row(lamb(state_dtype="int8"), 390, 500),
-    "lamb-float16": Row(lamb(state_dtype="float16"), 264, 500),
-    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 64, 200),
-    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 117, 500, LOW),
-    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 104, 500, LOW),
-    "lamb-master": Row(lamb(weight_rounding="master"), 79, 500, LOW),
-    "came": Row(came(), 747, 200),
-    "came-int8": Row(came(state_dtype="int8"), 896, 500),
-    "came-stochastic": Row(came(weight_rounding="stochastic"), 1245, 500, LOW),
-    "came-kahan": Row(came(weight_rounding="kahan"), 965, 500, LOW),
-    "came-master": Row(came(weight_rounding="master"), 829, 500, LOW),
-    "lars": Row(lars(), 39, 60),
-    "lars-int8": Row(lars(state_dtype="int8"), 202, 500),
+    "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 8),
+    "lamb": Row(lamb(), 56),
+    "lamb-clip": Row(lamb(max_grad_norm=1.0), 74),
+    "lamb-skip": Row(lamb(skip_nonfinite=True), 89),
+    "lamb-int8": Row(lamb(state_dtype="int8"), 390),
+    "lamb-float16": Row(lamb(state_dtype="float16"), 264),
+    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 64),
+    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 117, LOW),
+    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 104, LOW),
+    "lamb-master": Row(lamb(weight_rounding="master"), 79, LOW),
+    "came": Row(came(), 199),
+    "came-int8": Row(came(state_dtype="int8"), 425),
+    "came-stochastic": Row(came(weight_rounding="stochastic"), 319, LOW),
+    "came-kahan": Row(came(weight_rounding="kahan"), 255, LOW),
+    "came-master": Row(came(weight_rounding="master"), 221, LOW),
+    "lars": Row(lars(), 39),
+    "lars-int8": Row(lars(state_dtype="int8"), 202),
 }
 
 VIEWS = {
@@ -153,14 +152,7 @@ def calls_of(name: str, shapes: Shapes = BERT) -> Counter[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_calls_of_torch_are_no_more_than_they_were(name: str) -> None:
     found = calls_of(name)
-    assert found.total() <= ROWS[name].today, f"{found.total()} calls: {found.most_common(12)}"
-
-
-@pytest.mark.parametrize("mode", ["complete"], indirect=True)
-@pytest.mark.parametrize("name", ROWS)
-def test_calls_of_torch_are_of_the_order_of_adamws(name: str) -> None:
-    found = calls_of(name)
-    assert found.total() <= ROWS[name].most, f"{found.total()} calls: {found.most_common(12)}"
+    assert found.total() <= ROWS[name].calls, f"{found.total()} calls: {found.most_common(12)}"
 
 
 @pytest.mark.parametrize("mode", ["complete"], indirect=True)

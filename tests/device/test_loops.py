@@ -122,6 +122,21 @@ def test_16_bit_weights(kind: Kind, rounding: str) -> None:
     assert_same_training(kind, plain, torch.bfloat16, weight_rounding=rounding)
 
 
+def test_a_clip_over_parameters_on_two_devices(kind: Kind) -> None:
+    """Their sums of squares have other forms where the device has no float64."""
+    ends = []
+    for second in ("cpu", "npu"):
+        net = network("cpu")
+        net[2:].to(second)
+        optimizer = optimizer_of(kind, net, max_grad_norm=0.1)
+        for param, grad in zip(net.parameters(), gradients(0), strict=True):
+            param.grad = (1e20 * grad).to(param.device)
+        optimizer.step()
+        ends.append([param.detach().cpu() for param in net.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
 # ---- scaling --------------------------------------------------------------------------------------------------------
 
 

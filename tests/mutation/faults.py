@@ -49,16 +49,16 @@ FAULTS = (
     ),
     Fault(
         "the dtype of a sum",
-        "kernels/arithmetic.py",
-        "x.to(wide(x)).square().sum()",
-        "x.square().sum().to(wide(x))",
+        "square_sums.py",
+        "x.to(torch.float64).square().sum()",
+        "x.square().sum().to(torch.float64)",
         "tests/backends/test_backends.py -k reference",
     ),
     Fault(
         "an axis in foreach",
         "kernels/foreach/came.py",
-        "col = (col / shape[axis] + eps)",
-        "col = (col / shape[axis + 1] + eps)",
+        "1 / shape[axis]]",
+        "1 / shape[axis + 1]]",
         "tests/backends/test_came_foreach.py",
     ),
     Fault(

@@ -138,9 +138,9 @@ def test_a_cached_step_is_a_short_walk(kind: Kind, backend: str) -> None:
 
 WHOLE: dict[str, tuple[int, int, int]] = {
     "cpu": (8, 15, 8),
-    "clip": (8, 21, 14),
-    "lamb foreach": (11, 39, 29),
-    "came foreach": (10, 22, 13),
+    "clip": (9, 22, 14),
+    "lamb foreach": (12, 36, 25),
+    "came foreach": (11, 24, 14),
     "construction": (12, 39, 28),
     "first step": (26, 89, 66),
 }

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from bighorn.arguments import shortened
 from bighorn.distributed.grad_scaler import inverse
 from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
-from bighorn.kernels.arithmetic import root, square_sums
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
 from bighorn.offloading.worker import Job, Latch
+from bighorn.square_sums import root, square_sums
 
 NUMBER_BYTES = 3 * 8
 """The bytes of the numbers that a step needs from the device: a norm, the scaler's scale, and its found_inf."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import square_sums
 from bighorn.kernels.bucket import Shard
+from bighorn.square_sums import square_sums
 
 
 class Centred(NamedTuple):
@@ -84,5 +84,5 @@ def centre(gradients: Iterable[Centred]) -> Generator[Tensor, None, None]:
 
 
 def square_sum(gradients: Iterable[Centred], device: torch.device) -> Tensor:
-    """Return the sum of the squares of the gradients themselves on this rank, as `arithmetic.square_sum`."""
+    """Return the sum of the squares of the gradients themselves on this rank, as `square_sums.square_sum`."""
     return square_sums([each.grad for each in gradients if each.grad is not None], device).sum(dim=0)

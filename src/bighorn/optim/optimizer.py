@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -277,7 +278,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                     settings,
                     grad_scale,
                     found_inf,
-                    lambda: square_sum_of(plans, wait, self.param_groups, settings, known),
+                    partial(square_sum_of, plans, wait, self.param_groups, settings, known),
                 )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
@@ -285,11 +286,11 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
             for part, plan in enumerate(plans):
                 wait(part)
                 for launch in plan.kernels if not initialises else ():
-                    kernel, device, _, centring = launch
+                    kernel, device, dtype, _, centring = launch
                     if centring:
                         launch.centre()
                     kernel.step(
-                        scale.to(device) if isinstance(scale, Tensor) else scale,
+                        scale.to(device, dtype) if isinstance(scale, Tensor) else scale,
                         None if mask is None else mask.to(device),
                     )
                 if plan.meshes and not initialises:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bighorn import kernels
 from bighorn.arguments import about
+from bighorn.capabilities import wide
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
@@ -166,7 +167,7 @@ def _add_kernels(plan: StepPlan, backends: Backends) -> None:
     for (name, device, dims, centres), used_by in backends.items():
         buckets = [bucket_plan.bucket for bucket_plan in used_by]
         kernel = kernels.kernel(name, buckets[0].options.algorithm)(buckets)
-        launch = Launch(kernel, device, dims, used_by if centres else [])
+        launch = Launch(kernel, device, wide(device), dims, used_by if centres else [])
         if dims is None:
             plan.kernels.append(launch)
         else:

@@ -17,13 +17,13 @@ from bighorn.capabilities import wide
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket
-from bighorn.kernels.arithmetic import no_square_sums, root, square_sum_on
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.centring import Centred, centre, square_sum
 from bighorn.optim.flat_tensors import FlatView
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import real_view
+from bighorn.square_sums import no_square_sums, root, square_sum_on
 
 LARGEST_NORM = 2.0**53
 """Up to this 2-norm of all gradients, no square overflows float32, the dtype of moments.
@@ -200,6 +200,8 @@ class Launch(NamedTuple):
     kernel: Any
     """A `kernels.Kernel`; with `dims`, a `kernels.ShardKernel`."""
     device: torch.device
+    wide: torch.dtype
+    """The device's dtype for norms and scales, as `capabilities.wide`."""
     dims: ShardedDims | FlatGroup | None
     """The ranks that hold the other shards; None for tensors that this rank holds completely."""
     centring: list[BucketPlan]
@@ -286,8 +288,8 @@ class StepPlan:
         for reduce_group, launches in self.meshes.items():
             running = []
             for launch in launches:
-                kernel, device, dims, centring = launch
-                step = kernel.sharded_step(on_device(scale, device), on_device(apply_mask, device))
+                kernel, device, dtype, dims, centring = launch
+                step = kernel.sharded_step(on_device(scale, device, dtype), on_device(apply_mask, device))
                 running.append((dims, launch.centred_step(step) if centring else step))
             while parts := [(dims, part) for dims, step in running if (part := next(step, None)) is not None]:
                 reduce_group.all_reduce(parts)
@@ -313,9 +315,9 @@ class StepPlan:
         return torch.cat(tables)[torch.tensor(row_indices, dtype=torch.int64, device=device)]
 
 
-def on_device(value: Any, device: torch.device) -> Any:
-    """Return a tensor on a device, and anything else unchanged."""
-    return value.to(device) if isinstance(value, Tensor) else value
+def on_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor on a device, in a dtype that the device has, and anything else unchanged."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else value
 
 
 def scale_and_mask(
@@ -329,7 +331,7 @@ def scale_and_mask(
         settings: Whether gradients are clipped, and whether a step whose gradients are not finite is skipped.
         grad_scale: The factor by which a gradient scaler has multiplied them.
         found_inf: A tensor that is not 0 if the scaler found gradients that are not finite.
-        square_sum: A function that returns the sum of their squares, as `arithmetic.square_sum`; it is called only if
+        square_sum: A function that returns the sum of their squares, as `square_sums.square_sum`; it is called only if
             an option needs it.
     """
     scale: Tensor | float = 1.0
@@ -339,7 +341,7 @@ def scale_and_mask(
     if settings.needs_all_grads:
         total = square_sum()
         # A model may be spread over devices: the scaler's is not always that of the first gradient.
-        scale, mask = on_device(scale, total.device), on_device(mask, total.device)
+        scale, mask = on_device(scale, total.device, total.dtype), on_device(mask, total.device)
         norm = root(total) * scale
         largest = LARGEST_NORM
         if settings.max_grad_norm is not None:
@@ -362,7 +364,9 @@ def square_sum_of(
         wait(part)
         sums += plan.square_sums()
     if sums:
-        total = torch.stack([square_sum_on(sums[0].device, part_sum) for part_sum in sums]).sum(dim=0)
+        device, form = sums[0].device, sums[0].dtype
+        parts = [each.to(device) if each.dtype == form else square_sum_on(device, each) for each in sums]
+        total = torch.stack(parts).sum(dim=0)
     else:
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         total = no_square_sums(device=device)

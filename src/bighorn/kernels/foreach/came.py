@@ -7,37 +7,25 @@ follow `reference/came.py`, which has the details.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import (
-    compute_dtype,
-    count_step,
-    one_minus_power,
-    rsqrt_of_ratio,
-    square_sums,
-    write,
-)
+from bighorn.kernels.arithmetic import compute_dtype, count_step, one_minus_power, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import dequantize, quantize
 from bighorn.kernels.foreach import pieces
+from bighorn.kernels.foreach.stacks import ALL, Index, Stack, batches, slices, stacked
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference import came as reference
 from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import AUX_STATE, load_weight, positions, random_bits, rng_key, store_weight
+from bighorn.square_sums import square_sums
 
-SMALL = 16
-"""Tensors up to 1 / SMALL of a piece are copied together, since calls cost more than copies; others stay in place."""
-
-Index = tuple[slice, ...]
 Values = Callable[[Index], Tensor]
 """A function that computes a piece of a tensor that exists only in pieces."""
-
-ALL = slice(None)
 
 
 class Came(reference.Came):
@@ -45,7 +33,7 @@ class Came(reference.Came):
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         super().__init__(buckets)
-        self.scratch = Scratch(piece_size(buckets[0].metrics.device))
+        self.scratch = Scratch(buckets[0].metrics.device)
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares."""
@@ -57,27 +45,9 @@ class Came(reference.Came):
         """Make one step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
             present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
-            for rows in batches(present, self.scratch.limit):
+            for rows in batches(present, self.scratch.limit, self.scratch.small):
                 Batch(bucket, rows, self.scratch, grad_scale, apply_mask).step()
             count_step(bucket.unique_steps, apply_mask)
-
-
-def piece_size(device: torch.device) -> int:
-    """Return the elements of a piece, in float32."""
-    return pieces.piece_bytes(device) // 4
-
-
-def batches(params: dict[int, Tensor], limit: int) -> Iterator[list[int]]:
-    """Yield rows to process together: small ones of one shape, up to `limit` elements in all, or a single one."""
-    small, most = defaultdict[torch.Size, list[int]](list), limit // SMALL
-    for i, x in params.items():
-        if x.numel() > most:
-            yield [i]
-        else:
-            small[x.shape].append(i)
-    for shape, rows in small.items():
-        count = limit // max(shape.numel(), 1)
-        yield from (rows[i : i + count] for i in range(0, len(rows), count))
 
 
 class Scratch:
@@ -85,10 +55,12 @@ class Scratch:
 
     Attributes:
         limit: The elements of a piece, which it has memory for.
+        small: Tensors up to this size are copied together, since calls cost more than copies; others stay in place.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, device: torch.device) -> None:
+        self.limit = pieces.piece_bytes(device) // 4
+        self.small = self.limit // (16 if device.type == "cpu" else 1)
         self.memory: dict[str, Tensor] = {}
         self.sent: dict[tuple[object, ...], tuple[list[int], Tensor]] = {}
 
@@ -109,218 +81,278 @@ class Scratch:
 
 
 class Batch:
-    """One step of tensors of one shape: a single one in place, or several that are stacked.
-
-    Dim 0 of every array counts the tensors; a piece of an array has all of them.
-    """
+    """One step of a single tensor, in pieces, or of several small ones together."""
 
     def __init__(
         self,
         bucket: Bucket[CameOptions],
-        rows: list[int],
+        rows: list[list[int]],
         scratch: Scratch,
         grad_scale: Tensor | float,
         apply_mask: Tensor | None,
     ) -> None:
-        o, x = bucket.options, as_vector(bucket.params[rows[0]])
-        columns = {"x": bucket.params, **bucket.state, "metrics": list(bucket.metrics)}
-        self.scratch = scratch
-        self.options, self.apply_mask, self.dtype, self.size = o, apply_mask, compute_dtype(x), x.numel()
-        self.targets = {name: [as_vector(tensors[i]) for i in rows] for name, tensors in columns.items()}
-        self.arrays = {name: together(tensors) for name, tensors in self.targets.items()}
-        self.g = together([as_vector(grad) for i in rows if (grad := bucket.grads[i]) is not None])
+        o, self.counts = bucket.options, list(map(len, rows))
+        self.bucket, self.rows = bucket, [i for of_shape in rows for i in of_shape]
+        self.scratch, self.options, self.apply_mask = scratch, o, apply_mask
+        grads = [bucket.params[i] if grad is None else grad for i, grad in enumerate(bucket.grads)]
+        columns = {"g": grads, "x": bucket.params, **bucket.state, "metrics": list(bucket.metrics)}
+        self.stacks = stacked(columns, rows, bucket.params[self.rows[0]].numel() > scratch.small)
+        self.wholes = {name: stack.whole for name, stack in self.stacks.items()}
+        self.g = self.stacks.pop("g")
+        self.dtype, self.device = compute_dtype(self.wholes["x"]), self.wholes["x"].device
         self.grad_scale = -grad_scale if o.maximize else grad_scale
-        self.t = torch.stack([bucket.steps[i] for i in rows]).to(wide(x.device)) + 1
-        self.axis = row_axis(x, o.factor) if o.factor else -1
-        if o.weight_rounding == "stochastic":
-            batch, keys = (id(bucket), rows[0]), [rng_key(o.rounding_seed, bucket.param_ids[i]) for i in rows]
-            self.keys = scratch.numbers(("keys", *batch), keys, x.device)
-            self.row_offsets = scratch.numbers(("offsets", *batch), [bucket.row_offsets[i] for i in rows], x.device)
-        # Quantization blocks are not divided, since they run along a row.
-        deep = "exp_avg_scale" not in bucket.state
-        self.pieces = [(ALL, *at) for at in slices(x.shape, scratch.limit, deep)]
+        self.t = torch.stack([bucket.steps[i] for i in self.rows]).to(wide(self.device)) + 1
+        arrays = self.arrays(self.g.whole)
+        self.axes = [row_axis(array[0], o.factor) if o.factor else -1 for array in arrays]
+        self.in_blocks = "exp_avg_scale" in bucket.state
+        self.pieces: list[Index] = [(ALL,)]
+        if len(arrays) == 1:  # Quantization blocks are not divided, since they run along a row.
+            self.pieces = [(ALL, *at) for at in slices(arrays[0].shape[1:], scratch.limit, not self.in_blocks)]
 
     def step(self) -> None:
         """Make four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
-        metrics = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
-        if self.size:
+        if self.g.whole.numel():
             update = self.second_moment()
             if len(self.pieces) == 1:
                 update = kept(update(self.pieces[0]))
             rms_u = self.rms(update)
             excess = (rms_u / self.options.clip_threshold).clamp(min=1)
             r, c = self.confidence(update, excess)
+            mean = self.mean_of_product(r, c)
             self.move(r, c)
-            metrics = [rms_u, 1 / excess, self.mean_of_product(r, c).to(rms_u.dtype)]
-        write(self.arrays["metrics"], torch.stack(metrics, dim=1), self.apply_mask)
-        if len(self.targets["x"]) > 1:
-            for name, array in self.arrays.items():
-                torch._foreach_copy_(self.targets[name], list(array.unbind()))
+            metrics = [rms_u, 1 / excess, mean.to(rms_u.dtype)]
+        else:
+            metrics = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
+        table = self.wholes["metrics"]
+        write(table, torch.stack(metrics, dim=1).view(table.shape), self.apply_mask)
+        for stack in self.stacks.values():
+            if stack.copied:
+                arrays = self.arrays(stack.whole, stack)
+                torch._foreach_copy_(stack.tensors, [each for array in arrays for each in array.unbind()])
+
+    def arrays(self, whole: Tensor, stack: Stack | None = None) -> list[Tensor]:
+        """Return the part of each shape, whose dim 0 counts its tensors. For one shape this is a piece as it is."""
+        shapes = (stack or self.g).shapes
+        if len(shapes) == 1:
+            return [whole]
+        parts = whole.split_with_sizes([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def second_moment(self) -> Values:
         """Advance the second moment, and return a function that computes a piece of u."""
         o = self.options
         if o.decay_rate is None:
-            b2, gain = self.beta_pair(o.betas[1])
+            betas = self.beta_pair(o.betas[1])
         else:
             gain = self.t**-o.decay_rate
-            b2 = 1 - gain
+            betas = (1 - gain).to(self.dtype), gain.to(self.dtype)
         if o.factor is None:
-            v = self.arrays["exp_avg_sq"]
+            v = self.wholes["exp_avg_sq"]
             for at in self.pieces:
                 q = self.square(self.gradient(at)).add_(o.eps[0])
-                write(v[at], q.mul_(each(gain, q)).addcmul_(v[at], each(b2, q)), self.apply_mask)  # CAME-v
+                write(v[at], self.average(self.g, v[at], q, betas), self.apply_mask)  # CAME-v
             return lambda at: torch.rsqrt(v[at], out=self.scratch.like("u", v[at])).mul_(self.gradient(at))  # CAME-u
-        r, c = self.factors("exp_avg_sq", self.gradient, (b2, gain), o.eps[0])  # CAME-row, CAME-col
-        return lambda at: self.times(self.gradient(at), r, at).mul_(part(c, at))  # CAME-u
+        r, c = self.factors("exp_avg_sq", self.gradient, betas, o.eps[0])  # CAME-row, CAME-col
 
-    def confidence(self, update: Values, excess: Tensor) -> tuple[Tensor, Tensor]:
+        def update(at: Index) -> Tensor:
+            u = self.times(self.gradient(at), r, at)
+            torch._foreach_mul_(self.arrays(u), self.parts(c, at))  # CAME-u
+            return u
+
+        return update
+
+    def confidence(self, update: Values, excess: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Advance the average and the averages of its residual, and return r and c, whose product is the confidence."""
-        o = self.options
+        o, excess = self.options, excess.to(self.dtype)
 
         def residual(at: Index) -> Tensor:
             u = update(at)
-            u.div_(each(excess, u))  # CAME-clip
+            arrays = self.arrays(u)
+            torch._foreach_div_(arrays, self.each(excess, arrays))  # CAME-clip
             return u.sub_(self.advance(at, u))
 
         if o.factor is None:
             for at in self.pieces:
                 residual(at)
-            one = self.g.new_ones([1] * self.g.dim(), dtype=self.dtype)
-            return one, one
-        correction = one_minus_power(o.betas[2], self.t) if o.bias_correction else None
+            arrays = self.arrays(self.g.whole)
+            r, c = torch.ones(2, len(self.rows), dtype=self.dtype, device=self.device)
+            return self.each(r, arrays), self.each(c, arrays)
+        correction = one_minus_power(o.betas[2], self.t).to(self.dtype) if o.bias_correction else None
         return self.factors("exp_avg_res", residual, self.beta_pair(o.betas[2]), o.eps[1], correction)
 
     def beta_pair(self, beta: float) -> tuple[Tensor, Tensor]:
         """Return beta and 1 - beta for each tensor; in float32, the difference of tensors would be 6e-4 off."""
-        return torch.full_like(self.t, beta), torch.full_like(self.t, 1 - beta)
+        pair = [torch.full(self.t.shape, b, dtype=self.dtype, device=self.device) for b in (beta, 1 - beta)]
+        return pair[0], pair[1]
+
+    def average(self, stack: Stack, old: Tensor, new: Tensor, betas: tuple[Tensor, Tensor]) -> Tensor:
+        """Return beta old + (1 - beta) new, in the memory of `new`."""
+        olds, news = self.arrays(old, stack), self.arrays(new, stack)
+        beta, gain = (self.each(values, news) for values in betas)
+        torch._foreach_mul_(news, gain)
+        torch._foreach_addcmul_(news, olds, beta)
+        return new
 
     def factors(
         self, name: str, values: Values, betas: tuple[Tensor, Tensor], eps: float, correction: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Advance the averages of rows and columns of squared values, and return r and c of `rsqrt_factors`."""
-        axis, columns, shape = self.axis, tuple(range(self.axis + 1, 0)), self.g.shape
-        beta, gain = betas
-        row = self.g.new_zeros([*shape[: axis + 1], *[1] * len(columns)], dtype=self.dtype)
-        col = self.g.new_zeros([*shape[:axis], 1, *shape[axis + 1 :]], dtype=self.dtype)
-        for at in self.pieces:
-            q = self.square(values(at))
-            part(row, at).add_(q.sum(dim=columns, keepdim=True))
-            part(col, at).add_(q.sum(dim=axis, keepdim=True))
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Advance the averages of rows and columns of squared values.
 
-        old_row, old_col = self.arrays[f"{name}_row"], self.arrays[f"{name}_col"]
-        row = (row / math.prod(shape[axis + 1 :]) + eps).view_as(old_row)
-        col = (col / shape[axis] + eps).view_as(old_col)
-        row = each(beta, row) * old_row + each(gain, row) * row  # CAME-row, CAME-res
-        col = each(beta, col) * old_col + each(gain, col) * col  # CAME-col, CAME-res
-        write(old_row, row, self.apply_mask)
-        write(old_col, col, self.apply_mask)
+        Return r and c of each array, whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter.
+        """
+        stacks = self.stacks[f"{name}_row"], self.stacks[f"{name}_col"]
+        averages = [torch.zeros_like(stack.whole, dtype=self.dtype) for stack in stacks]
+        rows, cols = (self.arrays(new, stack) for stack, new in zip(stacks, averages, strict=True))
+        self.add_means(values, *self.spread(rows, cols))
+        for stack, new in zip(stacks, averages, strict=True):
+            self.average(stack, stack.whole, new.add_(eps), betas)  # CAME-row, CAME-col, CAME-res
+            write(stack.whole, new, self.apply_mask)
+        means = [row.mean(dim=-1, keepdim=True) for row in rows]
         if correction is not None:
-            row, col = row / each(correction, row), col / each(correction, col)
-        return rsqrt_factors(row, col, axis)
+            torch._foreach_mul_(means, self.each(correction, means))
+        torch._foreach_sqrt_(means)
+        for new in averages:
+            new.rsqrt_()
+        torch._foreach_mul_(rows, means)
+        return self.spread(rows, cols)
+
+    def spread(self, rows: list[Tensor], cols: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return averages of rows and of columns with dims of 1 in place of those over which they are averages."""
+        r = [row.view(*row.shape, *[1] * (-axis - 1)) for row, axis in zip(rows, self.axes, strict=True)]
+        return r, [col.unsqueeze(axis) for col, axis in zip(cols, self.axes, strict=True)]
+
+    def add_means(self, values: Values, rows: list[Tensor], cols: list[Tensor]) -> None:
+        """Add the means of squared values over columns and over rows."""
+        for at in self.pieces:
+            arrays = self.arrays(self.square(values(at)))
+            sums, shares = [], []
+            for q, axis, shape in zip(arrays, self.axes, self.g.shapes, strict=True):
+                across = tuple(range(axis + 1, 0))
+                sums += [q.sum(dim=across, keepdim=True), q.sum(dim=axis, keepdim=True)]
+                shares += [1 / math.prod(shape[axis + 1 :]), 1 / shape[axis]]
+            torch._foreach_mul_(sums, shares)
+            torch._foreach_add_(self.parts(rows, at), sums[::2])
+            torch._foreach_add_(self.parts(cols, at), sums[1::2])
 
     def advance(self, at: Index, u: Tensor) -> Tensor:
         """Advance a piece of the average, and return it as it is (or would be) stored."""
         beta1 = self.options.betas[0]
-        m = self.average(at).to(self.dtype, copy=self.apply_mask is not None)
+        m = self.momentum(at).to(self.dtype, copy=self.apply_mask is not None)
         m = m.mul_(beta1).add_(u, alpha=1 - beta1)  # CAME-m
-        array = self.arrays["exp_avg"]
-        if array.dtype == self.dtype and self.apply_mask is None:
+        if self.wholes["exp_avg"].dtype == self.dtype and self.apply_mask is None:
             return m  # it was computed in place
-        new = quantize("exp_avg", m.flatten(0, 1), self.arrays)
-        for name, value in new.items():
-            target = self.arrays[name][at if name == "exp_avg" else at[:2]]
-            write(target, value.view(target.shape), self.apply_mask)
-        return dequantize("exp_avg", {**self.arrays, **new}).view(u.shape).to(self.dtype)
+        new = [quantize("exp_avg", each, self.wholes) for each in self.in_rows("x", m)]
+        for name in new[0]:
+            target = self.wholes[name][at if name == "exp_avg" else at[:2]]
+            write(target, joined([each[name] for each in new], target), self.apply_mask)
+        return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in new], u).to(self.dtype)
 
-    def average(self, at: Index) -> Tensor:
+    def momentum(self, at: Index) -> Tensor:
         """Return a piece of the average as it is stored."""
-        m = self.arrays["exp_avg"][at]
-        if m.dtype != torch.int8:
+        m = self.wholes["exp_avg"][at]
+        if not self.in_blocks:
             return m
-        scales = self.arrays["exp_avg_scale"][at[:2]]
-        in_rows = {**self.arrays, "exp_avg": m.flatten(0, 1), "exp_avg_scale": scales.flatten(0, 1)}
-        return dequantize("exp_avg", in_rows).view(m.shape)
+        codes, scales = self.in_rows("x", m), self.in_rows("exp_avg_scale", self.wholes["exp_avg_scale"][at[:2]])
+        stored = [{"exp_avg": each, "exp_avg_scale": scale} for each, scale in zip(codes, scales, strict=True)]
+        return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in stored], m)
 
-    def move(self, r: Tensor, c: Tensor) -> None:
-        """Step the parameter, with the confidence r c."""
+    def in_rows(self, name: str, values: Tensor) -> list[Tensor]:
+        """Return what is encoded by itself: the rows of the tensors of each shape, or all values without blocks."""
+        return [each.flatten(0, 1) for each in self.arrays(values, self.stacks[name])] if self.in_blocks else [values]
+
+    def move(self, r: list[Tensor], c: list[Tensor]) -> None:
+        """Step the parameter, with the confidence r c; r is overwritten."""
         o = self.options
         lr = torch.ones_like(self.t) * o.lr
         if o.scale_parameter:
             lr = lr * self.rms(self.weight).clamp(min=o.scale_eps)
-        r = r * each(lr, r)
+        torch._foreach_mul_(r, self.each(lr.to(self.dtype), r))
+        decay = (lr * o.weight_decay).to(self.dtype)
         for at in self.pieces:
-            target = self.arrays["x"][at]
+            target = self.wholes["x"][at]
             x = load_weight(target, self.beside(at))
             if x is target and self.apply_mask is not None:
                 x = x.clone()
-            x.addcmul_(x, each(lr * o.weight_decay, x), value=-1)
-            x.addcmul_(self.times(self.average(at).to(self.dtype), r, at), part(c, at), value=-1)  # CAME-x
+            arrays = self.arrays(x)
+            torch._foreach_addcmul_(arrays, arrays, self.each(decay, arrays), value=-1)
+            m = self.times(self.momentum(at).to(self.dtype), r, at)
+            torch._foreach_addcmul_(arrays, self.arrays(m), self.parts(c, at), value=-1)  # CAME-x
             if x is not target:
                 for name, value in store_weight(x, target.dtype, o.weight_rounding, self.bits(at)).items():
-                    write(self.arrays[name][at], value, self.apply_mask)
+                    write(self.wholes[name][at], value, self.apply_mask)
 
     def weight(self, at: Index) -> Tensor:
         """Return the values that a piece of the parameter stands for; the piece itself if no conversion is needed."""
-        return load_weight(self.arrays["x"][at], self.beside(at))
+        return load_weight(self.wholes["x"][at], self.beside(at))
 
     def beside(self, at: Index) -> dict[str, Tensor]:
         """Return a piece of the parameter's aux state."""
-        return {name: self.arrays[name][at] for name in AUX_STATE[self.options.weight_rounding]}
+        return {name: self.wholes[name][at] for name in AUX_STATE[self.options.weight_rounding]}
 
     def bits(self, at: Index) -> Tensor | None:
         """Return random bits for a piece, if its rounding mode uses any."""
         if self.options.weight_rounding != "stochastic":
             return None
-        whole, piece = self.g.shape[1:], self.g[at].shape[1:]
-        within = positions(piece, [along.start or 0 for along in at[1:]], whole, self.g.device)
-        index = within + self.row_offsets.view(-1, *[1] * len(whole))
-        return random_bits(each(self.keys, index), each(self.t, index), index)
+        keys = [rng_key(self.options.rounding_seed, self.bucket.param_ids[i]) for i in self.rows]
+        firsts = [self.bucket.row_offsets[i] for i in self.rows]
+        if len(self.rows) == 1:
+            whole, piece = self.g.whole.shape[1:], self.g.whole[at].shape[1:]
+            index = positions(piece, [along.start or 0 for along in at[1:]], whole, self.device) + firsts[0]
+            return random_bits(keys[0], self.t, index).unsqueeze(0)
+        sizes = [tensor.numel() for tensor in self.g.tensors]
+        numbers = (sizes, keys, pieces.shifts(sizes, firsts))
+        batch = id(self.bucket), self.rows[0]
+        sent = [self.scratch.numbers((i, *batch), each, self.device) for i, each in enumerate(numbers)]
+        return random_bits(*pieces.positions_of(sent, self.t, sum(sizes))).view_as(self.wholes["x"])
 
     def gradient(self, at: Index) -> Tensor:
         """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""
-        g = self.g[at].to(self.dtype)
+        g = self.g.whole[at].to(self.dtype)
         if isinstance(self.grad_scale, float) and self.grad_scale == 1:
             return g
         return torch.mul(g, self.grad_scale, out=self.scratch.like("gradient", g))
 
     def rms(self, values: Values) -> Tensor:
-        """Return the root of the mean square of each tensor, float64."""
-        dims = tuple(range(1, self.g.dim()))
-        squares = [self.square(values(at)).sum(dim=dims).to(self.t.dtype) for at in self.pieces]
-        return torch.stack(squares).sum(dim=0).div(self.size).sqrt()
+        """Return the root of the mean square of each tensor, in the widest dtype."""
+        means = torch.zeros_like(self.t)
+        for at in self.pieces:
+            arrays = self.arrays(self.square(values(at)))
+            sums = torch.cat([q.flatten(1).mean(dim=1) for q in arrays]).to(self.t.dtype)
+            means.add_(sums, alpha=sum(q.numel() for q in arrays) / self.g.whole.numel())
+        return means.sqrt()
 
     def square(self, a: Tensor) -> Tensor:
         """Return the squares of a piece, which the next call overwrites."""
         return torch.mul(a, a, out=self.scratch.like("square", a))
 
-    def times(self, a: Tensor, r: Tensor, at: Index) -> Tensor:
+    def times(self, a: Tensor, r: list[Tensor], at: Index) -> Tensor:
         """Return a piece times its part of r, which the next call overwrites."""
-        return torch.mul(a, part(r, at), out=self.scratch.like("u", a))
-
-    def mean_of_product(self, r: Tensor, c: Tensor) -> Tensor:
-        """Return the mean of r c over each tensor, as the mean of mean(r) mean(c) over its matrices."""
-        columns = tuple(range(self.axis + 1, 0))
-        if not columns:
-            return torch.ones_like(self.t)
-        return (r.mean(dim=self.axis, keepdim=True) * c.mean(dim=columns, keepdim=True)).flatten(1).mean(dim=1)
-
-
-def rsqrt_factors(row: Tensor, col: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Return factors r and c whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter."""
-    r = rsqrt_of_ratio(row, row.mean(dim=-1, keepdim=True))
-    return r.view(*r.shape, *[1] * (-axis - 1)), col.rsqrt().unsqueeze(axis)
-
-
-def slices(shape: torch.Size, limit: int, deep: bool) -> Iterator[Index]:
-    """Yield the indices of pieces of about `limit` elements along the outermost dims; if not `deep`, of dim 0."""
-    size = math.prod(shape[1:])
-    count = max(limit // max(size, 1), 1)
-    for i in range(0, shape[0], count):
-        if deep and size > limit:
-            yield from ((slice(i, i + 1), *inner) for inner in slices(shape[1:], limit, deep))
+        product = self.scratch.like("u", a)
+        if len(r) == 1:
+            torch.mul(self.arrays(a)[0], self.parts(r, at)[0], out=self.arrays(product)[0])
         else:
-            yield (slice(i, i + count), *[ALL] * (len(shape) - 1))
+            torch._foreach_mul_(self.arrays(product.copy_(a)), r)
+        return product
+
+    def parts(self, factors: list[Tensor], at: Index) -> list[Tensor]:
+        """Return the parts of the factors of each array that belong to a piece."""
+        return [part(factors[0], at)] if len(factors) == 1 else factors
+
+    def each(self, values: Tensor, arrays: list[Tensor]) -> list[Tensor]:
+        """Return one value per tensor in shapes that can be multiplied with the arrays."""
+        of_shapes = values.split_with_sizes(self.counts)
+        return [of.view(-1, *[1] * (array.dim() - 1)) for of, array in zip(of_shapes, arrays, strict=True)]
+
+    def mean_of_product(self, r: list[Tensor], c: list[Tensor]) -> Tensor:
+        """Return the mean of r c over each tensor, as the mean of mean(r) mean(c) over its matrices."""
+        if self.options.factor is None:
+            return torch.ones_like(self.t)
+        means = []
+        for row, col, axis in zip(r, c, self.axes, strict=True):
+            of_rows = row.mean(dim=axis, keepdim=True)
+            product = (of_rows * col.mean(dim=tuple(range(axis + 1, 0)), keepdim=True)).flatten(1)
+            means.append(product.mean(dim=1) if product.shape[1] > 1 else product[:, 0])
+        return torch.cat(means)
 
 
 def part(a: Tensor, at: Index) -> Tensor:
@@ -328,19 +360,9 @@ def part(a: Tensor, at: Index) -> Tensor:
     return a[tuple(ALL if size == 1 else index for index, size in zip(at, a.shape, strict=True))]
 
 
-def as_vector(a: Tensor) -> Tensor:
-    """Return a 0-dim tensor as a vector of one element, and any other tensor unchanged."""
-    return a if a.dim() else a.view(1)
-
-
-def together(tensors: list[Tensor]) -> Tensor:
-    """Return tensors of one shape along a new dim 0: a view of a single one, copies of several."""
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
-
-
-def each(values: Tensor, like: Tensor) -> Tensor:
-    """Return one value per tensor in a shape that can be multiplied with `like`."""
-    return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+def joined(values: list[Tensor], like: Tensor) -> Tensor:
+    """Return the values of all arrays as one tensor in the shape of `like`."""
+    return values[0].reshape(like.shape) if len(values) == 1 else torch.cat([each.flatten() for each in values])
 
 
 def kept(value: Tensor) -> Values:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import no_square_sums, root, write
+from bighorn.kernels.arithmetic import write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
 from bighorn.kernels.foreach.pieces import Workspace, aligned_size, piece_bytes, store_pieces
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
+from bighorn.square_sums import no_square_sums, root
 
 
 class LambBatch(Batch[LambOptions]):

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import no_square_sums, write
+from bighorn.kernels.arithmetic import write
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
 from bighorn.kernels.foreach.pieces import Workspace, store_pieces
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.reference import lars as reference
 from bighorn.kernels.reference.lars import trust_ratio
+from bighorn.square_sums import no_square_sums
 
 
 class LarsBatch(Batch[LarsOptions]):

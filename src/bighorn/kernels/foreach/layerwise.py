@@ -16,7 +16,7 @@ from typing import ClassVar, Generic
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, count_step, no_square_sums
+from bighorn.kernels.arithmetic import compute_dtype, count_step
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, dequantize, quantize
 from bighorn.kernels.foreach.pieces import (
@@ -27,7 +27,9 @@ from bighorn.kernels.foreach.pieces import (
     memory_order,
     piece_bytes,
     pieces,
+    positions_of,
     sent,
+    shifts,
     split_like,
     store_pieces,
     workspace,
@@ -35,6 +37,7 @@ from bighorn.kernels.foreach.pieces import (
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import Stepper, needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
+from bighorn.square_sums import no_square_sums
 
 # The slots of the workspace, in pieces. WIDE and X overlap, as x follows all norms.
 WIDE: Slot = (0, 2)
@@ -59,16 +62,13 @@ class Concat:
     """The state by name: flat, and in blocks in rows of one length, as the scales are."""
     keys: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
-    """What random bits depend on for each tensor, on the device: its size, its key, and the position of its first
-    element here less that in its parameter. They are of `keys`."""
+    """What random bits depend on for each tensor, on the device: its size, its key, its shift. They are of `keys`."""
 
     def numbers_of(self, keys: list[int], firsts: list[int]) -> list[Tensor]:
         """Return the numbers, which are sent to the device when keys change."""
         if self.keys != keys:
             sizes = [x.numel() for x in self.x]
-            starts = itertools.accumulate(sizes, initial=0)
-            shifts = [start - first for start, first in zip(starts, firsts, strict=False)]
-            self.numbers = [sent(column, self.x[0].device) for column in (sizes, keys, shifts)]
+            self.numbers = [sent(column, self.x[0].device) for column in (sizes, keys, shifts(sizes, firsts))]
             self.keys = keys
         return self.numbers
 
@@ -244,10 +244,7 @@ class Batch(Generic[Options]):
         size = sum(x.numel() for x in concat.x)
         if len(keys) == 1:
             return keys[0], steps[0], torch.arange(firsts[0], firsts[0] + size, device=t.device)
-        sizes, *numbers = concat.numbers_of(keys, firsts)
-        each = torch.stack([*numbers, torch.stack(steps).to(torch.int64)])
-        key, shift, step = each.repeat_interleave(sizes, dim=1, output_size=size).unbind()
-        return key, step, torch.arange(size, device=t.device) - shift
+        return positions_of(concat.numbers_of(keys, firsts), torch.stack(steps), size)
 
 
 class LayerwiseStepper(Stepper[Options]):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import square_sums, write
+from bighorn.kernels.arithmetic import write
+from bighorn.square_sums import square_sums
 
 
 def piece_bytes(device: torch.device) -> int:
@@ -60,7 +62,7 @@ class Workspace:
         return self.copies(slot, tensors, dtype)
 
     def square_sums(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each tensor, as `arithmetic.square_sums`."""
+        """Return the sum of squares of each tensor, as `square_sums.square_sums`."""
         if self.memory.device.type != "cpu":
             return square_sums(tensors, self.memory.device)
         # The norm uses one thread, and takes longer than this on one, too.
@@ -142,6 +144,26 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 def sent(numbers: Iterable[int], device: torch.device) -> Tensor:
     """Return numbers on a device, int64, as arguments of calls: a copy from the host would wait."""
     return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in numbers])
+
+
+def shifts(sizes: Iterable[int], firsts: Iterable[int]) -> list[int]:
+    """Return how much further each tensor's first element is in a concat than in its parameter, given by `firsts`."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [start - first for start, first in zip(starts, firsts, strict=False)]
+
+
+def positions_of(numbers: Sequence[Tensor], t: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of `random_bits` for the elements of a concat of `size` elements.
+
+    Args:
+        numbers: The sizes of the tensors, their keys and their `shifts`, on the device, int64.
+        t: The step of each, from 1.
+        size: The sum of the sizes.
+    """
+    sizes, *of_tensors = numbers
+    each = torch.stack([*of_tensors, t.to(torch.int64)])
+    key, shift, step = each.repeat_interleave(sizes, dim=1, output_size=size).unbind()
+    return key, step, torch.arange(size, device=t.device) - shift
 
 
 def split_like(whole: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

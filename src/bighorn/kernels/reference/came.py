@@ -12,11 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import one_minus_power, root, rsqrt_of_ratio, square_sum
+from bighorn.kernels.arithmetic import one_minus_power, rsqrt_of_ratio
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums
+from bighorn.square_sums import root, square_sum
 
 
 def came(

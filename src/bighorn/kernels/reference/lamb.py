@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import one_minus_power, root, square_sum
+from bighorn.kernels.arithmetic import one_minus_power
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper
+from bighorn.square_sums import root, square_sum
 
 
 def lamb(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import root, square_sum
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper
+from bighorn.square_sums import root, square_sum
 
 
 def lars(

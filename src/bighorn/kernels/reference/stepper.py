@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import compute_dtype, count_step, no_square_sums, square_sum, write
+from bighorn.kernels.arithmetic import compute_dtype, count_step, write
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.codec import NEAREST, Dither
 from bighorn.kernels.options import Options
 from bighorn.kernels.rounding import Rounding, dither, load_weight, random_bits, rng_key, store_weight
+from bighorn.square_sums import no_square_sums, square_sum
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class Stepper(Generic[Options]):
         """Do everything that can fail, before any kernel of a step writes: nothing can fail here."""
 
     def square_sum(self) -> Tensor:
-        """Return the sum of all gradients' squares, as `arithmetic.square_sum`."""
+        """Return the sum of all gradients' squares, as `square_sums.square_sum`."""
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         sums = [square_sum(grad) for grad in grads]
         return torch.stack(sums or [no_square_sums(device=self.buckets[0].metrics.device)]).sum(dim=0)

@@ -73,6 +73,8 @@ class Scratch:
 
     def like(self, name: str, a: Tensor) -> Tensor:
         """Return memory under a name, uninitialized, in the shape, order and dtype of `a`."""
+        if a.device.type != "cpu":  # their allocators keep memory, and a graph of torch_xla would copy all of it
+            return torch.empty_like(a)
         strides = torch.empty_like(a, device="meta").stride()
         memory = self.memory.get(name)
         if memory is None or memory.numel() < a.numel() or memory.dtype != a.dtype:
@@ -300,10 +302,10 @@ class Batch:
             index = positions(piece, [along.start or 0 for along in at[1:]], whole, self.device) + firsts[0]
             return random_bits(keys[0], self.t, index).unsqueeze(0)
         sizes = [tensor.numel() for tensor in self.g.tensors]
-        numbers = (sizes, keys, pieces.shifts(sizes, firsts))
         batch = id(self.bucket), self.rows[0]
+        numbers = (keys, pieces.shifts(sizes, firsts))
         sent = [self.scratch.numbers((i, *batch), each, self.device) for i, each in enumerate(numbers)]
-        return random_bits(*pieces.positions_of(sent, self.t, sum(sizes))).view_as(self.wholes["x"])
+        return random_bits(*pieces.positions_of(sent, self.t, sizes)).view_as(self.wholes["x"])
 
     def gradient(self, at: Index) -> Tensor:
         """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""

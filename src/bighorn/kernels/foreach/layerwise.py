@@ -62,13 +62,13 @@ class Concat:
     """The state by name: flat, and in blocks in rows of one length, as the scales are."""
     keys: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
-    """What random bits depend on for each tensor, on the device: its size, its key, its shift. They are of `keys`."""
+    """What random bits depend on for each tensor, on the device: its key and its shift. They are of `keys`."""
 
     def numbers_of(self, keys: list[int], firsts: list[int]) -> list[Tensor]:
         """Return the numbers, which are sent to the device when keys change."""
         if self.keys != keys:
             sizes = [x.numel() for x in self.x]
-            self.numbers = [sent(column, self.x[0].device) for column in (sizes, keys, shifts(sizes, firsts))]
+            self.numbers = [sent(column, self.x[0].device) for column in (keys, shifts(sizes, firsts))]
             self.keys = keys
         return self.numbers
 
@@ -244,7 +244,7 @@ class Batch(Generic[Options]):
         size = sum(x.numel() for x in concat.x)
         if len(keys) == 1:
             return keys[0], steps[0], torch.arange(firsts[0], firsts[0] + size, device=t.device)
-        return positions_of(concat.numbers_of(keys, firsts), torch.stack(steps), size)
+        return positions_of(concat.numbers_of(keys, firsts), torch.stack(steps), [x.numel() for x in concat.x])
 
 
 class LayerwiseStepper(Stepper[Options]):

@@ -42,11 +42,9 @@ class Workspace:
         sizes = list(map(aligned_size, like))
         start = slot[0] * self.unit + offset
         end = start + sum(sizes) * dtype.itemsize
-        if end <= slot[1] * self.unit:
-            memory = self.memory[start:end].view(dtype)
-        else:
-            memory = torch.empty(sum(sizes), dtype=dtype, device=self.memory.device)
-        parts = zip(memory.split_with_sizes(sizes), like, sizes, strict=True)
+        if end > slot[1] * self.unit:  # not one tensor: in torch_xla's graph, a write to a part makes all parts anew
+            return [torch.empty(tensor.numel(), dtype=dtype, device=self.memory.device) for tensor in like]
+        parts = zip(self.memory[start:end].view(dtype).split_with_sizes(sizes), like, sizes, strict=True)
         return [part if tensor.numel() == size else part[: tensor.numel()] for part, tensor, size in parts]
 
     def copies(self, slot: Slot, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -152,18 +150,19 @@ def shifts(sizes: Iterable[int], firsts: Iterable[int]) -> list[int]:
     return [start - first for start, first in zip(starts, firsts, strict=False)]
 
 
-def positions_of(numbers: Sequence[Tensor], t: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of `random_bits` for the elements of a concat of `size` elements.
+def positions_of(numbers: Sequence[Tensor], t: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of `random_bits` for the elements of a concat.
 
     Args:
-        numbers: The sizes of the tensors, their keys and their `shifts`, on the device, int64.
+        numbers: The keys of the tensors and their `shifts`, on the device, int64.
         t: The step of each, from 1.
-        size: The sum of the sizes.
+        sizes: The elements of each.
     """
-    sizes, *of_tensors = numbers
-    each = torch.stack([*of_tensors, t.to(torch.int64)])
-    key, shift, step = each.repeat_interleave(sizes, dim=1, output_size=size).unbind()
-    return key, step, torch.arange(size, device=t.device) - shift
+    each = torch.stack([*numbers, t.to(torch.int64)])
+    # torch_xla computes repeat_interleave() on the host.
+    columns = zip(each.unbind(dim=1), sizes, strict=True)
+    key, shift, step = torch.cat([column.unsqueeze(1).expand(-1, size) for column, size in columns], dim=1).unbind()
+    return key, step, torch.arange(len(key), device=t.device) - shift
 
 
 def split_like(whole: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

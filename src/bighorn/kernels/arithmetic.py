@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,3 +47,19 @@ def one_minus_power(beta: float, t: Tensor) -> Tensor:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: at least float32, whatever the parameter's dtype."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def bits_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of `x` as float32 or int32, without a copy where the device has memory to view."""
+    return _xla_bitcast()(x, to_type=XLA_NAMES[dtype]) if x.device.type == "xla" else x.view(dtype)
+
+
+XLA_NAMES = {torch.float32: "f32", torch.int32: "s32"}
+
+
+@functools.cache
+def _xla_bitcast() -> Any:
+    """Return XLA's own cast: torch_xla 2.9 computes a view in another dtype on the host, which ends the graph."""
+    from torch_xla.core.xla_op_registry import register
+
+    return register("bitcast", lambda x, to_type: x.bitcast(to_type))

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bighorn.kernels.arithmetic import bits_as
+
 BLOCK = 256
 TOP = 127
 
@@ -51,7 +53,7 @@ class Form:
 def _half(share: Tensor, dither: Dither) -> Tensor:
     del dither
     # A nonzero value keeps a nonzero code, since another number may be divided by it.
-    return torch.where(share == 0, share, share.abs().clamp(min=2.0**-24).copysign(share))
+    return share.abs().clamp(min=2.0**-24) * share.sign()
 
 
 def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
@@ -65,20 +67,20 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
     """
 
     def bits(values: Tensor) -> Tensor:
-        return values.view(torch.int32)
+        return bits_as(values, torch.int32)
 
     # So `end` would represent 64, and the largest code represents 63, which is a share of 1.
     root_end, share_end = (int(bits(torch.tensor(float(of)))) for of in (end, 64))
 
     def to_code(share: Tensor, dither: Dither) -> Tensor:
         root = root_end + (bits(share.abs() * 63) - share_end >> halvings)
-        code = (((root.view(torch.float32) * 2**16).round() + dither) / 2**16).floor()
+        code = (((bits_as(root, torch.float32) * 2**16).round() + dither) / 2**16).floor()
         least = 0 if dtype.is_signed else 1  # a nonzero value keeps a nonzero code: updates are divided by it
-        return torch.where(share == 0, share, code.clamp(min=least).copysign(share))
+        return code.clamp(min=least) * share.sign()
 
     def to_share(code: Tensor) -> Tensor:
         share = share_end + (bits(code.abs()) - root_end << halvings)
-        return torch.where(code == 0, code, (share.view(torch.float32) / 63).copysign(code))
+        return torch.where(code == 0, code, bits_as(share, torch.float32) / 63 * code.sign())
 
     return Form(dtype, to_code, to_share)
 
@@ -163,8 +165,8 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tup
     scales = blocks.abs().amax(dim=-1)
     scales = torch.where(scales.isfinite(), scales, math.nan)
     # Blocks of zeros would give 0 / 0, and the conversion of a NaN is undefined. Only a share of 0 becomes 0.
-    shares = (blocks.abs() / scales.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny).copysign(blocks)
-    shares = torch.where((scales.unsqueeze(-1) > 0) & (blocks != 0), shares, 0)
+    shares = (blocks.abs() / scales.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny) * blocks.sign()
+    shares = torch.where(scales.unsqueeze(-1) > 0, shares, 0)
     codes = form.to_code(shares, _blocks(dither) if isinstance(dither, Tensor) else dither)
     return _unblocked(codes, values.shape).to(form.dtype), scales
 

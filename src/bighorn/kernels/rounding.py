@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype
+from bighorn.kernels.arithmetic import bits_as, compute_dtype
 
 Rounding = Literal["nearest", "stochastic", "kahan", "master"]
 ROUNDING_MODES: tuple[Rounding, ...] = get_args(Rounding)
@@ -37,6 +37,8 @@ DROPPED = {torch.bfloat16: 16, torch.float16: 13}
 
 SMALLEST_NORMAL = 2.0**-14
 """Float16's smallest normal number. Smaller numbers have the same spacing as those just above it."""
+
+SMALLEST_NORMAL_BITS, SIGN_BIT = 0x38800000, -(1 << 31)  # of float32, as int32
 
 WORD = 0xFFFFFFFF
 
@@ -58,7 +60,7 @@ def load_weight(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         near = value + shift
         # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
         lost = torch.where(near == 0, 0, kept["compensation"])
-        return (near.view(torch.int32) + lost).view(torch.float32) - shift
+        return bits_as(bits_as(near, torch.int32) + lost, torch.float32) - shift
     if "master" in kept:
         return torch.where(kept["master"].to(x.dtype) == x, kept["master"], value)
     return value
@@ -79,7 +81,7 @@ def store_weight(value: Tensor, dtype: torch.dtype, rounding: Rounding, bits: Te
     if rounding == "kahan":
         near = x.to(torch.float32)
         shift = raised(near, dtype)
-        lost = (value + shift).view(torch.int32) - (near + shift).view(torch.int32)
+        lost = bits_as(value + shift, torch.int32) - bits_as(near + shift, torch.int32)
         lost = torch.where(near.isfinite(), lost, 0).clamp(-(2**15), 2**15 - 1)
         return {"x": x, "compensation": lost.to(torch.int16)}
     return {"x": x, "master": value} if rounding == "master" else {"x": x}
@@ -89,7 +91,8 @@ def raised(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the addend that makes the bits that a number's dtype lacks float32's last `DROPPED` ones: mostly 0."""
     if dtype != torch.float16:
         return torch.zeros_like(x)
-    return torch.where(x.abs() < SMALLEST_NORMAL, torch.full_like(x, SMALLEST_NORMAL).copysign(x), 0)
+    normal = bits_as(x, torch.int32) & SIGN_BIT | SMALLEST_NORMAL_BITS
+    return torch.where(x.abs() < SMALLEST_NORMAL, bits_as(normal, torch.float32), 0)
 
 
 def stochastic(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
@@ -108,8 +111,8 @@ def stochastic(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     dropped = DROPPED[dtype]
     shift = raised(value, dtype)
     # A float's magnitude is in the order of its bits, so adding to the bits and cutting them off carries correctly.
-    moved = ((value + shift).view(torch.int32) + (bits >> (32 - dropped)).to(torch.int32)) & -(1 << dropped)
-    return torch.where(value.isfinite(), moved.view(torch.float32) - shift, value).to(dtype)
+    moved = (bits_as(value + shift, torch.int32) + (bits >> (32 - dropped)).to(torch.int32)) & -(1 << dropped)
+    return torch.where(value.isfinite(), bits_as(moved, torch.float32) - shift, value).to(dtype)
 
 
 @lru_cache(1 << 16)

@@ -39,7 +39,7 @@ class Scaled:
         """Start the all-reduce that computes whether any gradient in flight, or `last`, is not finite on any rank."""
         overflows = [flight.overflow for flight in self.overlap._in_flight if flight.overflow is not None]
         overflows += last
-        verdict = torch.stack([overflow.to(overflows[-1].device) for overflow in overflows]).amax()
+        verdict = torch.stack([overflow.to(overflows[-1].device) for overflow in overflows]).amax(dim=0)
         work = dist.all_reduce(verdict, dist.ReduceOp.MAX, self.overlap._group, async_op=True)
         return work, verdict
 

@@ -128,7 +128,7 @@ class LossScaler(GradScaler):
         # Each gradient has a flag of its own if this may be one overflow too many; otherwise they share one.
         watch = limit is not None and overflows + 1 >= limit
         flags = [unscale(batch, inv_scale, found_inf) for batch in (zip(grads) if watch else batches(grads))]
-        verdict = torch.stack([found_inf, *flags]).amax()
+        verdict = torch.stack([found_inf, *flags]).amax(dim=0)  # without a dim, torch_xla 2.9 reduces nothing
         group = group_of(optimizer) if self.process_group is None else self.process_group
         if group is not None:
             dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
@@ -226,7 +226,7 @@ class LossScaler(GradScaler):
             verdicts = [state["overflow"] for state in self._per_optimizer_states.values() if "overflow" in state]
             if not verdicts:
                 raise AssertionError("No inf checks were recorded prior to update: call step(optimizer) before it.")
-            overflow = torch.stack(verdicts).amax() > 0
+            overflow = torch.stack(verdicts).amax(dim=0) > 0
             bad_steps = torch.as_tensor(self._bad_steps, dtype=torch.int32, device=scale.device)
             after = self.policy.next(ScaleState(scale, good_steps, bad_steps), overflow)
             scale.copy_(after.scale.clamp(self.min_scale, self.max_scale))

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test slow oldest-torch newest-torch attack mutants sanitize integrations gpu ledger check docs dist cross cross-wheels format clean
+.PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger check docs dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -13,6 +13,7 @@ help:
 	@echo "make slow    run the tests that CI leaves out: all of the GPU's kernels in an interpreter, minutes"
 	@echo "make oldest-torch   run the tests of the CPU with the oldest torch that is supported, in an environment of its own"
 	@echo "make newest-torch   the same with the newest torch, or with that of TORCH=2.13.0"
+	@echo "make xla     run the tests of torch_xla on its CPU runtime, in an environment of its own"
 	@echo "make attack  random cases, uses, damage and command lines, minutes (MINUTES=30 SEED=7)"
 	@echo "make mutants  plant faults in a copy of the package, and see that tests find each, half an hour (FAULTS='parts of names')"
 	@echo "make sanitize   run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, minutes"
@@ -125,6 +126,18 @@ oldest-torch: $(OLDEST)/installed
 
 newest-torch: $(NEWEST)/installed
 	$(call WITH_TORCH,$(NEWEST))
+
+# torch_xla needs the torch of its own version. Nothing here uses a GPU, also if that torch is a build for one.
+XLA_VERSION := 2.9
+XLA := build/xla-$(XLA_VERSION)
+$(XLA)/installed: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable '.[cli]' \
+	  'torch==$(XLA_VERSION).*' 'torch_xla==$(XLA_VERSION).*' expecttest hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+xla: $(XLA)/installed
+	PJRT_DEVICE=CPU $(XLA)/bin/pytest -n auto --dist load -W default tests/xla
 
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow

@@ -42,20 +42,28 @@ def capabilities(device: torch.device) -> Capabilities:
         return Capabilities(float64=True, bfloat16=True, addresses=False)
     numbers = torch.tensor([3.0, 4.0], device=device)
     return Capabilities(
-        float64=_keeps(numbers, torch.float64),
-        bfloat16=_keeps(numbers, torch.bfloat16),
-        addresses=numbers.data_ptr() != 0,
+        float64=_keeps(numbers, torch.float64, 2.0**500),  # beyond float32, which torch_xla on Neuron calls float64
+        bfloat16=_keeps(numbers, torch.bfloat16, 1.0),
+        addresses=_has_address(numbers),
     )
 
 
-def _keeps(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype stays what it is on a device, with the right norm of (3, 4)."""
+def _keeps(numbers: Tensor, dtype: torch.dtype, scale: float) -> bool:
+    """Whether a dtype stays what it is on a device, with the right norm of (3, 4) times `scale`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ascend warns
-            converted = numbers.to(dtype)
-            return converted.dtype == dtype and torch.linalg.vector_norm(converted).item() == 5
-    except (TypeError, RuntimeError):
+            converted = numbers.to(dtype) * scale
+            return converted.dtype == dtype and torch.linalg.vector_norm(converted).item() == 5 * scale
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether a tensor has an address; one without storage, as of a device with textures, raises."""
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
         return False
 
 

@@ -67,7 +67,7 @@ LINE: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "opt_e
         ("bighornlars", {}, Lars, {}),
         ("bighornlars", {"opt_eps": 1e-3, "momentum": 0.5}, Lars, {"eps": 1e-3, "momentum": 0.5}),
         ("bighornlars", {"opt_args": {"nesterov": True}}, Lars, {"nesterov": True}),
-        ("bighornlamb", {"opt_args": {"exclude_from_layer_adaptation": "ndim<2"}}, Lamb, {}),
+        ("bighornlamb", {"opt_args": {"exclude_from_layer_adaptation": None}}, Lamb, {}),
         ("bighornlamb", {"opt_foreach": False}, Lamb, {}),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_its_command_line_gives(timm: Any, opt: str, line: Any, kind: Any, 
         {"params": few, "weight_decay": 0.0},
         {"params": [p for p in hand.parameters() if p.dim() > 1], "weight_decay": 0.1},
     ]
-    if "exclude_from_layer_adaptation" in (line.get("opt_args") or {}):
+    if opt in ("bighornlamb", "bighornlars") and "exclude_from_layer_adaptation" not in line.get("opt_args", {}):
         groups[0]["adapt"] = False
     by_hand = kind(groups, lr=0.01, **options)
     for inputs, labels in batches():

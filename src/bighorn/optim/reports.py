@@ -143,7 +143,7 @@ class Reports(Optimizer):
         OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
         infos = list(self._param_infos(groups))
         kernels = _explained(infos, groups, self.algorithm, self._settings.backend)
-        more = _options_of_groups(infos, scheduled, groups, self._settings)
+        more = _options_of_groups(infos, scheduled, groups, self.algorithm, self._settings)
         lines: list[str] = []
         for index, mine in sorted(kernels.items()):
             lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
@@ -179,19 +179,32 @@ def _differs(value: object, default: object) -> bool:
 
 
 def _options_of_groups(
-    infos: Iterable[ParamInfo], scheduled: Sequence[ScheduledOptions], groups: Sequence[Group], settings: Settings
+    infos: Iterable[ParamInfo],
+    scheduled: Sequence[ScheduledOptions],
+    groups: Sequence[Group],
+    algorithm: Algorithm[Any],
+    settings: Settings,
 ) -> dict[int, str]:
     """Return what holds for each group beside its kernels: schedules, exclusions and what needs all gradients."""
     excluded: dict[int, dict[str, list[str]]] = defaultdict(lambda: {"weight decay": [], "trust ratio": []})
+    adapted: dict[int, list[str]] = defaultdict(list)
     for info in infos:
         if not info.variant.decays:
             excluded[info.variant.group]["weight decay"].append(info.label)
         if not info.variant.adapts:
             excluded[info.variant.group]["trust ratio"].append(info.label)
+        options = algorithm.kernel_options(groups[info.variant.group], info.variant)
+        if getattr(options, "adapt", False) and info.param.dim() < 2 and not info.flat:
+            adapted[info.variant.group].append(info.label)
     found = {}
     for index, group in enumerate(groups):
         parts = [f"{name} by {option.schedule!r}, now {group[name]:g}" for name, option in scheduled[index].items()]
         parts += [f"no {what} for {shortened(names, MOST_NAMES)}" for what, names in excluded[index].items() if names]
+        if adapted[index]:
+            parts.append(
+                f"a trust ratio for {shortened(adapted[index], MOST_NAMES)}: biases and norms are best without one, as "
+                "with exclude_from_layer_adaptation='ndim<2'"
+            )
         if settings.max_grad_norm is not None:
             parts.append(f"gradients clipped to a 2-norm of {settings.max_grad_norm:g} over all groups")
         if settings.skip_nonfinite:

@@ -114,7 +114,7 @@ def refuse_unknown(
             continue
         if isinstance(name, str) and name in elsewhere:
             whose, remedy = elsewhere[name]
-            raise TypeError(f"{where} got {name!r}, an option of {whose} but not of ours: {remedy}")
+            raise TypeError(f"{where} got {name!r}, an option of {whose} but not of {where}: {remedy}")
         raise unknown_name(where, name, known)
 
 

@@ -51,6 +51,15 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
         exec(compile(block, str(page), "exec"), names)
 
 
+@pytest.mark.parametrize("batch", [64, 4096, 16384])
+def test_the_tutorial_carries_a_rate_to_other_batches(batch: int) -> None:
+    """With a fixed share of warm-up its own call raised at 4,096."""
+    page = next(page for page in PAGES if page.name == "grow-the-batch.md")
+    text = blocks(page.read_text())[0]
+    assert "large = 0.01, 64, 1024" in text
+    exec(compile(text.replace("large = 0.01, 64, 1024", f"large = 0.01, 64, {batch}"), str(page), "exec"), {})
+
+
 def test_blocks_are_found_with_their_lines() -> None:
     assert blocks("text\n```python\nx = 1\n```\n```\nno\n```\n```python\ny\n```\n") == ["\n\nx = 1\n", "\n" * 8 + "y\n"]
     assert PAGES

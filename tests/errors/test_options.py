@@ -399,13 +399,26 @@ def test_the_argument_of_a_preset_is_refused_beside_it(preset: Any, argument: st
         Lamb.like("apex", weights(), **{argument: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "message"),
+    [
+        (Came, {"exclude_from_layer_adaptation": "ndim<2"}, "an option of Lamb and Lars but not of Came: leave it out"),
+        (Lamb, {"clip_threshold": 1.0}, "an option of Came but not of Lamb: leave it out, or use Came"),
+    ],
+    indirect=["kind"],
+)
+def test_an_option_of_another_class_names_the_class(kind: Kind, option: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        kind(weights(), lr=0.1, **option)
+
+
 def test_an_option_of_others_that_is_off_is_taken(kind: Kind) -> None:
     """torchtitan and NeMo pass `foreach=False` to every optimizer."""
     off: dict[str, Any] = {"foreach": False, "fused": None, "amsgrad": False, "dampening": 0.0}
     optimizer = kind([{"params": weights(), **off}], lr=0.1, **off)
     assert off.items() <= optimizer.param_groups[0].items()
     assert not off.keys() & optimizer.defaults.keys()
-    with pytest.raises(TypeError, match=r"'foreach', an option of torch\.optim but not of ours"):
+    with pytest.raises(TypeError, match=rf"'foreach', an option of torch\.optim but not of {kind.__name__}"):
         kind(weights(), lr=0.1, foreach=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unknown option 'learning_rate'"):
         kind(weights(), lr=0.1, learning_rate=None)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ gradients and the apply mask, and runs the kernels.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -88,7 +89,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         """Create an optimizer from the arguments of its class. `partial`: it holds one rank's share of a model."""
         arguments = {name: value for name, value in arguments.items() if name not in NO_ARGUMENTS}
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
-        checks.refuse_unknown(checks.asked_for(unknown, OFF_IS_OURS), arguments, type(self).__name__, ELSEWHERE)
+        if asked := checks.asked_for(unknown, OFF_IS_OURS):
+            checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
         self._settings = Settings.of(arguments)
         self._scheduled, self._order, self._flat, self._given, self._firsts = [], [], [], [], []
         self._forget()
@@ -483,3 +485,14 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
                 option.written = option.left = group[name]
         self._skipped = None
         self._forget()
+
+
+def _options_of_others() -> dict[str, tuple[str, str]]:
+    """The options of all optimizers here: the classes that have each, and the remedy for one of another class."""
+    classes: dict[str, list[str]] = {}
+    for kind in KernelOptimizer.__subclasses__():
+        for name in inspect.signature(kind).parameters:
+            classes.setdefault(name, []).append(kind.__name__)
+    return {
+        name: (" and ".join(kinds), f"leave it out, or use {' or '.join(kinds)}") for name, kinds in classes.items()
+    }

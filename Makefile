@@ -31,6 +31,7 @@ help:
 STAMP := $(VENV)/installed
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): downloads, and then the C library, which two cores compile in about 80 seconds"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
 	  --config-settings cmake.define.BIGHORN_WERROR=ON --editable '.[dev]'
 	touch $(STAMP)

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from bighorn import Came, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import provenance
-from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.tasks.text import standard_library
+from bighorn.cli.tasks.text import Text, standard_library
 from bighorn.groups import zero_initialized
 from lora import BATCH_SIZE, in_upper_case, loss_of, pretrained
 
@@ -68,13 +67,13 @@ def adapted(base: nn.Module, adapter: str, seed: int) -> Any:
     return peft.get_peft_model(copy.deepcopy(base), getattr(peft, kind)(target_modules=linear, **options))
 
 
-def trained(dataset: Dataset, seed: int) -> list[dict[str, Any]]:
+def trained(task: Text, seed: int) -> list[dict[str, Any]]:
     """The losses of every adapter, optimizer, warm-up and rate with one seed."""
     torch.set_num_threads(1)
-    base, text = pretrained(dataset, seed), standard_library()
+    base, text = pretrained(task, seed), standard_library()
     inputs, targets, test, expected = (
-        in_upper_case(codes, text, dataset.classes)
-        for codes in (dataset.inputs, dataset.targets, dataset.test_inputs[::8], dataset.test_targets[::8])
+        in_upper_case(codes, text, task.classes)
+        for codes in (*task.data["train"], *(codes[::8] for codes in task.data["test"]))
     )
     out = []
     for adapter in ADAPTERS:
@@ -141,11 +140,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     about = provenance(f"python benchmarks/adapters.py --seeds {arguments.seeds}")
-    dataset = TASKS["text"].load(None)
-    runs = [run for seed in range(arguments.seeds) for run in trained(dataset, seed)]
+    task = Text()
+    runs = [run for seed in range(arguments.seeds) for run in trained(task, seed)]
     data = {
-        "description": dataset.description,
-        "sha256": dataset.fingerprint(),
+        "description": task.description,
+        "sha256": task.fingerprint(),
         "peft": importlib.metadata.version("peft"),
     }
     files.write_json(RESULT, {**about, "data": data, "batch_size": BATCH_SIZE, "runs": runs})

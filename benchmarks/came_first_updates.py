@@ -20,7 +20,7 @@ from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks.text import Text
 
 HERE = Path(__file__).parent
 LR, BATCH_SIZE = 3e-4, 16
@@ -31,7 +31,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def measured(dataset: Dataset, optimizer: str, options: tuple[str, ...], steps: int, threads: int) -> dict[str, Any]:
+def measured(task: Text, optimizer: str, options: tuple[str, ...], steps: int, threads: int) -> dict[str, Any]:
     """The movement and the loss of each step of one run."""
     config = RunConfig(
         "text",
@@ -45,7 +45,7 @@ def measured(dataset: Dataset, optimizer: str, options: tuple[str, ...], steps: 
         weight_decay=0.0,
         threads=threads,
     )
-    run = Run(config.resolved(), dataset)
+    run = Run(config.resolved(task), task)
     matrices = [parameter for parameter in run.model.parameters() if parameter.ndim > 1]
     movement = []
     while not run.done:
@@ -65,11 +65,11 @@ def main() -> None:
     about = provenance(
         f"python benchmarks/came_first_updates.py --steps {arguments.steps} --threads {arguments.threads}"
     )
-    dataset = TASKS["text"].load(None)
-    runs = {name: measured(dataset, *what, arguments.steps, arguments.threads) for name, what in RUNS.items()}
+    task = Text()
+    runs = {name: measured(task, *what, arguments.steps, arguments.threads) for name, what in RUNS.items()}
     result = {
         **about,
-        "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+        "data": {"description": task.description, "sha256": task.fingerprint()},
         "lr": LR,
         "batch_size": BATCH_SIZE,
         "runs": runs,

@@ -29,9 +29,9 @@ from bighorn import Came, Lamb
 from bighorn.cli import files, measure
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.shapes import SHAPES
-from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.tasks.dataset import batch_indices
+from bighorn.cli.tasks.text import Text
 from bighorn.optim.state import StateDtype
+from bighorn.tasks import batch_indices, epoch_seed
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"
@@ -89,15 +89,16 @@ CONTESTANTS = {
 }
 
 
-def training(dataset: Dataset, leader: Contestant, seed: int, steps: int) -> Iterator[list[Tensor]]:
+def training(task: Text, leader: Contestant, seed: int, steps: int) -> Iterator[list[Tensor]]:
     """The leader's weights, with gradients, before each of its steps."""
     torch.manual_seed(seed)
-    model = TASKS["text"].model(dataset)
+    model = task.model()
     weights: list[Tensor] = list(model.parameters())
     optimizer = leader.build(weights, leader.lr)
     for step in range(steps):
-        chosen = batch_indices(seed, step, BATCH_SIZE, len(dataset))
-        logits, targets = model(dataset.inputs[chosen]), dataset.targets[chosen]
+        chosen = batch_indices(epoch_seed(seed, 0), step, BATCH_SIZE, task.samples)
+        inputs, targets = (tensor[chosen] for tensor in task.data["train"])
+        logits = model(inputs)
         cross_entropy(logits.flatten(0, -2), targets.flatten().long()).backward()  # type: ignore[no-untyped-call]
         yield weights
         optimizer.step()
@@ -105,12 +106,12 @@ def training(dataset: Dataset, leader: Contestant, seed: int, steps: int) -> Ite
 
 
 def deviations(
-    dataset: Dataset, leader: Contestant, followers: dict[str, Contestant], seed: int, steps: int
+    task: Text, leader: Contestant, followers: dict[str, Contestant], seed: int, steps: int
 ) -> dict[str, float]:
     """How far each follower's weights end from the leader's, relative to how far those have moved."""
     start: list[Tensor] = []
     following: dict[str, tuple[list[Tensor], Optimizer]] = {}
-    for weights in training(dataset, leader, seed, steps):
+    for weights in training(task, leader, seed, steps):
         if not start:
             start = [weight.detach().clone() for weight in weights]
             for name, follower in followers.items():
@@ -168,7 +169,7 @@ def costs(build: Build, shapes: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def measured(dataset: Dataset, steps: int, seeds: int, shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
+def measured(task: Text, steps: int, seeds: int, shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
     """By contestant."""
     rows: dict[str, dict[str, Any]] = {}
     for name, contestant in CONTESTANTS.items():
@@ -180,7 +181,7 @@ def measured(dataset: Dataset, steps: int, seeds: int, shapes: str, seconds: flo
     able = {name: contestant for name, contestant in CONTESTANTS.items() if "error" not in rows[name]}
     for name, leader in able.items():
         followers = {follower: one for follower, one in able.items() if name in one.leaders}
-        each = [deviations(dataset, leader, followers, seed, steps) for seed in range(seeds)] if followers else []
+        each = [deviations(task, leader, followers, seed, steps) for seed in range(seeds)] if followers else []
         for follower in followers:
             rows[follower]["deviation_from"][name] = [found[follower] for found in each]
             print(follower, "from", name, rows[follower]["deviation_from"][name], flush=True)
@@ -230,12 +231,12 @@ def main() -> None:
             f"python benchmarks/eight_bit.py --steps {arguments.steps} --seeds {arguments.seeds} "
             f"--shapes {arguments.shapes} --seconds {arguments.seconds:g} --threads {arguments.threads}"
         )
-        dataset = TASKS["text"].load(None)
+        task = Text()
         result = {
             **about,
             "packages": {name: package_version(name) for name in ("bitsandbytes", "torchao")},
-            "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
-            "rows": measured(dataset, arguments.steps, arguments.seeds, arguments.shapes, arguments.seconds),
+            "data": {"description": task.description, "sha256": task.fingerprint()},
+            "rows": measured(task, arguments.steps, arguments.seeds, arguments.shapes, arguments.seconds),
         }
         files.write_json(RESULT, result)
     files.write_text(PAGE, written())

@@ -86,7 +86,7 @@ def batch_picture() -> str:
         axes = figure.add_subplot()
         for name, label, colour, shift in (("adamw", "AdamW", SERIES[5], 0.8), ("lamb", "LAMB", SERIES[0], 1.25)):
             mine = [cell for cell in cells if cell.optimizer == name]
-            low, middle, high = zip(*(cell.accuracy for cell in mine), strict=True)
+            low, middle, high = zip(*(cell.value for cell in mine), strict=True)
             errors = [1 - value for value in middle]
             below = [best - value for best, value in zip(high, middle, strict=True)]
             above = [value - worst for value, worst in zip(middle, low, strict=True)]

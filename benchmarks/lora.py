@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from bighorn import Came, Lamb
 from bighorn.cli import files
 from bighorn.cli.environment import provenance
-from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.tasks.text import ALPHABET, GPT, standard_library
+from bighorn.cli.tasks.text import ALPHABET, GPT, Text, standard_library
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "lora.json", HERE.parent / "docs" / "lora-results.md"
@@ -80,14 +79,15 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.long().flatten())
 
 
-def pretrained(dataset: Dataset, seed: int) -> GPT:
+def pretrained(task: Text, seed: int) -> GPT:
     """A small GPT after its first steps."""
     torch.manual_seed(seed)
-    model = GPT(dataset.classes, width=32, heads=2, blocks=2, dropout=0.0)
+    inputs, targets = task.data["train"]
+    model = GPT(task.classes, width=32, heads=2, blocks=2, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(PRETRAINED):
-        batch = torch.randint(len(dataset), (BATCH_SIZE,))
-        loss_of(model, dataset.inputs[batch], dataset.targets[batch]).backward()  # type: ignore[no-untyped-call]
+        batch = torch.randint(len(inputs), (BATCH_SIZE,))
+        loss_of(model, inputs[batch], targets[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -103,13 +103,13 @@ def in_upper_case(codes: Tensor, text: str, classes: int) -> Tensor:
     return upper[codes.long()].to(codes.dtype)
 
 
-def trained(dataset: Dataset, seed: int) -> list[dict[str, Any]]:
+def trained(task: Text, seed: int) -> list[dict[str, Any]]:
     """The losses of every optimizer, rank and rate with one seed."""
     torch.set_num_threads(1)
-    base, text = pretrained(dataset, seed), standard_library()
+    base, text = pretrained(task, seed), standard_library()
     inputs, targets, test, expected = (
-        in_upper_case(codes, text, dataset.classes)
-        for codes in (dataset.inputs, dataset.targets, dataset.test_inputs[::8], dataset.test_targets[::8])
+        in_upper_case(codes, text, task.classes)
+        for codes in (*task.data["train"], *(codes[::8] for codes in task.data["test"]))
     )
 
     out = []
@@ -175,9 +175,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     about = provenance(f"python benchmarks/lora.py --seeds {arguments.seeds}")
-    dataset = TASKS["text"].load(None)
-    runs = [run for seed in range(arguments.seeds) for run in trained(dataset, seed)]
-    data = {"description": dataset.description, "sha256": dataset.fingerprint()}
+    task = Text()
+    runs = [run for seed in range(arguments.seeds) for run in trained(task, seed)]
+    data = {"description": task.description, "sha256": task.fingerprint()}
     files.write_json(RESULT, {**about, "data": data, "pretrained": PRETRAINED, "batch_size": BATCH_SIZE, "runs": runs})
     PAGE.write_text(written())
 

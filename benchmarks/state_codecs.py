@@ -128,7 +128,8 @@ FORMS: dict[str, tuple[Round, Round]] = {
 def measured(task: str, steps: int) -> dict[str, dict[str, float]]:
     """The errors of each form on one task."""
     config = RunConfig(task, optimizer="lamb", steps=steps, batch_size=BATCH_SIZES[task], threads=1)
-    run = Run(config.resolved(), TASKS[task].load(None))
+    made = TASKS[task](None)
+    run = Run(config.resolved(made), made)
     matrices = [p for p in run.model.parameters() if p.ndim > 1 and p.numel() >= 4096]
     moments = {name: [(torch.zeros_like(x), torch.zeros_like(x)) for x in matrices] for name in FORMS}
     errors: dict[str, list[float]] = defaultdict(list)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from bighorn.cli.compare import COLUMNS, row
+from bighorn.cli.compare import columns, row
 from bighorn.cli.config import RunConfig
 from bighorn.cli.reports import plots as report_plots
 from bighorn.cli.sweep import Cell, Trial
@@ -24,8 +24,6 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if FIGURES.search(page.read_
 STUDIES = {
     path.stem: saved for path in sorted(RESULTS.glob("*.json")) if "cells" in (saved := json.loads(path.read_text()))
 }
-SHOWN = COLUMNS[:-1]
-"""Without the time, which is no measurement: runs shared the machine."""
 
 
 def cells_of(saved: dict[str, Any]) -> list[Cell]:
@@ -57,7 +55,7 @@ def table(name: str) -> str:
     saved = STUDIES[name]
     config, cells = saved["config"], cells_of(saved)
     seeds, chosen_by = config["seeds"], config.get("tuning_seeds", config["seeds"])
-    head = [column.format(target=f"{config['target']:.0%}") for column in SHOWN]
+    head = columns("accuracy", config["target"])[:-1]  # without the time: runs shared the machine
     lines = [
         "```bash",
         command(saved),
@@ -85,7 +83,7 @@ def _seen(cells: list[Cell]) -> str:
         return "Test loss: " + ", ".join(f"{cell.optimizer} {cell.loss[1]:.3f}" for cell in cells)
     by_name = [
         f"{name} "
-        + ", ".join(f"{cell.accuracy[1]:.1%} at {cell.batch_size:,}" for cell in cells if cell.optimizer == name)
+        + ", ".join(f"{cell.value[1]:.1%} at {cell.batch_size:,}" for cell in cells if cell.optimizer == name)
         for name in names
     ]
     return "Test accuracy by batch size: " + "; ".join(by_name)
@@ -115,7 +113,7 @@ def picture(name: str) -> str:
     if len(cells) == len(names):
         return plots.standalone(plots.losses([(cell.optimizer, cell.loss) for cell in cells]))
     groups = [
-        (own, [c.batch_size for c in cells if c.optimizer == own], [c.accuracy for c in cells if c.optimizer == own])
+        (own, [c.batch_size for c in cells if c.optimizer == own], [c.value for c in cells if c.optimizer == own])
         for own in names
     ]
     return plots.standalone(report_plots.ranges(groups, "batch size"))

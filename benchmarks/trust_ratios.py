@@ -23,7 +23,8 @@ from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks import TASKS, fingerprint
+from bighorn.tasks import defaults
 
 HERE = Path(__file__).parent
 BATCH_SIZES = {"digits": 64, "text": 16}
@@ -35,12 +36,13 @@ Ratios = list[list[float]]
 """By step and matrix."""
 
 
-def trained(dataset: Dataset, task: str, steps: int, name: str, seed: int) -> tuple[Ratios, float]:
+def trained(task: str, steps: int, name: str, seed: int) -> tuple[Ratios, float]:
     """The trust ratios of a run, and its mean loss over the last tenth."""
     config = RunConfig(
         task, optimizer="lamb", state_dtype=RUNS[name], batch_size=BATCH_SIZES[task], steps=steps, seed=seed, threads=1
     )
-    run = Run(config.resolved(), dataset)
+    made = TASKS[task](None)
+    run = Run(config.resolved(made), made)
     if name == "float32, moved":
         noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -74,12 +76,11 @@ def main() -> None:
     about = provenance(
         f"python benchmarks/trust_ratios.py --task {arguments.task} --steps {arguments.steps} --seeds {arguments.seeds}"
     )
-    dataset = TASKS[arguments.task].load(None)
     results: dict[str, Any] = {}
     middle, largest = [], []  # the lines of the two panels
     steps = list(range(1, arguments.steps + 1))
     exact: list[Ratios] = []
-    run = partial(trained, dataset, arguments.task, arguments.steps)
+    run = partial(trained, arguments.task, arguments.steps)
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         found_in = {name: pool.map(run, [name] * arguments.seeds, range(arguments.seeds)) for name in RUNS}
         trainings = {name: list(runs) for name, runs in found_in.items()}
@@ -100,9 +101,10 @@ def main() -> None:
         middle.append((name, steps, results[name]["median_ratio"]))
         # Beside itself there is nothing to draw, but its colour is taken.
         largest.append((name, *((steps, results[name]["largest_difference"]) if name != "float32" else ([], []))))
+    task = TASKS[arguments.task](None)
     result = {
         **about,
-        "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+        "data": {"description": defaults(task).description, "sha256": fingerprint(task, 1)},
         "batch_size": BATCH_SIZES[arguments.task],
         "moved": MOVED,
         "runs": results,

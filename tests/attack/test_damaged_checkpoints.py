@@ -43,7 +43,7 @@ def train(*words: object) -> tuple[int, str]:
 def loaded(path: Path) -> dict[str, Any]:
     """Return the state of a run that has resumed from this checkpoint."""
     saved = checkpoint.load(path)
-    run = Run(checkpoint.config_of(saved, {}), TASKS["digits"].load(None), Ranks())
+    run = Run(checkpoint.config_of(saved, {}), TASKS["digits"](None), Ranks())
     checkpoint.restore(run, saved)
     return run.state_dict()
 

@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 from bighorn.cli import sweep
-from bighorn.cli.compare import COLUMNS, WIDEST, _table, continued, row, warnings
+from bighorn.cli.compare import WIDEST, _table, columns, continued, row, warnings
 from bighorn.cli.config import RunConfig
 from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.verdict import expected_seconds, interval, verdicts
 from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.tables import for_every
 
 
-def trial(lr: float, seed: int, accuracy: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:
+def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target: int | None = 5) -> sweep.Trial:
     config = RunConfig(lr=lr, seed=seed)
-    curve = ((5, accuracy / 2), (10, accuracy))
-    return sweep.Trial(config, accuracy, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000, curve=curve)
+    curve = ((5, value / 2), (10, value))
+    return sweep.Trial(config, value, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000, curve=curve)
 
 
 def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> sweep.Cell:
@@ -57,7 +58,7 @@ def test_a_tiny_grid_end_to_end(invoke: Invoke) -> None:
         assert part in page.text
     cell = cells["sgd", 256]
     again = sweep.make(RunConfig(**cell["config"], seed=1), 0.95, tuning=False)
-    assert (again.accuracy, again.loss) == (cell["final"][1]["accuracy"], cell["final"][1]["loss"])
+    assert (again.value, again.loss) == (cell["final"][1]["accuracy"], cell["final"][1]["loss"])
 
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
@@ -74,7 +75,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
         return trial(lr, config.seed, 1 - abs(lr - 0.35) if config.optimizer == "lamb" else lr / 1e3)
 
     monkeypatch.setattr(sweep, "make", fake)
-    bases = [(name, RunConfig(optimizer=name).resolved()) for name in ("lamb", "sgd")]
+    bases = [(name, RunConfig(optimizer=name).resolved(Digits())) for name in ("lamb", "sgd")]
     grids = {"lamb": (0.1, 0.2), "sgd": (0.1, 0.2)}
     counted = [sweep.count(bases, grids, 2, 1), 0]
 
@@ -84,7 +85,7 @@ def test_a_grid_goes_on_until_the_best_lies_inside(monkeypatch: pytest.MonkeyPat
     def added(more: int) -> None:
         counted[0] += more
 
-    lamb, sgd = sweep.run_cells(bases, grids, 2, 1, 0.9, 1, made=made, added=added)
+    lamb, sgd = sweep.run_cells(bases, grids, 2, 1, 0.9, 1, Digits(), made=made, added=added)
     assert [lr for lr, _ in lamb.tuned] == [0.1, 0.2, 0.4, 0.8]
     assert (lamb.lr, lamb.on_edge) == (0.4, False)
     assert [lr for lr, _ in sgd.tuned] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
@@ -114,26 +115,26 @@ def test_the_rate_of_the_best_held_out_accuracy_is_chosen() -> None:
 
 
 def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Dataset] = []
-    evaluate = Run.evaluate
+    seen: list[tuple[Digits, str]] = []
+    evaluate = Digits.evaluate
 
-    def watched(run: Run) -> tuple[float, float]:
-        seen.append(run.dataset)
-        return evaluate(run)
+    def watched(task: Digits, model: nn.Module, split: str) -> dict[str, float]:
+        seen.append((task, split))
+        return evaluate(task, model, split)
 
-    monkeypatch.setattr(Run, "evaluate", watched)
-    config = RunConfig(epochs=1, threads=1).resolved()
+    monkeypatch.setattr(Digits, "evaluate", watched)
+    config = RunConfig(epochs=1, threads=1).resolved(Digits())
     sweep.make(config, 0.9, tuning=True)
     sweep.make(config, 0.9, tuning=False)
-    tuning, final = ({row.numpy().tobytes() for row in data.test_inputs} for data in (seen[0], seen[-1]))
-    assert not tuning & final
-    assert len(seen[0]) + len(seen[0].test_inputs) == len(seen[-1])
+    (tuned, first), (final, last) = seen[0], seen[-1]
+    assert (first, last) == ("validation", "test")
+    assert tuned.samples + len(tuned.data["validation"][0]) == final.samples
 
 
 def test_a_diverged_run_is_the_worst_one() -> None:
-    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved()
+    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(Digits())
     outcome = sweep.make(config, 0.9, tuning=False)
-    assert (outcome.accuracy, outcome.loss, outcome.steps_to_target) == (0.0, float("inf"), None)
+    assert (outcome.value, outcome.loss, outcome.steps_to_target) == (0.0, float("inf"), None)
 
 
 def test_what_a_cell_comes_to() -> None:
@@ -148,7 +149,7 @@ def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         cell("came-corrected", 16384, 0.0002, 0.9),
         trials=(dataclasses.replace(trial(0.0002, 0, 0.9, steps_to_target=None), seconds=12345.6),),
     )
-    Console(width=WIDEST, soft_wrap=True).print(_table([wide], list(COLUMNS)))
+    Console(width=WIDEST, soft_wrap=True).print(_table([wide], columns("accuracy", 0.95)))
     shown = capsys.readouterr().out
     assert all(part in shown for part in row(wide)[:-1])
 
@@ -190,13 +191,13 @@ def test_a_verdict_has_an_interval_over_seeds() -> None:
 
 
 def test_runs_are_timed_before_they_begin() -> None:
-    config = RunConfig(epochs=1, threads=1, batch_size=64).resolved()
-    run = Run(config, TASKS["digits"].load(None))
+    config = RunConfig(epochs=1, threads=1, batch_size=64).resolved(Digits())
+    run = Run(config, Digits())
     seconds = expected_seconds([("lamb", run)], {"lamb": (0.1, 0.2)}, seeds=3, tuning_seeds=1)
     assert run.step == 2
     assert 0 < seconds < 3600
     diverging = dataclasses.replace(config, lr=1e30, warmup="0", steps=1, epochs=None)
-    assert expected_seconds([("lamb", Run(diverging, run.dataset))], {"lamb": (0.1,)}, 1, 1) > 0
+    assert expected_seconds([("lamb", Run(diverging, run.task))], {"lamb": (0.1,)}, 1, 1) > 0
 
 
 @for_every(
@@ -216,7 +217,7 @@ def test_runs_are_timed_before_they_begin() -> None:
         (["--batch-sizes", "32,1400"], "--batch-size 1400 is more than the 1151 training samples"),
         (["--seeds", "0"], "--seeds=0"),
         (["--processes", "0"], "--processes=0"),
-        (["--target", "95"], "--target=95.0 is out of range: it must be a finite number in (0, 1]"),
+        (["--target", "nan"], "--target=nan is out of range: it must be a finite number"),
         (["--epochs", "-1"], "--epochs=-1.0"),
         (["--task", "mnist"], "--task mnist needs --data DIR"),
         (["--task", "mnist-rows"], "--task mnist-rows needs --data DIR"),

@@ -42,8 +42,8 @@ def test_a_run_of_a_gpu_resumes_on_the_cpu_and_says_so(invoke: Invoke) -> None:
     invoke("train", "--steps", 4, "--save", "run.pt")
     checkpoint = torch.load("run.pt", weights_only=True)
     checkpoint["config"]["device"], checkpoint["environment"]["device"] = "cuda", "H900"
-    for generators in checkpoint["run"]["generators"]:
-        generators["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    for saved in checkpoint["run"]["generators"]:
+        saved["cuda"] = torch.zeros(16, dtype=torch.uint8)
     torch.save(checkpoint, "run.pt")
     assert "no CUDA device here" in invoke("train", "--resume", "run.pt", code=1).output
     output = invoke("train", "--resume", "run.pt", "--device", "cpu", "--json", "run.json").output
@@ -74,8 +74,9 @@ def test_the_generator_of_a_gpu_is_saved_and_restored(monkeypatch: pytest.Monkey
 
 
 def run_on(device: str, data: Path | None = None, task: str = "digits", **options: Any) -> Run:
-    ready = RunConfig(task=task, data=None if data is None else str(data), device=device, **options).resolved()
-    return Run(ready, TASKS[ready.task].load(ready.data), parallel=ParallelConfig(accumulate=2))
+    made = TASKS[task](None if data is None else str(data))
+    ready = RunConfig(task=task, device=device, **options).resolved(made)
+    return Run(ready, made, parallel=ParallelConfig(accumulate=2))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -98,7 +99,7 @@ def test_everything_of_a_step_is_on_the_device(
     assert {parameter.device.type for parameter in run.model.parameters()} == {"meta"}
     assert {value.device.type for state in run.optimizer.state.values() for value in state.values()} == {"meta"}
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: np.full(tensor.shape, 0.5).tolist())
-    assert run.evaluate() == (0.5, 0.5)
+    assert run.evaluate() == {"loss": 0.5, "accuracy": 0.5}
     assert len(seen) > 6
     assert {device.type for device in seen} == {"meta"}
 
@@ -115,20 +116,20 @@ def test_losses_that_are_read_together_are_the_same() -> None:
         known.append(len(run._history.loss))
     assert known[:7] == [0, 2, 3, 3, 5, 6, 6]  # 10 evaluations, one every three steps
     assert run.history.loss == exact.history.loss
-    assert run.history.accuracy == exact.history.accuracy
+    assert run.history.batch_metrics == exact.history.batch_metrics
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_a_loss_that_is_read_late_ends_the_run_where_it_was(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     run = run_on("cpu", optimizer=optimizer, steps=200)
     run._max_unread = MAX_UNREAD
-    score, calls = run._train_step.score, iter(range(1000))
+    score, calls = run._train_step._score, iter(range(1000))
 
-    def diverging(*arguments: Any) -> tuple[Tensor, Tensor]:
-        loss, accuracy = score(*arguments)
-        return loss * (float("nan") if next(calls) >= 2 * 3 else 1.0), accuracy  # two parts of a batch per step
+    def diverging(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
+        loss, metrics = score(*arguments)
+        return loss * (float("nan") if next(calls) >= 2 * 3 else 1.0), metrics  # two parts of a batch per step
 
-    monkeypatch.setattr(run._train_step, "score", diverging)
+    monkeypatch.setattr(run._train_step, "_score", diverging)
     for _ in range(6):
         run.train_step()
     with pytest.raises(DivergedError, match="the loss became nan in step 4"):

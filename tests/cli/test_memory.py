@@ -106,8 +106,9 @@ def test_a_run_of_a_task_allocates_what_was_predicted(
     """`memory` predicts the bytes of the model and groups that `train` builds."""
     data = {"digits": None, "text": str(text_file), "mnist": str(idx_folder)}[task]
     invoke("memory", "--task", task, *(["--data", data] if data else []), "--optimizers", name, "--json", "m.json")
-    config = RunConfig(task, data, **CONTESTANTS[name], batch_size=4, steps=1, threads=1).resolved()
-    run = Run(config, TASKS[task].load(data))
+    config = RunConfig(task, data, **CONTESTANTS[name], batch_size=4, steps=1, threads=1)
+    made = TASKS[task](data)
+    run = Run(config.resolved(made), made)
     run.train_step()
     result = json.loads(Path("m.json").read_text())
     assert result["total"] == {name: state_bytes(run.optimizer)}
@@ -218,8 +219,8 @@ def test_any_model_without_its_frozen_and_doubled_weights(invoke: Invoke, zoo: s
         (":lazy", "weight has no shape before the first batch"),
         (":frozen", "has no trainable parameters"),
         ("_:Tied", "ModuleNotFoundError: No module named"),
-        ("", "is not of the form PACKAGE.MODULE:CALLABLE"),
-        (":", "is not of the form PACKAGE.MODULE:CALLABLE"),
+        ("", "is not of the form FILE.py:NAME or PACKAGE.MODULE:NAME"),
+        (":", "is not of the form FILE.py:NAME"),
     ],
 )
 def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message: str) -> None:
@@ -230,7 +231,7 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
     ("options", "message"),
     [
         (["--shapes", "bert_bse"], "--shapes: no 'bert_bse' here; did you mean bert_base?"),
-        (["--task", "txt"], "--task: no 'txt' here; did you mean text?"),
+        (["--task", "text:"], "--task 'text:' is not of the form FILE.py:NAME or PACKAGE.MODULE:NAME"),
         (["--optimizers", "came,lam"], "--optimizers: no 'lam' here; did you mean lamb?"),
         (["--task", "text", "--shapes", "one"], "--task and --shapes each say what to predict for"),
         (["--shapes", "one", "--data", "x"], "--data x is for a task, but --shapes is given"),

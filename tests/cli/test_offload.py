@@ -21,7 +21,7 @@ from tests.support.cases import needs_grad_dtype
 from tests.support.command_line import Invoke
 from tests.support.slow_copies import SlowCopies
 
-KEPT = ("loss", "accuracy", "lr", "metrics", "scale", "skipped")
+KEPT = ("loss", "batch_metrics", "lr", "metrics", "scale", "skipped")
 
 
 @pytest.fixture

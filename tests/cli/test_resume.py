@@ -233,7 +233,7 @@ def test_nothing_in_a_checkpoint_is_run(invoke: Invoke, tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "was-here"),)
 
-    torch.save({"format": "bighorn checkpoint 2", "config": Malicious()}, "evil.pt")
+    torch.save({"format": "bighorn checkpoint 3", "config": Malicious()}, "evil.pt")
     assert "damaged or not a checkpoint" in invoke("train", "--resume", "evil.pt", code=1).output
     assert not (tmp_path / "was-here").exists()
 

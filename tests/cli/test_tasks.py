@@ -9,9 +9,10 @@ import torch
 
 from bighorn.cli.errors import InputError
 from bighorn.cli.tasks import TASKS
-from bighorn.cli.tasks.dataset import batch_indices
+from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.tasks.mnist import FILES, read_idx
-from bighorn.cli.tasks.text import CONTEXT, standard_library
+from bighorn.cli.tasks.text import CONTEXT, Text, standard_library
+from bighorn.tasks import Classification, batch_indices, epoch_seed
 from tests.support.tables import for_every
 
 IMAGES = struct.pack(">2xBB3I", 8, 3, 2, 2, 3) + bytes(range(12))
@@ -50,28 +51,29 @@ def test_missing_idx_files_are_named(idx_folder: Path) -> None:
     for path in idx_folder.glob("t10k-*"):
         path.unlink()
     with pytest.raises(InputError, match=f"lacks {FILES[2]}, {FILES[3]} "):
-        TASKS["mnist"].load(str(idx_folder))
+        TASKS["mnist"](str(idx_folder))
 
 
 def test_images_and_labels_must_agree(idx_folder: Path) -> None:
     labels = idx_folder / FILES[1]
     labels.write_bytes(struct.pack(">2xBBI", 8, 1, 3) + b"\1\2\3")
     with pytest.raises(InputError, match="64 train images, but 3 labels"):
-        TASKS["mnist"].load(str(idx_folder))
+        TASKS["mnist"](str(idx_folder))
 
 
 def test_images_must_have_the_size_of_the_network(idx_folder: Path) -> None:
     (idx_folder / f"{FILES[2]}.gz").write_bytes(gzip.compress(struct.pack(">2xBB3I", 8, 3, 16, 2, 2) + bytes(64)))
     with pytest.raises(InputError, match=r"t10k images of \(2, 2\) pixels, not \(28, 28\)"):
-        TASKS["mnist"].load(str(idx_folder))
+        TASKS["mnist"](str(idx_folder))
 
 
 def test_text_targets_are_the_next_characters(text_file: Path) -> None:
-    data = TASKS["text"].load(str(text_file))
-    assert torch.equal(data.inputs[0, 1:], data.targets[0, :-1])
-    assert data.targets[0, -1] == data.inputs[1, 0]
+    data = Text(str(text_file))
+    inputs, targets = data.data["train"]
+    assert torch.equal(inputs[0, 1:], targets[0, :-1])
+    assert targets[0, -1] == inputs[1, 0]
     letters = sorted(set(text_file.read_text()))
-    start = "".join(letters[code - 1] for code in data.inputs[0].tolist())
+    start = "".join(letters[code - 1] for code in inputs[0].tolist())
     assert start == text_file.read_text()[:CONTEXT]
     assert data.classes == len(letters) + 1
 
@@ -79,27 +81,31 @@ def test_text_targets_are_the_next_characters(text_file: Path) -> None:
 def test_any_script_is_text(tmp_path: Path) -> None:
     path = tmp_path / "greek.txt"
     path.write_text("Μῆνιν ἄειδε, θεά, Πηληϊάδεω Ἀχιλῆος\n" * 100, "utf-8")
-    data = TASKS["text"].load(str(path))
-    assert data.inputs.min() >= 1
+    assert Text(str(path)).data["train"][0].min() >= 1
 
 
 def test_the_standard_library_is_text_enough() -> None:
     assert len(standard_library()) > 1_000_000
 
 
-def test_test_data_are_not_training_data() -> None:
-    data = TASKS["digits"].load(None)
-    assert len(data) + len(data.test_inputs) == 1797
-    held = data.held_out(0.2)
-    assert len(held) + len(held.test_inputs) == len(data)
-    rows = {row.numpy().tobytes() for row in data.inputs}
-    assert {row.numpy().tobytes() for row in held.test_inputs} <= rows
-    assert not {row.numpy().tobytes() for row in data.test_inputs} & rows
+def test_held_out_data_are_neither_training_nor_test_data() -> None:
+    task = Digits()
+    held = task.held_out()
+
+    def rows(of: Classification, split: str) -> set[bytes]:
+        return {row.numpy().tobytes() for row in of.data[split][0]}
+
+    assert task.samples + len(task.data["test"][0]) == 1797
+    assert held.samples == len(held.data["train"][0])
+    assert held.samples + len(held.data["validation"][0]) == task.samples
+    assert rows(held, "train") | rows(held, "validation") == rows(task, "train")
+    assert not rows(task, "train") & rows(task, "test")
+    assert not rows(held, "train") & rows(held, "validation")
 
 
 def test_the_order_of_the_data_depends_on_seed_and_step_alone() -> None:
     def stream(seed: int, batch_size: int, steps: int) -> list[int]:
-        batches = [batch_indices(seed, step, batch_size, samples=10) for step in range(steps)]
+        batches = [batch_indices(epoch_seed(seed, 0), step, batch_size, samples=10) for step in range(steps)]
         assert all(len(batch) == batch_size for batch in batches)
         return torch.cat(batches).tolist()
 

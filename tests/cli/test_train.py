@@ -23,6 +23,7 @@ from bighorn.cli.memory import MemoryConfig
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.cli.tasks import TASKS
+from bighorn.tasks import Classification, defaults
 from bighorn_launcher.commands import COMMANDS
 from bighorn_launcher.commands import bighorn as group
 from tests.support.command_line import Invoke, without_dropout
@@ -283,8 +284,8 @@ def test_options_agree_with_the_configuration(invoke: Invoke, name: str, config:
 def test_defaults_name_every_task_and_optimizer(invoke: Invoke) -> None:
     text = " ".join(invoke("train", "--help").output.split())
     for name, task in TASKS.items():
-        assert f"{name} {task.batch_size}" in text
-        assert f"{name} {task.epochs:g}" in text
+        assert f"{name} {defaults(task).batch_size}" in text
+        assert f"{name} {defaults(task).epochs:g}" in text
     for name, recipe in OPTIMIZERS.items():
         assert f"{name} {recipe.lr:g}" in text
 
@@ -333,9 +334,11 @@ def test_options_that_an_optimizer_does_not_have(invoke: Invoke, options: list[s
 
 
 def test_digits_train_on_one_thread_unless_told_otherwise() -> None:
-    assert RunConfig().resolved().threads == 1
-    assert RunConfig(task="text").resolved().threads == torch.get_num_threads()
-    assert RunConfig(threads=2).resolved().threads == 2
+    data = (torch.ones(2, 2), torch.ones(2))
+    digits, large = TASKS["digits"](None), Classification(data, data)
+    assert RunConfig().resolved(digits).threads == 1
+    assert RunConfig().resolved(large).threads == torch.get_num_threads()
+    assert RunConfig(threads=2).resolved(digits).threads == 2
 
 
 def test_kernels_without_the_c_library_are_said_in_a_line(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

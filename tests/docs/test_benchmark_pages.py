@@ -117,7 +117,7 @@ def test_the_words_for_the_pictures_say_what_the_files_say() -> None:
     rows = front.memory_rows()
     least = rows["Came, int8, stochastic, released"]
     assert f"{least['weights'] + least['gradients'] + least['state']:.1f} for Came with an int8 momentum" in text
-    cells = {(cell.optimizer, cell.batch_size): 1 - cell.accuracy[1] for cell in cells_of(STUDIES["large-batch"])}
+    cells = {(cell.optimizer, cell.batch_size): 1 - cell.value[1] for cell in cells_of(STUDIES["large-batch"])}
     errors = [f"{cells['adamw', size]:.1%} and {cells['lamb', size]:.1%} at" for size in (64, 1024, 16384)]
     assert all(each in text for each in errors)
 

@@ -11,6 +11,7 @@ import torch
 
 from bighorn import Came
 from bighorn.cli.compare import CompareConfig, compare
+from bighorn.cli.tasks import TASKS
 from studies import DOCS, FIGURES, PAGES, STUDIES, cells_of, command, written
 from tests.support.tables import for_every
 
@@ -45,7 +46,7 @@ def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
     params = compare.make_context("compare", arguments).params
     config = CompareConfig(**{option: params[option] for option in CompareConfig.__dataclass_fields__})
     saved = STUDIES[name]["config"]
-    optimizers, batch_sizes = config.cells()
+    optimizers, batch_sizes = config.cells(TASKS[config.task])
     assert ", ".join(optimizers) == saved["optimizers"]
     assert ", ".join(map(str, batch_sizes)) == saved["batch_sizes"]
 
@@ -54,7 +55,7 @@ def test_the_evidence_for_lamb_is_that_of_the_files() -> None:
     page = (DOCS / "lamb.md").read_text()
     columns = ("adam", "adamw", "lamb", "adafactor")
     for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
-        medians = {(cell.optimizer, cell.batch_size): cell.accuracy[1] for cell in cells_of(STUDIES[name])}
+        medians = {(cell.optimizer, cell.batch_size): cell.value[1] for cell in cells_of(STUDIES[name])}
         for batch in batches:
             found = [f"{medians[each, batch]:.1%}" if (each, batch) in medians else "" for each in columns]
             assert f"| {batch:,} | {' | '.join(found)} |".replace("|  |", "| |") in page

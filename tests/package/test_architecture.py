@@ -49,7 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"capabilities", "deferred", "kernels"},
     "offloading": {"arguments", "distributed", "kernels", "offloading", "square_sums"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
-    "cli": {"arguments", "capabilities", "bighorn", "kernels", "schedules", "cli"},
+    "tasks": {"arguments", "capabilities"},
+    "cli": {"arguments", "capabilities", "bighorn", "kernels", "schedules", "tasks", "cli"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""

@@ -19,7 +19,8 @@ from bighorn.cli.tasks import TASKS
 
 
 def fresh() -> Run:
-    return Run(RunConfig(threads=1, steps=2**17, schedule="constant").resolved(), TASKS["digits"].load(None), Ranks())
+    task = TASKS["digits"](None)
+    return Run(RunConfig(threads=1, steps=2**17, schedule="constant").resolved(task), task, Ranks())
 
 
 def save_next(run: Run, place: Path) -> None:

@@ -16,8 +16,9 @@ from bighorn.cli.errors import InputError
 from bighorn.cli.options import flag_of
 from bighorn.cli.run import Run
 from bighorn.cli.values import matches
+from bighorn.tasks import defaults
 
-FORMAT = "bighorn checkpoint 2"
+FORMAT = "bighorn checkpoint 3"
 FIELDS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
 ELSEWHERE = ("data", "device", "threads")
 """Options that may differ when a run is resumed, for example on another machine."""
@@ -30,7 +31,7 @@ def save(run: Run, path: Path) -> None:
         "format": FORMAT,
         "config": asdict(run.config),
         "environment": environment(run.config.device),
-        "data": run.dataset.fingerprint(),
+        "data": run.fingerprint,
         "processes": run.ranks.size,
     }
     checkpoint = {**about, "run": run.state_dict()}
@@ -76,8 +77,10 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     Raises:
         InputError: The data are not those of the saved run.
     """
-    if checkpoint["data"] != run.dataset.fingerprint():
-        raise InputError(f"the training data ({run.dataset.description}) are not those of the checkpoint: see --data.")
+    if checkpoint["data"] != run.fingerprint:
+        raise InputError(
+            f"the training data ({defaults(run.task).description}) are not those of the checkpoint: see --data."
+        )
     try:
         run.load_state_dict(checkpoint["run"])
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,20 @@ from rich.table import Table
 
 from bighorn.arguments import number
 from bighorn.cli import files, sweep
-from bighorn.cli.config import PRECISIONS, RunConfig
+from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig
 from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
+from bighorn.cli.metrics import metric_text
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import check_name, names, numbers
+from bighorn.cli.tasks import TASKS, TaskName, fingerprint, load
+from bighorn.cli.tasks.trial import Trial
+from bighorn.cli.tasks.user import UserTask
+from bighorn.cli.values import check_name, device_of, names, numbers
 from bighorn.cli.verdict import expected_seconds, verdicts
+from bighorn.tasks import defaults
 
 WIDEST = 120
 """Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
@@ -32,13 +35,14 @@ WIDEST = 120
 class CompareConfig(Options):
     """The options of a comparison; None stands for the task's default."""
 
-    task: str = option("digits", "What to train on.", choices=tuple(TASKS))
-    data: str | None = option(None, "Data for the task, as in bighorn train.", shown="built in, but mnist")
+    task: str = option("digits", TASK_HELP, kind=TaskName())
+    data: str | None = option(None, DATA_HELP, shown="what comes with the task")
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(CONTESTANTS)}.", shown="lamb,adamw")
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
-        shown="by task " + "; ".join(f"{name} {','.join(map(str, task.batch_sizes))}" for name, task in TASKS.items()),
+        shown="by task "
+        + "; ".join(f"{name} {','.join(map(str, defaults(task).batch_sizes))}" for name, task in TASKS.items()),
     )
     lrs: tuple[str, ...] = option(
         (),
@@ -53,9 +57,9 @@ class CompareConfig(Options):
     )
     target: float | None = option(
         None,
-        "Test accuracy to count the steps to.",
-        shown=", ".join(f"{name} {task.target:g}" for name, task in TASKS.items()),
-        check=partial(number, high=1.0, above=True),
+        "Value of the task's metric on test data to count the steps to.",
+        shown=", ".join(f"{name} {defaults(task).target:g}" for name, task in TASKS.items()),
+        check=number,
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     processes: int | None = option(
@@ -63,10 +67,12 @@ class CompareConfig(Options):
     )
     device: str = option("cpu", "Device of torch for the runs.")
 
-    def cells(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def cells(self, task: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The optimizers and the batch sizes."""
-        task = TASKS[self.task]
-        sizes = task.batch_sizes if self.batch_sizes is None else numbers("--batch-sizes", self.batch_sizes, int)
+        about = defaults(task)
+        sizes = about.batch_sizes or (about.batch_size,)
+        if self.batch_sizes is not None:
+            sizes = numbers("--batch-sizes", self.batch_sizes, int)
         return names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS), sizes
 
 
@@ -86,10 +92,12 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     test data are looked at for the first time.
     """
     config = CompareConfig(**options)
-    optimizers, batch_sizes = config.cells()
+    device_of(config.device)
+    task = load(config.task, config.data)
+    optimizers, batch_sizes = config.cells(task)
     grids = learning_rates(config.lrs, optimizers)
-    task = TASKS[config.task]
-    target = config.target or task.target
+    about_task = defaults(task)
+    target = about_task.target if config.target is None else config.target
     processes = config.processes or (sweep.available_processors() if config.device == "cpu" else 1)
     tuning_seeds = config.tuning_seeds or config.seeds
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
@@ -97,13 +105,15 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     console = terminal()
     shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision", "device")}
     bases = [
-        (name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved())
+        (name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved(task))
         for name in optimizers
         for size in batch_sizes
     ]
     epochs = bases[0][1].epochs
-    dataset = task.load(config.data)
-    held_out = dataset.held_out(sweep.HELD_OUT)
+    held_out = sweep.held_out(task)
+    if isinstance(task, UserTask):
+        for _, base in bases[: len(batch_sizes)]:
+            Trial(task, base).run(("test", "validation") if held_out is task else ("test",))
     fresh = [(name, Run(base, held_out)) for name, base in bases]  # an error of the last cell comes before any run
     settings = asdict(config) | {
         "optimizers": ", ".join(optimizers),
@@ -116,7 +126,8 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     }
     about = provenance(command_line(ctx))
     runs = sweep.count(bases, grids, config.seeds, tuning_seeds)
-    console.print(f"{config.task}: {dataset.description}; {epochs:g} epochs, {runs} runs, {processes} at a time")
+    length = f"{bases[0][1].steps} steps" if epochs is None else f"{epochs:g} epochs"
+    console.print(f"{config.task}: {defaults(task).description}; {length}, {runs} runs, {processes} at a time")
     for name in grids:
         console.print(f"{name}: learning rates {_rates(grids[name])}")
     seconds = expected_seconds(fresh, grids, config.seeds, tuning_seeds) / processes
@@ -131,11 +142,12 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
             tuning_seeds,
             target,
             processes,
+            task,
             made=lambda: bar.advance(task_id),
             added=lambda more: bar.update(task_id, total=(bar.tasks[0].total or 0) + more),
         )
 
-    head = [name.format(target=f"{target:.0%}") for name in COLUMNS]
+    head = columns(task.metric, target)
     answers, notes = verdicts(cells), [*continued(cells, grids), *warnings(cells)]
     for line in answers:
         console.print(line)
@@ -148,12 +160,12 @@ def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         from bighorn.cli.reports.compare import compare_report
 
         rows = [row(cell) for cell in cells]
-        return compare_report(cells, dataset.description, head, rows, notes, about["command"], settings)
+        return compare_report(cells, defaults(task).description, head, rows, notes, about["command"], settings)
 
     content = {
         **about,
         "config": settings,
-        "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+        "data": {"description": defaults(task).description, "sha256": fingerprint(task, batch_sizes[0])},
         "cells": [as_json(cell) for cell in cells],
         "words": notes,
     }
@@ -178,30 +190,30 @@ def _rates(rates: Sequence[float]) -> str:
 
 def as_json(cell: sweep.Cell) -> dict[str, Any]:
     """A cell as JSON: its configuration, its results and every run."""
-    low, middle, high = cell.accuracy
+    low, middle, high = cell.value
     config = asdict(cell.trials[0].config)
     return {
         "name": cell.optimizer,
         "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
-        "tuned": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in cell.tuned],
+        "tuned": [{"lr": lr, cell.metric: value} for lr, value in cell.tuned],
         "on_edge": cell.on_edge,
-        "accuracy": {"lowest": low, "median": middle, "highest": high},
+        cell.metric: {"lowest": low, "median": middle, "highest": high},
         "loss": dict(zip(("lowest", "median", "highest"), map(_finite, cell.loss), strict=True)),
         "steps": cell.trials[0].steps,
         "steps_to_target": _finite(cell.steps_to_target),
         "seconds": cell.seconds,
         "state_bytes": cell.trials[0].state_bytes,
-        "curve": {"steps": [step for step, _ in cell.curve], "accuracy": [accuracy for _, accuracy in cell.curve]},
-        "final": [_run_as_json(trial) for trial in cell.trials],
-        "tuning": [_run_as_json(trial) for trial in cell.tuning],
+        "curve": {"steps": [step for step, _ in cell.curve], cell.metric: [value for _, value in cell.curve]},
+        "final": [_run_as_json(cell, trial) for trial in cell.trials],
+        "tuning": [_run_as_json(cell, trial) for trial in cell.tuning],
     }
 
 
-def _run_as_json(trial: sweep.Trial) -> dict[str, Any]:
+def _run_as_json(cell: sweep.Cell, trial: sweep.Trial) -> dict[str, Any]:
     return {
         "lr": trial.config.lr,
         "seed": trial.config.seed,
-        "accuracy": trial.accuracy,
+        cell.metric: _finite(trial.value),
         "loss": _finite(trial.loss),
         "steps_to_target": trial.steps_to_target,
         "seconds": round(trial.seconds, 3),
@@ -227,20 +239,23 @@ def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
     return table
 
 
-COLUMNS = ("optimizer", "batch", "best lr", "accuracy (min-max)", "steps to {target}", "loss", "state", "time")
+def columns(metric: str, target: float | None) -> list[str]:
+    """The heads of the table."""
+    reached = "steps" if target is None else f"steps to {metric_text(metric, target, 0)}"
+    return ["optimizer", "batch", "best lr", f"{metric} (min-max)", reached, "loss", "state", "time"]
 
 
 def row(cell: sweep.Cell) -> tuple[str, ...]:
-    """A cell as text, by :data:`COLUMNS`; medians over the seeds."""
-    low, middle, high = cell.accuracy
+    """A cell as text, by :func:`columns`; medians over the seeds."""
+    low, middle, high = (metric_text(cell.metric, value) for value in cell.value)
     reached = f"{cell.steps_to_target:.0f}" if math.isfinite(cell.steps_to_target) else "never"
     return (
         cell.optimizer,
         str(cell.batch_size),
         f"{cell.lr:g}" + ("*" if cell.on_edge else ""),
-        f"{middle:.1%} ({100 * low:.1f}-{100 * high:.1f})",
+        f"{middle} ({low.rstrip('%')}-{high.rstrip('%')})",
         f"{reached} of {cell.trials[0].steps}",
-        f"{cell.loss[1]:.4f}",
+        "-" if math.isnan(cell.loss[1]) else f"{cell.loss[1]:.4f}",
         f"{cell.trials[0].state_bytes / 1e6:.2f} MB",
         f"{cell.seconds:.1f} s",
     )

@@ -12,11 +12,12 @@ from bighorn import arguments
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
 from bighorn.cli.options import COUNT, MOST, POSITIVE, THREADS, Options, option
-from bighorn.cli.tasks import TASKS
+from bighorn.cli.tasks import TASKS, TaskName
 from bighorn.cli.values import device_of, read_options, scale_policy, warmup_steps
 from bighorn.kernels import BACKENDS
 from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, scaled_lr
 from bighorn.schedules.large_batch import RULES
+from bighorn.tasks import Task, defaults
 
 BASE_BATCH = 256
 """The batch size of the default learning rates, to which ``--lr-scaling`` is relative."""
@@ -32,6 +33,13 @@ DECAYS: dict[str, Callable[[float, int], Schedule]] = {
 """The schedules after the warm-up, each created from its first value and its number of steps."""
 
 
+TASK_HELP = "What to train on: a built-in task, or a bighorn.tasks.Task of yours in a file or module."
+DATA_HELP = (
+    "Data for the task: a text FILE for text, a DIR with the idx files for mnist and mnist-rows; NAME of a file or "
+    "module is called with it."
+)
+
+
 def _by_name(table: Mapping[str, Any], attribute: str) -> str:
     return ", ".join(f"{name} {getattr(entry, attribute):g}" for name, entry in table.items())
 
@@ -43,11 +51,11 @@ class RunConfig(Options):
     Values are those of the command line until :meth:`resolved` fills in the defaults.
     """
 
-    task: str = option("digits", "What to train on.", choices=tuple(TASKS))
+    task: str = option("digits", TASK_HELP, kind=TaskName())
     data: str | None = option(
         None,
-        "Data for the task: a text FILE for text, a DIR with the idx files for mnist and mnist-rows.",
-        shown="built in, but mnist",
+        DATA_HELP,
+        shown="what comes with the task",
     )
     optimizer: str = option(
         "lamb", "Bighorn's lamb, came or lars, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
@@ -112,8 +120,9 @@ class RunConfig(Options):
         check=THREADS,
     )
 
-    def _check(self) -> None:
-        """Raise an error for words that cannot be read and options that exclude each other."""
+    def check(self) -> None:
+        """Raise an error for an absent device, for unreadable words, and for options that exclude each other."""
+        device_of(self.device)
         if scale_policy(self.loss_scale) is not None and self.precision != "fp16":
             raise InputError(
                 f"--loss-scale {self.loss_scale} is for --precision fp16; {self.precision} holds gradients as small as "
@@ -131,37 +140,41 @@ class RunConfig(Options):
                     f"leave {flag} out."
                 )
 
-    def resolved(self) -> "RunConfig":
-        """Check the options, and fill in every None that the task, the optimizer or this machine decides.
-
-        Raises:
-            InputError: A value is out of range, two options exclude each other, or this machine lacks the device.
-        """
-        self._check()
-        device_of(self.device)
-        task, recipe = TASKS[self.task], OPTIMIZERS[self.optimizer]
+    def resolved(self, task: Task) -> "RunConfig":
+        """Fill in every None that the task, the optimizer or this machine decides."""
+        about, recipe = defaults(task), OPTIMIZERS[self.optimizer]
+        steps = about.steps if self.epochs is None and self.steps is None else self.steps
         return dataclasses.replace(
             self,
-            batch_size=task.batch_size if self.batch_size is None else self.batch_size,
+            batch_size=about.batch_size if self.batch_size is None else self.batch_size,
             lr=recipe.lr if self.lr is None else self.lr,
-            epochs=task.epochs if self.epochs is None and self.steps is None else self.epochs,
+            epochs=about.epochs if self.epochs is None and steps is None else self.epochs,
+            steps=steps,
             weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
             loss_scale=self.loss_scale or ("dynamic" if self.precision == "fp16" else "none"),
-            threads=self.threads or (1 if task.one_thread else torch.get_num_threads()),
+            threads=self.threads or (1 if about.one_thread else torch.get_num_threads()),
         )
 
-    def total_steps(self, samples: int) -> int:
-        """Return the steps of a resolved run over ``samples`` training samples; a partial last batch is omitted."""
-        assert self.batch_size is not None
-        if self.batch_size > samples:
+    def total_steps(self, epoch_size: tuple[int, int] | None) -> int:
+        """Return the steps of a resolved run; a partial last step is omitted.
+
+        Args:
+            epoch_size: The steps of an epoch, as a fraction; None if they are not known.
+        """
+        if epoch_size is not None and epoch_size[0] < epoch_size[1]:
             raise InputError(
-                f"--batch-size {self.batch_size} is more than the {samples} training samples of {self.task}: "
-                f"choose at most {samples}."
+                f"--batch-size {self.batch_size} is more than the {epoch_size[0]} training samples of {self.task}: "
+                f"choose at most {epoch_size[0]}."
             )
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        total = math.floor(self.epochs * samples / self.batch_size)
+        if epoch_size is None:
+            raise InputError(
+                f"{self.task} does not say how long an epoch is: batches('train', ...) has no len(). Give --steps, or "
+                "give the task an attribute samples or steps."
+            )
+        total = math.floor(self.epochs * epoch_size[0] / epoch_size[1])
         if total < 1:
             raise InputError(f"--epochs {self.epochs:g} is less than one step at batch size {self.batch_size}.")
         return total

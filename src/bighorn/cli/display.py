@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bighorn.cli.environment import device_name
+from bighorn.cli.metrics import SHORT, metric_text
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.kernels import status
-
-HEADER = f"{'epoch':>6}{'step':>7}{'loss':>9}{'acc':>7}{'test loss':>11}{'test acc':>9}{'lr':>9}{'per s':>7}"
+from bighorn.tasks import defaults
 
 TIMED = 4
 """The first steps, on whose times but the first's the estimate of a run is based."""
@@ -42,6 +42,8 @@ class Display:
     def __init__(self, run: Run, console: Console, seconds: float, warnings: Sequence[str]) -> None:
         self.run, self.console, self._warnings = run, console, warnings
         self._line = run.step, seconds
+        label = SHORT.get(run.task.metric, run.task.metric)
+        self._labels = f" {label:>6}", f" {'test ' + label:>8}"
         self._refreshed = 0.0
         self._first: list[float] = []
         self._live: Live | None = None
@@ -64,7 +66,9 @@ class Display:
             label = [metric.label for metric in self.run.metrics[:1]]
             if label:
                 self.console.print(f"{label[0]}: of the lowest/median/highest layer", style="dim")
-            self.console.print("  ".join([HEADER, *label]), style="dim")
+            own, test = self._labels
+            header = f"{'epoch':>6}{'step':>7}{'loss':>9}{own}{'test loss':>11}{test}{'lr':>9}{'per s':>7}"
+            self.console.print("  ".join([header, *label]), style="dim")
         if self._live is not None:
             self._live.start()
         return self
@@ -83,7 +87,10 @@ class Display:
             return
         self._refreshed = time.perf_counter()
         history = self.run.history
-        text = f"loss {history.loss[-1]:.4f}   acc {history.accuracy[-1]:.1%}   lr {history.lr[-1]:.2e}   "
+        text = f"loss {history.loss[-1]:.4f}   "
+        for name, values in history.batch_metrics.items():
+            text += f"{SHORT.get(name, name)} {metric_text(name, values[-1])}   "
+        text += f"lr {history.lr[-1]:.2e}   "
         text += f"{quantity(self._speed())} samples/s"
         if self.run.metric is not None:
             text += f"   {self.run.metrics[0].label} {self._metric()}"
@@ -98,13 +105,22 @@ class Display:
             self.console.print(f"This takes {duration(left)}, without evaluations.", style="dim")
 
     def evaluated(self) -> None:
-        """Print the line of the last evaluation; training loss and accuracy are means since the previous line."""
-        run, history = self.run, self.run.history
+        """Print the line of the last evaluation; training loss and metric are means since the previous line."""
+        run, history, metric = self.run, self.run.history, self.run.task.metric
         count = run.step - self._line[0]
-        _, test_loss, test_accuracy = history.tests[-1]
-        loss, accuracy = sum(history.loss[-count:]) / count, sum(history.accuracy[-count:]) / count
+        _, found = history.tests[-1]
+        own = history.batch_metrics.get(metric)
+        mean = None if own is None else sum(own[-count:]) / count
+        shown = [
+            f"{text:>{len(label)}}"
+            for text, label in zip(
+                (metric_text(metric, mean), metric_text(metric, found[metric])), self._labels, strict=True
+            )
+        ]
+        epoch = f"{'-':>6}" if run.epoch is None else f"{run.epoch:6.2f}"
+        test_loss = f"{found['loss']:11.4f}" if "loss" in found else f"{'-':>11}"
         self.console.print(
-            f"{run.epoch:6.2f}{run.step:7d}{loss:9.4f}{accuracy:7.1%}{test_loss:11.4f}{test_accuracy:9.1%}"
+            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{shown[0]}{test_loss}{shown[1]}"
             f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._metric()}".rstrip(),
         )
         self._line = run.step, history.seconds
@@ -127,7 +143,9 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
     parameters = quantity(sum(parameter.numel() for parameter in run.model.parameters()))
     scaled = "" if config.lr_scaling == "none" else f" ({config.lr:g} scaled)"
     scale = "" if config.loss_scale == "none" else f", loss scale {config.loss_scale}"
-    console.print(f"{config.task}: {run.dataset.description}; {parameters} parameters, {config.precision}{scale}")
+    console.print(
+        f"{config.task}: {defaults(run.task).description}; {parameters} parameters, {config.precision}{scale}"
+    )
     if config.device != "cpu":
         console.print(f"on {device_name(config.device)}")
     state = "" if config.state_dtype is None else f", state in {config.state_dtype}"

@@ -13,11 +13,11 @@ class History:
 
     Attributes:
         loss: Training loss of each step's batch.
-        accuracy: Training accuracy of each step's batch.
+        batch_metrics: Metrics of each step's batch, by name; empty for a task whose loss comes without.
         lr: Learning rate of each step.
         scale: Loss scale of each step; empty without loss scaling.
         skipped: The steps, counted from 1, that changed nothing because gradients overflowed.
-        tests: Evaluations, ``(step, loss, accuracy)``.
+        tests: Evaluations, ``(step, metrics by name)``.
         layers: Names of the matrices, for which metrics are kept; empty for optimizers without metrics.
         metric_steps: The steps, counted from 1, whose metrics were kept.
         metrics: One value per layer for each of these steps, by the name of the metric.
@@ -26,26 +26,22 @@ class History:
     """
 
     loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
+    batch_metrics: dict[str, list[float]] = field(default_factory=dict)
     lr: list[float] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    tests: list[tuple[int, float, float]] = field(default_factory=list)
+    tests: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     metric_steps: list[int] = field(default_factory=list)
     metrics: dict[str, list[list[float]]] = field(default_factory=dict)
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
 
-    def steps_to(self, accuracy: float) -> int | None:
-        """Return the first evaluated step at which the test accuracy reached ``accuracy``, None if it never did."""
-        return next((step for step, _, reached in self.tests if reached >= accuracy), None)
-
     def truncate(self, steps: int) -> None:
         """Remove the steps after the first ``steps``."""
         kept = sum(step <= steps for step in self.metric_steps)
         self.skipped = [step for step in self.skipped if step <= steps]
-        for values in (self.loss, self.accuracy, self.lr, self.scale):
+        for values in (self.loss, self.lr, self.scale, *self.batch_metrics.values()):
             del values[steps:]
         del self.metric_steps[kept:]
         for rows in self.metrics.values():
@@ -65,6 +61,8 @@ def check_progress(state: dict[str, Any], total: int) -> None:
         raise ValueError("its state of generators is damaged")
     hints = typing.get_type_hints(History)
     wrong = [name for name in hints if not matches(history[name], hints[name])]
-    wrong += [name for name in ("loss", "accuracy", "lr") if name not in wrong and len(history[name]) != step]
+    wrong += [name for name in ("loss", "lr") if name not in wrong and len(history[name]) != step]
+    if not wrong and any(len(values) != step for values in history["batch_metrics"].values()):
+        wrong = ["batch_metrics"]
     if wrong:
         raise ValueError(f"its history of {wrong[0]} is damaged")

@@ -21,8 +21,11 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.options import FILE, MOST, POSITIVE, Command, Options, command_line, config_options, given, option
 from bighorn.cli.run import DivergedError, Run
-from bighorn.cli.tasks import TASKS
+from bighorn.cli.tasks import load
+from bighorn.cli.tasks.trial import Trial
+from bighorn.cli.tasks.user import UserTask
 from bighorn.schedules import Exponential
+from bighorn.tasks import defaults
 
 SHARED = (
     *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
@@ -99,13 +102,17 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     the best. The suggestion is where that falls most steeply: a place to start from; bighorn compare tunes in earnest.
     """
     search = SearchConfig(**given(ctx, SearchConfig))
-    config = RunConfig(**{**given(ctx, RunConfig), "steps": search.steps, "warmup": "0"}).resolved()
+    config = RunConfig(**{**given(ctx, RunConfig), "steps": search.steps, "warmup": "0"})
+    config.check()
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
-    dataset = TASKS[config.task].load(config.data)
-    run = Run(config, dataset)
+    task = load(config.task, config.data)
+    config = config.resolved(task)
+    if isinstance(task, UserTask):
+        Trial(task, config).run()
+    run = Run(config, task)
     about = provenance(command_line(ctx), config.device)
     console = terminal()
-    console.print(f"{config.task}: {dataset.description}; {config.optimizer}, batch {config.batch_size}")
+    console.print(f"{config.task}: {defaults(task).description}; {config.optimizer}, batch {config.batch_size}")
     curve, ended = range_test(run, search, console)
     chosen, best = curve.suggestion(), int(np.argmin(curve.smooth))
     words = [ended, f"Smoothed loss at its best: {curve.smooth[best]:.4f} at lr {curve.lrs[best]:.2g}."]
@@ -123,7 +130,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
 
         return render(
             f"A learning rate for {config.optimizer}",
-            f"{config.optimizer} on {dataset.description}, batch {config.batch_size}.",
+            f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}.",
             {
                 "suggested learning rate": "none" if chosen is None else f"{curve.lrs[chosen]:.2g}",
                 "best smoothed loss": f"{curve.smooth[best]:.4f}",
@@ -144,7 +151,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     content = {
         **about,
         "config": settings,
-        "data": {"description": dataset.description, "sha256": dataset.fingerprint()},
+        "data": {"description": defaults(task).description, "sha256": run.fingerprint},
         "suggestion": None if chosen is None else curve.lrs[chosen],
         "best": {"lr": curve.lrs[best], "smoothed_loss": curve.smooth[best]},
         "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": curve.smooth},

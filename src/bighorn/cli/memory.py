@@ -20,7 +20,7 @@ from bighorn.cli.models import Weights
 from bighorn.cli.offloaded import OFFLOAD_HEAD, as_masters, offload_bytes, offload_rows
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, flag_of, option
 from bighorn.cli.shapes import SHAPES
-from bighorn.cli.tasks import TASKS
+from bighorn.cli.tasks import TaskName
 from bighorn.cli.values import bytes_in, check_name, names, read_options, suggestion
 from bighorn.kernels.rounding import ROUNDING_MODES
 
@@ -39,15 +39,15 @@ class MemoryConfig(Options):
         None,
         "A task's model.",
         shown="digits, unless another option names a model",
-        check=partial(check_name, known=TASKS),
+        kind=TaskName(),
     )
     shapes: str | None = option(
         None, f"A set of shapes, of {', '.join(SHAPES)}.", check=partial(check_name, known=SHAPES)
     )
     model: str | None = option(
         None,
-        "Any model, as PACKAGE.MODULE:CALLABLE. That is imported and called without arguments, on torch's meta "
-        "device: it runs the code, and allocates no weights.",
+        "Any model, as FILE.py:CALLABLE or PACKAGE.MODULE:CALLABLE. That is imported and called without arguments, on "
+        "torch's meta device: it runs the code, and allocates no weights.",
     )
     hf_config: str | None = option(
         None, "The config.json of a Hugging Face model, read offline with the package transformers."

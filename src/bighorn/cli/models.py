@@ -1,6 +1,5 @@
 """The weights for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import Named
 from bighorn.cli.shapes import SHAPES
-from bighorn.cli.tasks import TASKS
-from bighorn.cli.values import suggestion
+from bighorn.cli.tasks import PLACES, model_of
+from bighorn.cli.tasks.user import imported, user_call
 
 
 @dataclass(frozen=True)
@@ -37,36 +36,19 @@ def of_shapes(name: str, dtype: torch.dtype) -> Weights:
 
 def of_task(name: str, data: str | None, dtype: torch.dtype) -> Weights:
     """Return the weights of a task's model; the data determine the number of classes."""
-    dataset = TASKS[name].load(data)
     with torch.device("meta"):
-        return _weights(TASKS[name].model(dataset), dtype)
+        return _checked("--task", name, model_of(name, data), dtype)
 
 
 def of_code(flag: str, place: str, dtype: torch.dtype) -> Weights:
-    """Return the weights of the result of ``PACKAGE.MODULE:CALLABLE``, called without arguments.
+    """Return the weights of the result of ``FILE.py:NAME`` or ``PACKAGE.MODULE:NAME``, called without arguments.
 
     Raises:
         InputError: It cannot be imported or called, or returns no model with trainable parameters of known shapes.
     """
-    module_name, colon, attribute = place.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise InputError(f"{flag} {place!r} is not of the form PACKAGE.MODULE:CALLABLE like mypackage.nets:small.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as in `python -m`, since the model may be in the current folder
-    made: object
-    try:
-        made = import_module(module_name)
-        for part in attribute.split("."):
-            if not hasattr(made, part):
-                raise InputError(f"{flag} {place}: no {part!r} there; {suggestion(part, _public(made))}")
-            made = getattr(made, part)
-        with torch.device("meta"):
-            made = made()  # type: ignore[operator]  # an object that is not callable raises a TypeError
-    except InputError:
-        raise
-    except Exception as error:  # the code of users may raise any error
-        raise InputError(f"{flag} {place}: {type(error).__name__}: {error}") from error
+    found = imported(flag, place, PLACES)
+    with torch.device("meta"):
+        made = user_call(f"{flag} {place}", found)
     return _checked(flag, place, made, dtype)
 
 
@@ -114,7 +96,3 @@ def _weights(model: nn.Module, dtype: torch.dtype) -> Weights:
         else:
             frozen += dtype.itemsize * param.numel()
     return Weights(trainable, frozen)
-
-
-def _public(thing: object) -> list[str]:
-    return [name for name in dir(thing) if not name.startswith("_")]

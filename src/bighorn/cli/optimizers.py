@@ -146,18 +146,19 @@ def build_optimizer(
     options: Mapping[str, Any] = MappingProxyType({}),
     max_grad_norm: float | None = None,
     sharded: bool = False,
+    excluded: Callable[[str, nn.Parameter], bool] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` over named parameters.
 
-    Vectors (biases and norms) have no weight decay and no trust ratio, as in the BERT runs of LAMB's authors.
+    The parameters that are ``excluded`` have no weight decay and no trust ratio: by default vectors (biases and norms),
+    as in the BERT runs of LAMB's authors.
     ``max_grad_norm`` is for Bighorn's optimizers; ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
     """
     named = list(model.named_parameters())
-    matrices = [(label, parameter) for label, parameter in named if parameter.ndim > 1]
-    vectors = [(label, parameter) for label, parameter in named if parameter.ndim <= 1]
+    out = {label for label, parameter in named if (excluded(label, parameter) if excluded else parameter.ndim <= 1)}
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [pair for pair in named if pair[0] not in out], "weight_decay": weight_decay},
+        {"params": [pair for pair in named if pair[0] in out], "weight_decay": 0.0},
     ]
     if name in ("lamb", "lars"):
         groups[1]["adapt"] = False

@@ -77,6 +77,7 @@ def option(
     shown: str | None = None,
     choices: tuple[str, ...] = (),
     check: Callable[[str, Any], Any] | None = None,
+    kind: click.ParamType[Any] | None = None,
 ) -> Any:
     """A field of :class:`Options` that is also a command line option (see :func:`config_options`).
 
@@ -86,8 +87,9 @@ def option(
         shown: The default as the help shows it, if ``default`` is None.
         choices: The values allowed; empty for any.
         check: A function that is called with the flag and a value other than None, and raises an error for a wrong one.
+        kind: The type of the option, if it is neither that of the field nor the choices.
     """
-    about = {"help": text, "shown": shown, "choices": choices, "check": check}
+    about = {"help": text, "shown": shown, "choices": choices, "check": check, "kind": kind}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -122,11 +124,11 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
         for field in reversed(dataclasses.fields(config)):
             if only is not None and field.name not in only:
                 continue
-            choices, shown = field.metadata["choices"], field.metadata["shown"]
+            choices, shown, kind = (field.metadata[name] for name in ("choices", "shown", "kind"))
             flag = hints[field.name] is bool
             command = click.option(
                 flag_of(field.name),
-                type=None if flag else click.Choice(choices) if choices else _plain(hints[field.name]),
+                type=None if flag else kind or (click.Choice(choices) if choices else _plain(hints[field.name])),
                 is_flag=flag,
                 default=field.default,
                 multiple=isinstance(field.default, tuple),

@@ -1,8 +1,10 @@
-"""A training run: a model, its data, its step and its history. This module neither prints nor reads options."""
+"""A training run: a task's model and batches, its step and its history. Nothing here prints or reads options."""
 
 import math
 import random
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,17 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bighorn.capabilities import wide
 from bighorn.cli.config import PRECISIONS, ParallelConfig, RunConfig
+from bighorn.cli.errors import InputError
 from bighorn.cli.history import History, check_progress
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.ranks import ALONE, Ranks
-from bighorn.cli.tasks import TASKS, Dataset
-from bighorn.cli.tasks.dataset import batch_indices
+from bighorn.cli.tasks import fingerprint
 from bighorn.cli.train_step import TrainStep
 from bighorn.cli.values import read_options, scale_policy, warmup_steps
-
-TEST_BATCH = 1000
+from bighorn.tasks import Task, defaults, epoch_seed
 
 HEAT_COLUMNS = 400
 """The approximate largest number of steps of a run whose metrics are kept."""
@@ -37,42 +37,47 @@ class DivergedError(ArithmeticError):
 
 
 class Run:
-    """A run of ``config`` on ``dataset``; two with the same arguments are bitwise equal on one machine.
+    """A run of ``config`` on ``task``; two with the same arguments are bitwise equal on one machine.
 
     A batch is a function of seed and step alone, whatever the number of processes.
 
     Args:
         config: A resolved configuration.
-        dataset: The data of its task.
+        task: Its task.
         ranks: The processes that share each batch.
         evaluations: The number of evaluations in the whole run, evenly spread.
         parallel: How the processes divide the work of a step.
+        split: The split that is evaluated.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        dataset: Dataset,
+        task: Task,
         ranks: Ranks = ALONE,
         evaluations: int = 10,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 - frozen
+        split: str = "test",
     ) -> None:
         assert config.batch_size is not None
         assert config.threads is not None
         torch.set_num_threads(config.threads)
-        seed_generators(config.seed)
-        self.config, self.dataset, self.ranks, self.evaluations = config, dataset, ranks, evaluations
+        self.config, self.task, self.split, self.ranks, self.evaluations = config, task, split, ranks, evaluations
         self.parallel, self.batch_size, self.device = parallel, config.batch_size, torch.device(config.device)
-        self.total = config.total_steps(len(dataset))
+        self._batches = Batches(task, self.batch_size, config.seed)
+        self.epoch_size = self._batches.epoch_size()
+        seed_generators(config.seed)
+        self.total = config.total_steps(self.epoch_size)
         parallel.check(config, ranks.size)
-        self._own = slice(ranks.rank, None, ranks.size)
         self.peak_lr = config.peak_lr()
         self.schedule = config.lr_schedule(self.total)
         self.warmup = warmup_steps(config.warmup, self.total)
         options, loss_scale = read_options(config.optimizer_option), scale_policy(config.loss_scale)
-        self.model = TASKS[config.task].model(dataset).to(self.device, PRECISIONS.get(config.precision, torch.float32))
+        self.model = task.model().to(self.device, PRECISIONS.get(config.precision, torch.float32))
         forward = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if ranks.size > 1 else self.model
-        self._train_step = TrainStep(self.model, forward, config, parallel, ranks, self.peak_lr, options, loss_scale)
+        self._train_step = TrainStep(
+            task, self.model, forward, config, parallel, ranks, self.peak_lr, options, loss_scale
+        )
         self.optimizer = self._train_step.optimizer
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
         self.metrics = OPTIMIZERS[config.optimizer].metrics
@@ -80,7 +85,7 @@ class Run:
         self.step = 0
         self._seed_from_step()
         self._history = History()
-        self._unread: list[Tensor] = []  # mean loss and accuracy of the last steps, not yet in the history
+        self._unread: list[Tensor] = []  # means of the last steps' batches, not yet in the history
         self._max_unread = 1 if self.device.type == "cpu" else MAX_UNREAD
         self.metric: Tensor | None = None
         """The first metric of each layer in the last step that read it; None for optimizers without metrics."""
@@ -104,9 +109,18 @@ class Run:
         return self.step >= self.total
 
     @property
-    def epoch(self) -> float:
-        """Passes over the training data up to this step."""
-        return self.step * self.batch_size / len(self.dataset)
+    def epoch(self) -> float | None:
+        """Passes over the training data up to this step; None if nothing says how many steps one has."""
+        return self.step * self.epoch_size[1] / self.epoch_size[0] if self.epoch_size else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A text that is another one for other training data."""
+        state = generator_state(self.device)
+        seed_generators(0)  # the first batch may be augmented
+        found = fingerprint(self.task, self.batch_size)
+        restore_generators(state, self.device)
+        return found
 
     @property
     def evaluation_due(self) -> bool:
@@ -124,10 +138,8 @@ class Run:
         lr, history, scaler = self.schedule(self.step), self._history, self._train_step.scaler
         if scaler.is_enabled():
             history.scale.append(scaler.get_scale())
-        indices = batch_indices(self.config.seed, self.step, self.batch_size, len(self.dataset))[self._own]
-        inputs, targets = self.dataset.inputs[indices], self.dataset.targets[indices]
         try:
-            stepped = self._train_step(inputs, targets, lr, self._record)
+            stepped = self._train_step(next(self._batches), lr, self._record)
         except FloatingPointError as error:
             self._read_losses()
             raise self._diverged(self.step, f"step {self.step + 1}: {error}") from error
@@ -142,7 +154,7 @@ class Run:
         history.seconds += time.perf_counter() - started
 
     def _record(self, means: Tensor) -> None:
-        """Record the mean loss and accuracy of a step."""
+        """Record the mean loss and metrics of a step's batch."""
         self._unread.append(means)
         if len(self._unread) >= self._max_unread:
             self._read_losses()
@@ -153,12 +165,13 @@ class Run:
             return
         read = torch.stack(self._unread).tolist()
         self._unread.clear()
-        for loss, accuracy in read:
+        for loss, *metrics in read:
             steps = len(self._history.loss)
             if not math.isfinite(loss):
                 raise self._diverged(steps, f"the loss became {loss} in step {steps + 1}")
             self._history.loss.append(loss)
-            self._history.accuracy.append(accuracy)
+            for name, value in zip(self._train_step.batch_metrics, metrics, strict=True):
+                self._history.batch_metrics.setdefault(name, []).append(value)
 
     def _diverged(self, steps: int, reason: str) -> DivergedError:
         """Return the error that ends the run, and truncate the history to the steps before."""
@@ -184,18 +197,13 @@ class Run:
                 history.metrics.setdefault(name, []).append(list(row.values()))
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float, float]:
-        """Compute loss and accuracy on the whole test data, and keep them in the history."""
+    def evaluate(self) -> Mapping[str, float]:
+        """Compute the task's metrics in the first process, and keep them in the history."""
         self.model.eval()
-        inputs, targets = self.dataset.test_inputs[self._own], self.dataset.test_targets[self._own]
-        totals = torch.zeros(2, dtype=wide(self.device), device=self.device)
-        count = len(self.dataset.test_inputs)
-        for start in range(0, len(inputs), TEST_BATCH):
-            some, wanted = inputs[start : start + TEST_BATCH], targets[start : start + TEST_BATCH]
-            totals += len(some) * torch.stack(self._train_step.score(self.model, some, wanted)).to(totals)
-        loss, accuracy = (self.ranks.sum(totals) / count).tolist()
-        self.history.tests.append((self.step, loss, accuracy))
-        return loss, accuracy
+        with self._train_step.autocast():
+            found = self.ranks.from_first(lambda: dict(self.task.evaluate(self.model, self.split)))
+        self.history.tests.append((self.step, found))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the rest of the run depends on beyond its configuration; call it in all processes."""
@@ -222,6 +230,7 @@ class Run:
         self._train_step.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self._history = History(**state["history"])
+        self._batches.skip(self.step)
         generators = state["generators"]
         same_device = generators[0].keys() - {"torch", "python", "numpy"} == {self.device.type} - {"cpu"}
         if same_device and len(generators) == self.ranks.size:
@@ -232,6 +241,55 @@ class Run:
     def _seed_from_step(self) -> None:
         """Seed the generators by step and part of the batch, so that no two samples have the same dropout."""
         seed_generators(self.config.seed + 1_000_003 * (self.ranks.rank + self.ranks.size * self.step))
+
+
+def length(batches: Iterable[Any]) -> int | None:
+    """Return the number of batches of a pass, or None if it does not say."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+class Batches:
+    """The training batches of a run, pass after pass; they depend on the task, the seed and the batch size alone."""
+
+    def __init__(self, task: Task, batch_size: int, seed: int) -> None:
+        self._task, self._batch_size, self._seed = task, batch_size, seed
+        self._epoch = -1
+        self._pass: Iterator[Any] = iter(())
+
+    def epoch_size(self) -> tuple[int, int] | None:
+        """Return an epoch as steps, a fraction ``(numerator, denominator)``; None if nothing says how many."""
+        samples = defaults(self._task).samples
+        if samples is not None:
+            return samples, self._batch_size
+        count = length(self._begin(0))
+        return None if count is None else (count, 1)
+
+    def __next__(self) -> Any:
+        for batch in self._pass:
+            return batch
+        self._epoch += 1
+        self._pass = iter(self._begin(self._epoch))
+        for batch in self._pass:
+            return batch
+        raise InputError(
+            f"batches('train', {self._batch_size}, generator) gave no batch in pass {self._epoch + 1} over the data. "
+            "Return a new iterator at every call; a batch size above the number of samples leaves none."
+        )
+
+    def skip(self, count: int) -> None:
+        """Skip the batches of the first ``count`` steps, in whole passes where their length is known."""
+        if (size := self.epoch_size()) is not None and size[1] == 1 and size[0]:
+            passes = max(count - 1, 0) // size[0]
+            self._epoch, count = self._epoch + passes, count - passes * size[0]
+        for _ in range(count):
+            next(self)
+
+    def _begin(self, epoch: int) -> Iterable[Any]:
+        generator = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
+        return self._task.batches("train", self._batch_size, generator)
 
 
 def seed_generators(seed: int) -> None:

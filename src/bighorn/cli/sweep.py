@@ -14,20 +14,19 @@ from functools import lru_cache
 from itertools import islice, starmap
 
 from bighorn.cli.config import RunConfig
+from bighorn.cli.metrics import is_share
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.run import DivergedError, Run
-from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.tasks import load
+from bighorn.tasks import Task, defaults
 
 Grids = Mapping[str, Sequence[float]]
 
 Named = tuple[str, RunConfig]
 """The name of an optimizer, or of a variant of one, and its configuration."""
 
-Job = tuple[RunConfig, float, bool]
-"""A configuration, the target accuracy, and whether a part of the training data is held out, in place of the test."""
-
-HELD_OUT = 0.2
-"""The fraction of the training data that is held out for choosing learning rates."""
+Job = tuple[RunConfig, float | None, bool]
+"""A configuration, the target, and whether the run is one of those by which a rate is chosen, on held-out data."""
 
 EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
@@ -42,17 +41,18 @@ class Trial:
 
     Attributes:
         config: The run's options.
-        accuracy: Final accuracy on the test data, or on the held-out data; 0 if it diverged.
-        loss: Final loss there, infinite if it diverged.
+        value: The final value of the task's metric on the test data, or on the held-out data; :func:`worst` if it
+            diverged.
+        loss: Final loss there, infinite if it diverged, and NaN for a task whose evaluation has none.
         steps: Steps of the whole run.
-        steps_to_target: Steps after which the target accuracy was first seen, None if never.
+        steps_to_target: Steps after which the target was first seen, None if never.
         seconds: Time in training steps.
         state_bytes: Bytes of the optimizer's state.
-        curve: Each evaluation's step and accuracy.
+        curve: Each evaluation's step and value of the metric.
     """
 
     config: RunConfig
-    accuracy: float
+    value: float
     loss: float
     steps: int
     steps_to_target: int | None
@@ -68,16 +68,18 @@ class Cell:
     optimizer: str
     batch_size: int
     tuned: tuple[tuple[float, float], ...]
-    """Each learning rate with its mean held-out accuracy, rates ascending."""
+    """Each learning rate with its mean held-out value of the metric, rates ascending."""
     lr: float
     trials: tuple[Trial, ...]
     tuning: tuple[Trial, ...] = ()
     """The runs from which the learning rate was chosen."""
+    metric: str = "accuracy"
+    higher_is_better: bool = True
 
     @property
-    def accuracy(self) -> tuple[float, float, float]:
-        """Lowest, median and highest final test accuracy."""
-        return _spread([trial.accuracy for trial in self.trials])
+    def value(self) -> tuple[float, float, float]:
+        """Lowest, median and highest final value of the metric on the test data."""
+        return _spread([trial.value for trial in self.trials])
 
     @property
     def loss(self) -> tuple[float, float, float]:
@@ -98,11 +100,11 @@ class Cell:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """The median accuracy after each evaluated step, over the seeds that reached it."""
+        """The median of the metric after each evaluated step, over the seeds that reached it."""
         reached: dict[int, list[float]] = {}
         for trial in self.trials:
-            for step, accuracy in trial.curve:
-                reached.setdefault(step, []).append(accuracy)
+            for step, value in trial.curve:
+                reached.setdefault(step, []).append(value)
         return [(step, statistics.median(reached[step])) for step in sorted(reached)]
 
     @property
@@ -115,26 +117,43 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return min(values), statistics.median(values), max(values)
 
 
+def worst(task: Task) -> float:
+    """Return the value of the metric of a run that diverged: 0 for an accuracy, and infinite otherwise."""
+    if defaults(task).higher_is_better:
+        return 0.0 if is_share(task.metric) else -math.inf
+    return math.inf
+
+
+def held_out(task: Task) -> Task:
+    """Return the task on which rates are chosen: it has the split "validation"."""
+    return task.held_out() if hasattr(task, "held_out") else task
+
+
 @lru_cache(maxsize=2)
-def _dataset(task: str, data: str | None, tuning: bool) -> Dataset:
-    return _dataset(task, data, False).held_out(HELD_OUT) if tuning else TASKS[task].load(data)
+def _task(name: str, data: str | None, tuning: bool) -> Task:
+    return held_out(_task(name, data, False)) if tuning else load(name, data)
 
 
-def make(config: RunConfig, target: float, tuning: bool) -> Trial:
+def make(config: RunConfig, target: float | None, tuning: bool) -> Trial:
     """Make one run in this process."""
-    run = Run(config, _dataset(config.task, config.data, tuning), evaluations=1 if tuning else EVALUATIONS)
+    task = _task(config.task, config.data, tuning)
+    split, evaluations = ("validation", 1) if tuning else ("test", EVALUATIONS)
+    run = Run(config, task, evaluations=evaluations, split=split)
+    sign = 1 if defaults(task).higher_is_better else -1
     try:
         while not run.done:
             run.train_step()
             if run.evaluation_due:
                 run.evaluate()
-        _, loss, accuracy = run.history.tests[-1]
-        steps_to_target = run.history.steps_to(target)
+        found = run.history.tests[-1][1]
+        value, loss = found[task.metric], found.get("loss", math.nan)
     except DivergedError:
-        loss, accuracy, steps_to_target = math.inf, 0.0, None
-    curve = tuple((step, reached) for step, _, reached in run.history.tests)
+        value, loss = worst(task), math.inf
+    curve = tuple((step, found[task.metric]) for step, found in run.history.tests)
+    reached = (step for step, each in curve if target is not None and sign * each >= sign * target)
+    steps_to_target = next(reached, None) if loss < math.inf or math.isnan(loss) else None
     return Trial(
-        config, accuracy, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
+        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
     )
 
 
@@ -174,8 +193,9 @@ def run_cells(
     grids: Grids,
     seeds: int,
     tuning_seeds: int,
-    target: float,
+    target: float | None,
     processes: int,
+    task: Task,
     *,
     made: Callable[[], None],
     added: Callable[[int], None],
@@ -187,14 +207,16 @@ def run_cells(
         grids: The learning rates to try, by name. One of two or more whose end is best is continued.
         seeds: Seeds of each final run.
         tuning_seeds: Seeds of each learning rate tried.
-        target: The test accuracy to which steps are counted.
+        target: The value of the metric to which steps are counted; None for none.
         processes: The number of runs at a time.
+        task: The task, whose metric decides.
         made: Called after each run.
         added: Called with a number of runs to make beyond those of :func:`count`.
 
     Returns:
         The cells in the order of ``bases``.
     """
+    higher = defaults(task).higher_is_better
     with workers(processes) as make_all:
 
         def trials(rates: Sequence[Sequence[float]], tuning: bool) -> list[tuple[Trial, ...]]:
@@ -219,12 +241,14 @@ def run_cells(
         while any(rates):
             more = trials(rates, tuning=True)
             tuning = [before + new for before, new in zip(tuning, more, strict=True)]
-            rates = [beyond(*choose(cell), len(grids[name])) for (name, _), cell in zip(bases, tuning, strict=True)]
+            rates = [
+                beyond(*choose(cell, higher), len(grids[name])) for (name, _), cell in zip(bases, tuning, strict=True)
+            ]
             added(tuning_seeds * sum(map(len, rates)))
-        chosen = [choose(cell) for cell in tuning]
+        chosen = [choose(cell, higher) for cell in tuning]
         final = trials([(lr,) for lr, _ in chosen], tuning=False)
     return [
-        Cell(name, base.batch_size or 0, tuned, lr, runs, tried)
+        Cell(name, base.batch_size or 0, tuned, lr, runs, tried, task.metric, higher)
         for (name, base), (lr, tuned), runs, tried in zip(bases, chosen, final, tuning, strict=True)
     ]
 
@@ -248,14 +272,15 @@ def beyond(lr: float, tuned: Sequence[tuple[float, float]], given: int) -> tuple
     return (float(f"{lr * lr / neighbour:.3g}"),)
 
 
-def choose(trials: Sequence[Trial]) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """Return the learning rate of the highest mean accuracy (ties: the lowest loss), and all rates with their means."""
+def choose(trials: Sequence[Trial], higher: bool = True) -> tuple[float, tuple[tuple[float, float], ...]]:
+    """Return the rate of the best mean of the metric (ties: the lowest loss), and all rates with their means."""
     runs: dict[float, list[Trial]] = {}
     for trial in trials:
         runs.setdefault(trial.config.lr or 0.0, []).append(trial)
-    mean = {lr: statistics.fmean(trial.accuracy for trial in runs[lr]) for lr in sorted(runs)}
+    mean = {lr: statistics.fmean(trial.value for trial in runs[lr]) for lr in sorted(runs)}
     loss = {lr: statistics.fmean(trial.loss for trial in runs[lr]) for lr in runs}
-    return max(mean, key=lambda lr: (mean[lr], -loss[lr])), tuple(mean.items())
+    sign = 1 if higher else -1
+    return max(mean, key=lambda lr: (sign * mean[lr], -loss[lr])), tuple(mean.items())
 
 
 def available_processors() -> int:

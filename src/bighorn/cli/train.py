@@ -1,6 +1,7 @@
 """``bighorn train``."""
 
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -17,11 +18,15 @@ from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.display import Display, introduce
 from bighorn.cli.environment import device_name, environment
 from bighorn.cli.errors import InputError
+from bighorn.cli.metrics import metric_text
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.options import FILE, Command, command_line, config_options, given, words
 from bighorn.cli.ranks import Interrupt, Ranks
-from bighorn.cli.run import DivergedError, Run
-from bighorn.cli.tasks import TASKS, Dataset
+from bighorn.cli.run import DivergedError, Run, seed_generators
+from bighorn.cli.tasks import fingerprint, load
+from bighorn.cli.tasks.trial import Trial
+from bighorn.cli.tasks.user import UserTask
+from bighorn.tasks import Task, defaults
 
 PICTURES = (".png", ".svg")
 RESULTS = ("--save", "--report", "--json")
@@ -105,13 +110,14 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
 def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> tuple[Run, list[str]]:
     """Create the run, or load it; the second value is its warnings."""
     saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
-    config, parallel, dataset = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks.size, ranks.first))
+    config, parallel, task = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks.size, ranks.first))
     if ranks.size > 1:
+        seed_generators(0)
         ranks.check_same(
             options={**asdict(config), **asdict(parallel), "data": None, "threads": None},
-            training_data=dataset.fingerprint(),
+            training_data=fingerprint(task, config.batch_size or 1),
         )
-    run = Run(config, dataset, ranks, parallel=parallel)
+    run = Run(config, task, ranks, parallel=parallel)
     idle = {"--tail-overlap": parallel.tail_overlap, "--shard-update": parallel.shard_update}
     warnings = [
         f"{flag} has no effect in one process; see torchrun in --help."
@@ -131,10 +137,11 @@ def _prepare(
     saved: dict[str, Any] | None,
     processes: int,
     writes_files: bool,
-) -> tuple[RunConfig, ParallelConfig, Dataset]:
-    """Check the options and read the data: the work that can fail in a single process."""
+) -> tuple[RunConfig, ParallelConfig, Task]:
+    """Check the options, load the task and try it: the work that can fail in a single process."""
     options, parallel = given(ctx, RunConfig), ParallelConfig(**given(ctx, ParallelConfig))
-    config = (RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)).resolved()
+    config = RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)
+    config.check()
     if config.device != "cpu" and processes > 1:
         raise InputError(
             f"--device {config.device} with {processes} processes is not supported: no machine with several GPUs "
@@ -149,14 +156,19 @@ def _prepare(
             files.check_outputs({"--save": save}, {"--data": config.data})
         others = {option: path for option, path in outputs.items() if option != "--save"}
         files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
-    return config, parallel, TASKS[config.task].load(config.data)
+    task = load(config.task, config.data)
+    config = config.resolved(task)
+    if isinstance(task, UserTask):
+        Trial(task, config).run()
+    return config, parallel, task
 
 
 def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console) -> None:
     """Write the results, and print how to continue a run that Ctrl-C has ended early."""
     ranks, save = run.ranks, outputs["--save"]
     if not run.done and save is None:
-        fresh = f"bighorn-{run.config.task}-{run.config.optimizer}-step{run.step}.pt"
+        name = re.sub(r"\W+", "-", run.config.task).strip("-")
+        fresh = f"bighorn-{name}-{run.config.optimizer}-step{run.step}.pt"
         save = ranks.from_first(lambda: files.unused(Path(fresh)))
         checkpoint.save(run, save)
     console.print(_summary(run))
@@ -202,13 +214,14 @@ def _plot(run: Run, path: Path) -> None:
 
 def results(run: Run) -> dict[str, Any]:
     """Return the results of a finished run; None for values that were not measured."""
-    tests = run.history.tests
+    tests, metric = run.history.tests, run.task.metric
+    last = tests[-1][1] if tests else {"loss": None, metric: None}
+    best = max if defaults(run.task).higher_is_better else min
     return {
         "steps": run.step,
         "epochs": run.epoch,
-        "test_loss": tests[-1][1] if tests else None,
-        "test_accuracy": tests[-1][2] if tests else None,
-        "best_test_accuracy": max(test[2] for test in tests) if tests else None,
+        **{f"test_{name}": value for name, value in last.items()},
+        f"best_test_{metric}": best(test[metric] for _, test in tests) if tests else None,
         "train_seconds": run.history.seconds,
         "samples_per_second": run.step * run.batch_size / run.history.seconds if run.history.seconds else None,
         "skipped_steps": len(run.history.skipped),
@@ -219,13 +232,15 @@ def results(run: Run) -> dict[str, Any]:
 def _summary(run: Run) -> Table:
     found = results(run)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    if found["test_accuracy"] is not None:
-        table.add_row(
-            "Test accuracy",
-            Text.assemble((f"{found['test_accuracy']:.2%}", "bold"), f" (best {found['best_test_accuracy']:.2%})"),
-        )
-        table.add_row("Test loss", f"{found['test_loss']:.4f}")
-    table.add_row("Steps", f"{run.step} of {run.total} ({run.epoch:.2f} epochs)")
+    metric = run.task.metric
+    if run.history.tests:
+        text, best = (metric_text(metric, found[f"{key}_{metric}"], 2) for key in ("test", "best_test"))
+        table.add_row(f"Test {metric}", Text.assemble((text, "bold"), f" (best {best})"))
+        for name, value in run.history.tests[-1][1].items():
+            if name != metric:
+                table.add_row(f"Test {name}", f"{value:.4f}" if name == "loss" else metric_text(name, value, 2))
+    epochs = "" if run.epoch is None else f" ({run.epoch:.2f} epochs)"
+    table.add_row("Steps", f"{run.step} of {run.total}{epochs}")
     if run.config.device != "cpu":
         table.add_row("Device", device_name(run.config.device))
     table.add_row("Training time", f"{found['train_seconds']:.1f} s")
@@ -246,7 +261,7 @@ def as_json(run: Run) -> dict[str, Any]:
     return {
         "config": asdict(run.config),
         "environment": environment(run.config.device),
-        "data": {"description": run.dataset.description, "sha256": run.dataset.fingerprint()},
+        "data": {"description": defaults(run.task).description, "sha256": run.fingerprint},
         "peak_lr": run.peak_lr,
         "result": results(run),
         "history": history,

@@ -1,20 +1,22 @@
 """One training step: forward and backward passes, then the optimizer, with loss scaling, clipping and overlap."""
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload
 from bighorn.cli.config import ParallelConfig, RunConfig
+from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, build_optimizer
 from bighorn.cli.ranks import Ranks
+from bighorn.cli.tasks.user import shown
+from bighorn.tasks import Task, map_tensors, tensors_in, to_device
 
 MAX_OVERFLOWS = 50
 """Overflows in a row after which a lower loss scale does not help: a dynamic one has reached its minimum long
@@ -25,6 +27,7 @@ class TrainStep:
     """The training steps of a model that several processes may share.
 
     Args:
+        task: The task.
         model: The model without wrappers.
         forward: The module to call for outputs: the model, or its wrapper.
         config: A resolved configuration.
@@ -38,10 +41,12 @@ class TrainStep:
         whole: The optimizer of all parameters.
         optimizer: The same, but with ``--shard-update`` the optimizer of this process's parameters.
         scaler: The loss scaler.
+        batch_metrics: The names of the metrics that the last loss came with.
     """
 
     def __init__(
         self,
+        task: Task,
         model: nn.Module,
         forward: nn.Module,
         config: RunConfig,
@@ -64,6 +69,7 @@ class TrainStep:
             options,
             config.max_grad_norm,
             sharded,
+            excluded=getattr(task, "excluded", None),
         )
         whole: Any = ranks.together(build)
         self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
@@ -76,21 +82,21 @@ class TrainStep:
         self.whole = whole
         self._sharded = whole if sharded else None  # a ZeroRedundancyOptimizer
         self.optimizer: torch.optim.Optimizer = whole.optim if sharded else whole
-        self._model, self._forward, self._ranks = model, forward, ranks
+        self._task, self._model, self._forward, self._ranks = task, model, forward, ranks
         self._device, self._fp16 = torch.device(config.device), config.precision == "fp16"
         self._accumulate = parallel.accumulate
+        self.batch_metrics: tuple[str, ...] = ()
         self._overlap = None
         if parallel.tail_overlap and isinstance(forward, DistributedDataParallel):
             self._overlap = TailOverlap(forward, self.whole, scaler=self.scaler)
 
-    def __call__(self, inputs: Tensor, targets: Tensor, lr: float, record: Callable[[Tensor], None]) -> bool:
+    def __call__(self, batch: Any, lr: float, record: Callable[[Tensor], None]) -> bool:
         """Make a step with this process's samples of a batch.
 
         Args:
-            inputs: The samples, on the CPU.
-            targets: Their targets, on the CPU.
+            batch: The whole batch, as the task yields it.
             lr: The learning rate.
-            record: Called with the batch's mean loss and accuracy, before the model changes.
+            record: Called with the batch's mean loss and :attr:`batch_metrics`, before the model changes.
 
         Returns:
             False if gradients overflowed, so that the step changed nothing.
@@ -101,25 +107,34 @@ class TrainStep:
         for group in self.whole.param_groups:
             group["lr"] = lr
         self._model.train()
-        means = torch.zeros(2, device=self._device)
-        batches = list(zip(inputs.chunk(self._accumulate), targets.chunk(self._accumulate), strict=True))
-        for number, batch in enumerate(batches, start=1):
-            last = number == len(batches)
+        means: Tensor | float = 0.0
+        for number, part in enumerate(own_parts(batch, self._ranks.rank, self._ranks.size, self._accumulate), start=1):
+            last = number == self._accumulate
             with nullcontext() if last else self._without_sync():
-                loss, accuracy = self.score(self._forward, *batch)
-                means += torch.stack((loss.detach(), accuracy)) / len(batches)
+                loss, metrics = self._score(part)
+                means = means + torch.stack([loss.detach().float(), *metrics]) / self._accumulate
                 if last:  # before the backward pass, since the overlap updates parameters within it
                     record(self._ranks.mean(means))
-                self.scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
         return self.update()
 
-    def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean loss and accuracy of samples on the CPU."""
-        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in (inputs, targets))
-        with torch.autocast(self._device.type, torch.float16) if self._fp16 else nullcontext():
-            logits = model(inputs)
-        logits, targets = logits.flatten(0, -2).float(), targets.flatten().long()
-        return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
+    def _score(self, part: Any) -> tuple[Tensor, list[Tensor]]:
+        """Return the mean loss of samples, and their metrics in the order of :attr:`batch_metrics`."""
+        if self._device.type != "cpu":
+            part = to_device(part, self._device)
+        with self.autocast():
+            returned = self._task.loss(self._forward, part)
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.ndim:
+            raise InputError(
+                f"loss(model, batch) must return a scalar tensor, the mean over the batch, not {shown(loss)}."
+            )
+        self.batch_metrics = tuple(metrics)
+        return loss, [torch.as_tensor(value, device=loss.device).detach().float() for value in metrics.values()]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of forward passes: autocast for ``--precision fp16``."""
+        return torch.autocast(self._device.type, torch.float16) if self._fp16 else nullcontext()
 
     def _without_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients are accumulated in this process, without communication."""
@@ -184,3 +199,28 @@ class TrainStep:
             for groups in (self._sharded.param_groups, self.optimizer.param_groups):
                 for group, own in zip(groups, names, strict=True):
                     group["param_names"] = own
+
+
+def own_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any]:
+    """Yield the parts of a process's share of a batch: each tensor's samples along dim 0.
+
+    Raises:
+        InputError: The samples cannot be split evenly, or nothing says how many there are.
+    """
+    if processes * parts == 1:
+        yield batch
+        return
+    samples = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_in(batch)}
+    if len(samples) != 1 or (count := samples.pop()) % (processes * parts) or not count:
+        raise InputError(
+            f"a batch cannot be split evenly over {processes} x {parts} (processes x --accumulate): its tensors have "
+            f"{', '.join(str(list(tensor.shape)) for tensor in tensors_in(batch)) or 'no samples'}. Give every batch "
+            "the same number of samples along dim 0, a multiple of that (drop_last=True in a DataLoader)."
+        )
+    own = map_tensors(lambda tensor: tensor[rank::processes], batch)
+    for start in range(0, count // processes, each := count // (processes * parts)):
+        yield map_tensors(partial(_slice, start, start + each), own)
+
+
+def _slice(start: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor[start:end]

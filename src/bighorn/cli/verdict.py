@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from scipy import stats
 
 from bighorn.cli import sweep
+from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.sweep import Cell
 
@@ -43,7 +44,7 @@ def verdicts(cells: Sequence[Cell]) -> list[str]:
     top = max(cell.batch_size for cell in cells)
     largest = [cell for cell in cells if cell.batch_size == top]
     if len(largest) > 1:
-        lines += _best(*sorted(largest, key=lambda cell: -_mean(cell))[:2])
+        lines += _best(*sorted(largest, key=lambda cell: -_sign(cell) * _mean(cell))[:2])
     if lines and seeds > 1:
         lines.append(f"+- are {LEVEL:.0%} intervals by Student's t, paired over {seeds} seeds.")
     return lines
@@ -54,33 +55,48 @@ def _cost(small: Cell, large: Cell) -> str:
     mean, half = interval(_points(small, large))
     span = f"from batch {small.batch_size:,} to {large.batch_size:,}"
     if half == math.inf:
-        return f"{small.optimizer} loses {mean:.1f} points {span}."
-    most = f": at most {abs(mean) + half:.1f}" if abs(mean) <= half else ""
+        return f"{small.optimizer} loses {_amount(small, mean)} {span}."
+    most = f": at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
     word, size = ("loses", mean) if mean > -half else ("gains", -mean)
-    return f"{small.optimizer} {word} {size:.1f} +- {half:.1f} points {span}{most}."
+    return f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."
 
 
 def _best(first: Cell, second: Cell) -> list[str]:
     """Whether the best optimizer at a batch size is ahead of the next one."""
     mean, half = interval(_points(first, second))
-    has = f"{first.optimizer} has {_mean(first):.1%}, {second.optimizer} {_mean(second):.1%}"
+    has = ", ".join(
+        f"{cell.optimizer} {'has ' * (cell is first)}{metric_text(cell.metric, _mean(cell))}"
+        for cell in (first, second)
+    )
     both = f"At batch {first.batch_size:,} {has}"
     if half == math.inf:
         return [f"{both}.", f"Not settled by one seed: run --seeds {MORE_SEEDS}."]
     if mean > half:
-        return [f"{both}: ahead by {mean:.1f} +- {half:.1f} points."]
+        return [f"{both}: ahead by {_amount(first, mean, half)}."]
     seeds = len(first.trials)
     more = MORE_SEEDS if seeds < MORE_SEEDS else 2 * seeds
-    return [f"{both}: apart by {mean:.1f} +- {half:.1f} points.", f"Not settled: run --seeds {more}."]
+    return [f"{both}: apart by {_amount(first, mean, half)}.", f"Not settled: run --seeds {more}."]
 
 
 def _points(one: Cell, other: Cell) -> list[float]:
-    """The differences of two cells' accuracies by seed, in points."""
-    return [100 * (a.accuracy - b.accuracy) for a, b in zip(one.trials, other.trials, strict=True)]
+    """How much better one cell is than another by seed, in points of an accuracy or in units of another metric."""
+    factor = _sign(one) * (100 if is_share(one.metric) else 1)
+    return [factor * (a.value - b.value) for a, b in zip(one.trials, other.trials, strict=True)]
+
+
+def _amount(cell: Cell, *figures: float) -> str:
+    """A difference of the metric, with its interval."""
+    share = is_share(cell.metric)
+    numbers = " +- ".join(f"{figure:.1f}" if share else f"{figure:.3g}" for figure in figures)
+    return f"{numbers} {'points' if share else f'of {cell.metric}'}"
+
+
+def _sign(cell: Cell) -> int:
+    return 1 if cell.higher_is_better else -1
 
 
 def _mean(cell: Cell) -> float:
-    return statistics.fmean(trial.accuracy for trial in cell.trials)
+    return statistics.fmean(trial.value for trial in cell.trials)
 
 
 def expected_seconds(runs: Sequence[tuple[str, Run]], grids: sweep.Grids, seeds: int, tuning_seeds: int) -> float:
@@ -92,10 +108,7 @@ def expected_seconds(runs: Sequence[tuple[str, Run]], grids: sweep.Grids, seeds:
         seeds: The seeds of final runs.
         tuning_seeds: The seeds of each learning rate.
     """
-    return sum(
-        run.total * _step_seconds(run) * ((1 - sweep.HELD_OUT) * tuning_seeds * len(grids[name]) + seeds)
-        for name, run in runs
-    )
+    return sum(run.total * _step_seconds(run) * (tuning_seeds * len(grids[name]) + seeds) for name, run in runs)
 
 
 def _step_seconds(run: Run) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.reports import Section, plots, render
 from bighorn.cli.sweep import Cell
 
@@ -18,12 +19,14 @@ def compare_report(
     """Return the report of ``bighorn compare``."""
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     of = {name: [cell for cell in cells if cell.optimizer == name] for name in names}
-    accuracy = plots.ranges(
-        [(name, [cell.batch_size for cell in of[name]], [cell.accuracy for cell in of[name]]) for name in names],
+    metric = cells[0].metric
+    by_batch = plots.ranges(
+        [(name, [cell.batch_size for cell in of[name]], [cell.value for cell in of[name]]) for name in names],
         "batch size",
+        metric,
     )
     convergence = plots.convergence(
-        [(name, [(str(cell.batch_size), *_by_epoch(cell)) for cell in of[name]]) for name in names]
+        [(name, [(str(cell.batch_size), *_by_epoch(cell)) for cell in of[name]]) for name in names], metric
     )
     rates = plots.tuning(
         [
@@ -35,23 +38,25 @@ def compare_report(
                 ],
             )
             for name in names
-        ]
+        ],
+        metric,
     )
     seeds, epochs = len(cells[0].trials), cells[0].trials[0].config.epochs
+    length = "its steps" if epochs is None else f"{epochs:g} epochs"
     return render(
-        "Can the batch grow and the accuracy stay?",
+        f"Can the batch grow and the {metric} stay?",
         " ".join(notes),
         {
-            f"{cell.optimizer}, batch {cell.batch_size}": f"{cell.accuracy[1]:.1%}"
+            f"{cell.optimizer}, batch {cell.batch_size}": metric_text(metric, cell.value[1])
             for name in names
             for cell in (of[name][0], of[name][-1])
         },
         [
             Section(
-                "Accuracy by batch size",
-                f"{' against '.join(names)} on the test data of {data} after {epochs:g} epochs: median, lowest and "
+                f"{metric.capitalize()} by batch size",
+                f"{' against '.join(names)} on the test data of {data} after {length}: median, lowest and "
                 f"highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
-                accuracy,
+                by_batch,
             ),
             Section(
                 "Results",
@@ -62,13 +67,12 @@ def compare_report(
             ),
             Section(
                 "Convergence",
-                "The test error on the way: median of the seeds, at the learning rate chosen.",
+                f"The {'test error' if is_share(metric) else metric} on the way: median of the seeds.",
                 convergence,
             ),
             Section(
                 "Learning rates",
-                "Each rate was tried with a fifth of the training data held out; the highest mean "
-                "accuracy on that fifth was taken, the lower loss deciding ties.",
+                f"The best mean {metric} on held-out data was taken, the lower loss deciding ties.",
                 rates,
             ),
         ],
@@ -78,8 +82,8 @@ def compare_report(
 
 
 def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
-    """Return the epochs of a cell's evaluations, and the test error at each."""
+    """Return the epochs of a cell's evaluations, or their steps; and the error of an accuracy, or another metric."""
     trial = cell.trials[0]
-    assert trial.config.epochs is not None
-    epochs = [trial.config.epochs * step / trial.steps for step, _ in cell.curve]
-    return epochs, [1 - accuracy for _, accuracy in cell.curve]
+    unit = (trial.config.epochs or trial.steps) / trial.steps
+    values = [1 - value if is_share(cell.metric) else value for _, value in cell.curve]
+    return [unit * step for step, _ in cell.curve], values

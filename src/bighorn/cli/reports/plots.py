@@ -14,6 +14,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
 
+from bighorn.cli.metrics import is_share, metric_text
+
 # Placeholders that to_svg() replaces by the page's CSS variables, so that figures follow light and dark mode.
 INK, GRID = "#010203", "#040506"
 SERIES = tuple(f"#0708{number:02x}" for number in range(8))
@@ -72,13 +74,15 @@ def curves(
     percent: bool = False,
     log: bool = False,
 ) -> str:
-    """Draw the training curve, faint per batch and smoothed, with the test's points in front."""
+    """Draw the training curve, faint per batch and smoothed, or none; with the test's points in front."""
     figure = Figure(figsize=(WIDTH, 3.2))
     axes = figure.add_subplot()
+    end, steps = steps[-1], steps[: len(batches)]
     if len(steps) > 60:
         axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
     means, number = smoothed(batches), "{:.2%}" if percent else "{:.4g}"
-    axes.plot(steps, means, color=SERIES[0], label="training")
+    if len(batches):
+        axes.plot(steps, means, color=SERIES[0], label="training")
     axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
     for name, xs, ys in (("training", *thinned(steps, means)), ("test", test_steps, tests)):
         for x, y in zip(xs, ys, strict=True):
@@ -89,7 +93,7 @@ def curves(
     if percent:
         # A batch without an error, which is at infinity, may leave the figure.
         accuracy_scale(axes, [*np.minimum(means, max(tests, default=1.0)), *tests])
-    axes.set(xlabel="step", ylabel=label, xlim=(0, max(steps[-1], 1)))
+    axes.set(xlabel="step", ylabel=label, xlim=(0, max(end, 1)))
     axes.legend()
     return to_svg(figure, f"{label} by step")
 
@@ -171,8 +175,12 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
 
 
 @mpl.rc_context(STYLE)
-def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]], xlabel: str) -> str:
-    """Draw accuracies, ``(low, middle, high)`` per x, one line per named group, with x on a log scale to base 2."""
+def ranges(
+    groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]],
+    xlabel: str,
+    metric: str = "accuracy",
+) -> str:
+    """Draw a metric, ``(low, middle, high)`` per x, one line per named group, with x on a log scale to base 2."""
     figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.add_subplot()
     ticks: set[float] = set()
@@ -183,7 +191,8 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
         low, middle, high = np.array(triples).T
         shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
         for x, (worst, median, best) in zip(xs, triples, strict=True):
-            words = f"{name}, {xlabel} {x:g}: {median:.1%} ({worst:.1%} to {best:.1%})"
+            least, mean, most = (metric_text(metric, value) for value in (worst, median, best))
+            words = f"{name}, {xlabel} {x:g}: {mean} ({least} to {most})"
             add_tip(axes, x * shift, median, words)
         axes.errorbar(
             np.array(xs) * shift,
@@ -198,10 +207,11 @@ def ranges(groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, fl
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
     axes.minorticks_off()
-    accuracy_scale(axes, every)
-    axes.set(xlabel=xlabel, ylabel="test accuracy")
+    if is_share(metric):
+        accuracy_scale(axes, every)
+    axes.set(xlabel=xlabel, ylabel=f"test {metric}")
     axes.legend()
-    return to_svg(figure, f"test accuracy by {xlabel}")
+    return to_svg(figure, f"test {metric} by {xlabel}")
 
 
 @mpl.rc_context(STYLE)
@@ -251,19 +261,28 @@ Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float
 """Per panel: a name, and lines with a batch size, x values and accuracies or errors."""
 
 
-def tuning(panels: Panels) -> str:
-    """Draw held-out accuracy over the learning rates tried: a panel per optimizer, a line per batch size."""
-    return _panels(panels, "learning rate", "held-out accuracy", "o-", xscale="log")
+def tuning(panels: Panels, metric: str) -> str:
+    """Draw the held-out metric over the learning rates tried: a panel per optimizer, a line per batch size."""
+    return _panels(panels, "learning rate", f"held-out {metric}", "o-", xscale="log", metric=metric)
 
 
-def convergence(panels: Panels) -> str:
-    """Draw the test error, 1 - accuracy, over the epochs: a panel per optimizer, a line per batch size."""
-    return _panels(panels, "epoch", "test error", "-", yscale="log")
+def convergence(panels: Panels, metric: str) -> str:
+    """Draw the test error, or another metric, on the way: a panel per optimizer, a line per batch size."""
+    share = is_share(metric)
+    return _panels(
+        panels, "epoch", "test error" if share else metric, "-", "linear", "log" if share else "linear", metric
+    )
 
 
 @mpl.rc_context(STYLE)
 def _panels(
-    panels: Panels, xlabel: str, ylabel: str, style: str, xscale: str = "linear", yscale: str = "linear"
+    panels: Panels,
+    xlabel: str,
+    ylabel: str,
+    style: str,
+    xscale: str = "linear",
+    yscale: str = "linear",
+    metric: str = "accuracy",
 ) -> str:
     figure = Figure(figsize=(WIDTH, 3.2))
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -271,14 +290,14 @@ def _panels(
         for index, (label, xs, ys) in enumerate(lines):
             axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
             for x, y in zip(xs, ys, strict=True):
-                add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {y:.2%}")
+                add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {metric_text(metric, y, 2)}")
         axes.set(xscale=xscale, xlabel=xlabel)
         axes.set_title(name, fontsize=11, loc="left")
     grid[0].set(yscale=yscale, ylabel=ylabel)
     if yscale == "log":
         label_powers(grid[0].yaxis)
         grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    else:
+    elif is_share(metric):
         accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
     grid[-1].legend(title="batch size", fontsize=9, title_fontsize=9)
     return to_svg(figure, f"{ylabel} by {xlabel}")
@@ -327,7 +346,7 @@ Points = Sequence[float] | np.ndarray
 
 def thinned(xs: Points, ys: Points) -> tuple[Points, Points]:
     """Return at most MOST_TIPS of the points, evenly distributed, and the last one."""
-    every = -(-len(xs) // MOST_TIPS)
+    every = max(1, -(-len(xs) // MOST_TIPS))
     return xs[::-1][::every], ys[::-1][::every]
 
 

@@ -1,12 +1,15 @@
 """The report of ``bighorn train``."""
 
+import math
 from dataclasses import asdict
 
 import numpy as np
 
+from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.optimizers import KINDS, Metric, state_bytes
 from bighorn.cli.reports import Section, plots, render
 from bighorn.cli.run import Run
+from bighorn.tasks import defaults
 
 
 def train_report(run: Run) -> str:
@@ -14,7 +17,8 @@ def train_report(run: Run) -> str:
     config, history = run.config, run.history
     steps = range(1, run.step + 1)
     tests = history.tests
-    tiles = {"test accuracy": f"{tests[-1][2]:.2%}", "test loss": f"{tests[-1][1]:.4f}"} if tests else {}
+    names = sorted(tests[-1][1], key=lambda name: (name != run.task.metric, name)) if tests else []
+    tiles = {f"test {name}": _text(name, tests[-1][1][name]) for name in names}
     tiles |= {
         "steps": f"{run.step:,}" + ("" if run.done else f" of {run.total:,}"),
         "training time": f"{history.seconds:.1f} s",
@@ -23,14 +27,13 @@ def train_report(run: Run) -> str:
     sections = []
     if steps:
         test_steps = [test[0] for test in tests]
-        loss = plots.curves(steps, history.loss, test_steps, [test[1] for test in tests], "loss", log=True)
-        accuracy = plots.curves(
-            steps, history.accuracy, test_steps, [test[2] for test in tests], "accuracy", percent=True
-        )
-        sections += [
-            Section("Loss", "Cross-entropy in nats. Training: each batch, with dropout, and its running mean.", loss),
-            Section("Accuracy", "On a logarithmic scale of the error, up to the best test.", accuracy),
-        ]
+        losses = [test["loss"] for _, test in tests if "loss" in test]
+        log = min(*history.loss, *losses, math.inf) > 0
+        figure = plots.curves(steps, history.loss, test_steps[: len(losses)], losses, "loss", log=log)
+        text = "Training: each batch, as the model is in training, and its running mean."
+        sections.append(Section("Loss", text, figure))
+        for name in dict.fromkeys([*(name for name in names if name != "loss"), *history.batch_metrics]):
+            sections.append(_metric(name, run))
         sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
         sections.append(
             Section("Learning rate", "As scheduled, the same for all layers.", plots.line(steps, history.lr, "lr"))
@@ -38,27 +41,46 @@ def train_report(run: Run) -> str:
     sections.append(
         Section(
             "Evaluations",
-            head=("step", "epoch", "learning rate", "test loss", "test accuracy"),
+            head=("step", "epoch", "learning rate", *(f"test {name}" for name in reversed(names))),
             rows=[
                 (
                     f"{step:,}",
-                    f"{step * run.batch_size / len(run.dataset):.2f}",
+                    f"{step * run.epoch_size[1] / run.epoch_size[0]:.2f}" if run.epoch_size else "-",
                     f"{history.lr[step - 1]:.3g}",
-                    f"{loss:.4f}",
-                    f"{accuracy:.2%}",
+                    *(_text(name, test[name]) for name in reversed(names)),
                 )
-                for step, loss, accuracy in tests
+                for step, test in tests
             ],
         )
     )
-    lead = (
-        f"{config.optimizer} on {run.dataset.description}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}"
-    )
+    data = defaults(run.task).description
+    lead = f"{config.optimizer} on {data}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}"
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
     settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
     return render(
         f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings, config.device
+    )
+
+
+def _text(name: str, value: float) -> str:
+    return f"{value:.4f}" if name == "loss" else metric_text(name, value, 2)
+
+
+def _metric(name: str, run: Run) -> Section:
+    """Return the curves of a metric of the test, and of the batches if their loss comes with it."""
+    history, tests = run.history, [(step, test[name]) for step, test in run.history.tests if name in test]
+    share = is_share(name)
+    figure = plots.curves(
+        range(1, run.step + 1),
+        history.batch_metrics.get(name, []),
+        [step for step, _ in tests],
+        [value for _, value in tests],
+        name,
+        percent=share,
+    )
+    return Section(
+        name.capitalize(), "On a logarithmic scale of the error, up to the best test." if share else "", figure
     )
 
 

@@ -1,40 +1,85 @@
-"""The tasks: a task is a data set, a model for it and defaults for both.
+"""The tasks of ``--task``: those that are built in, and any object in a file or a module of the user."""
 
-To add one, write a file beside these that defines a :class:`Task`, and an entry in :data:`TASKS`.
-"""
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from typing import Protocol
-
+import click
+import torch
 from torch import nn
 
-from bighorn.cli.tasks.dataset import Dataset
+from bighorn.cli.errors import InputError
 from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.tasks.mnist import Mnist
 from bighorn.cli.tasks.mnist_rows import MnistRows
 from bighorn.cli.tasks.text import Text
+from bighorn.cli.tasks.user import UserTask, imported, user_call
+from bighorn.tasks import Task, digest, epoch_seed, tensors_in
 
-__all__ = ["TASKS", "Dataset", "Task"]
+__all__ = ["TASKS", "TaskName", "fingerprint", "load", "model_of"]
 
+TASKS: Mapping[str, Callable[[str | None], Task]] = {
+    "digits": Digits,
+    "text": Text,
+    "mnist": Mnist,
+    "mnist-rows": MnistRows,
+}
+"""The built-in tasks, each made from ``--data``, or from None for the data that it comes with."""
 
-class Task(Protocol):
-    """A classification of every target position: of an image, or of the next character at each position."""
-
-    batch_size: int
-    """Default batch size."""
-    epochs: float
-    """Default passes over the training data."""
-    batch_sizes: tuple[int, ...]
-    """The batch sizes that ``bighorn compare`` compares."""
-    one_thread: bool
-    """Whether the model is so small that a step is faster on one thread, above all on a busy machine."""
-    target: float
-    """The test accuracy to which ``bighorn compare`` counts the steps."""
-
-    def load(self, data: str | None) -> Dataset:
-        """Read the data from ``--data``, or the built-in data for None; raise InputError if that fails."""
-
-    def model(self, dataset: Dataset) -> nn.Module:
-        """Build a newly initialised float32 model that maps stored inputs to logits over ``dataset.classes``."""
+PLACES = "FILE.py:NAME or PACKAGE.MODULE:NAME"
 
 
-TASKS: dict[str, Task] = {"digits": Digits(), "text": Text(), "mnist": Mnist(), "mnist-rows": MnistRows()}
+class TaskName(click.Choice[str]):
+    """The name of a built-in task, or the place of another."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(TASKS))
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return a place as it is."""
+        return value if ":" in value else super().convert(value, param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:  # noqa: ARG002 - click's signature
+        """Name the choices, and the form of a place."""
+        return f"[{'|'.join(TASKS)}|{PLACES}]"
+
+
+def load(place: str, data: str | None = None) -> Task:
+    """Return a task by ``--task`` and ``--data``.
+
+    A class or a function at a place of the user is called, with the data if they are given.
+
+    Raises:
+        InputError: There is no such task, or it lacks a member.
+    """
+    made = _made(place, data)
+    return made if place in TASKS else UserTask(made, place)
+
+
+def _made(place: str, data: str | None) -> Any:
+    if place in TASKS:
+        return TASKS[place](data)
+    made = imported("--task", place, PLACES)
+    if not callable(made):
+        if data is not None:
+            raise InputError(f"--data {data}: {place} is an object, which takes no data. Leave --data out.")
+        return made
+    arguments = () if data is None else (data,)
+    return user_call(place, made, *arguments)
+
+
+def model_of(place: str, data: str | None) -> nn.Module:
+    """Return the model of a task, which needs no other member for it, on the current default device."""
+    with torch.device("cpu"):
+        task = _made(place, data)
+    if place not in TASKS and not callable(getattr(task, "model", None)):
+        raise InputError(f"--task {place} has no method model(). Give it one that returns a torch.nn.Module.")
+    made: nn.Module = task.model() if place in TASKS else user_call(f"{place}: model", task.model)
+    return made
+
+
+def fingerprint(task: Task, batch_size: int) -> str:
+    """Return a text that is another one for other training data: that of the task, or a digest of the first batch."""
+    if hasattr(task, "fingerprint"):
+        return str(task.fingerprint())
+    generator = torch.Generator().manual_seed(epoch_seed(0, 0))
+    return digest(tensors_in(next(iter(task.batches("train", batch_size, generator)), ())))

@@ -4,20 +4,19 @@ import torch
 from torch import Tensor, nn
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.tasks.dataset import Dataset
+from bighorn.tasks import Classification
 
 
-class Digits:
+class Digits(Classification):
     """1,797 images, a fixed random fifth of them as the test."""
 
     batch_size = 128
     epochs = 20.0
-    batch_sizes: tuple[int, ...] = (32, 256, 1024)
+    batch_sizes = (32, 256, 1024)
     one_thread = True
     target = 0.95
 
-    def load(self, data: str | None) -> Dataset:
-        """Take scikit-learn's images; ``data`` must be None."""
+    def __init__(self, data: str | None = None) -> None:
         if data is not None:
             raise InputError(f"--data {data}: the task digits has its data built in. Leave --data out.")
         from sklearn.datasets import load_digits
@@ -27,11 +26,11 @@ class Digits:
         inputs = torch.from_numpy(digits.data).to(torch.uint8)[order]
         targets = torch.from_numpy(digits.target).to(torch.uint8)[order]
         cut = len(order) // 5
-        return Dataset("scikit-learn's digits", inputs[cut:], targets[cut:], inputs[:cut], targets[:cut], classes=10)
+        super().__init__((inputs[cut:], targets[cut:]), (inputs[:cut], targets[:cut]), "scikit-learn's digits")
 
-    def model(self, dataset: Dataset) -> nn.Module:
+    def model(self) -> nn.Module:
         """Build a multilayer perceptron with dropout."""
-        return Perceptron(dataset.classes)
+        return Perceptron(classes=10)
 
 
 class Perceptron(nn.Module):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.tasks.dataset import Dataset
+from bighorn.tasks import Classification
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-class Mnist:
+class Mnist(Classification):
     """60,000 images of 28 x 28 pixels and 10,000 for the test, or any set in the same format and size of image."""
 
     name = "mnist"
@@ -26,8 +26,7 @@ class Mnist:
     one_thread = False
     target = 0.97
 
-    def load(self, data: str | None) -> Dataset:
-        """Read the idx files in the folder ``data``."""
+    def __init__(self, data: str | None = None) -> None:
         wanted = f"a folder with {', '.join(FILES)} (as they are or with .gz)"
         if data is None:
             raise InputError(f"--task {self.name} needs --data DIR: {wanted}.")
@@ -46,12 +45,12 @@ class Mnist:
                 raise InputError(f"--data {data}: {len(images)} {name} images, but {len(labels)} labels.")
             if images.shape[1:] != (28, 28):
                 raise InputError(f"--data {data}: {name} images of {tuple(images.shape[1:])} pixels, not (28, 28).")
-        classes = 1 + max(int(targets.max()), int(test_targets.max()))
-        return Dataset(f"idx files, {len(inputs):,} images", inputs, targets, test_inputs, test_targets, classes)
+        self.classes = 1 + max(int(targets.max()), int(test_targets.max()))
+        super().__init__((inputs, targets), (test_inputs, test_targets), f"idx files, {len(inputs):,} images")
 
-    def model(self, dataset: Dataset) -> nn.Module:
+    def model(self) -> nn.Module:
         """Build a small convolutional network with dropout."""
-        return ConvNet(dataset.classes)
+        return ConvNet(self.classes)
 
 
 class ConvNet(nn.Module):

@@ -2,7 +2,6 @@
 
 from torch import Tensor, nn
 
-from bighorn.cli.tasks.dataset import Dataset
 from bighorn.cli.tasks.mnist import Mnist
 
 
@@ -14,9 +13,9 @@ class MnistRows(Mnist):
     one_thread = False
     target = 0.95
 
-    def model(self, dataset: Dataset) -> nn.Module:
+    def model(self) -> nn.Module:
         """Build an LSTM whose last state is classified."""
-        return RowReader(dataset.classes)
+        return RowReader(self.classes)
 
 
 class RowReader(nn.Module):

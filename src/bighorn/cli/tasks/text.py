@@ -9,24 +9,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.tasks.dataset import Dataset
+from bighorn.tasks import Classification
 
 CONTEXT = 64
 ALPHABET = 255
 """The number of characters with a number of their own; rarer ones share number 0."""
 
 
-class Text:
+class Text(Classification):
     """Windows of 64 characters, the last tenth of the text as the test (at most 256 windows of it)."""
 
     batch_size = 64
     epochs = 1.0
-    batch_sizes: tuple[int, ...] = (16, 64, 256)
+    batch_sizes = (16, 64, 256)
     one_thread = False
     target = 0.5
 
-    def load(self, data: str | None) -> Dataset:
-        """Read the UTF-8 file ``data``; for None, the modules of Python's standard library in order of their names."""
+    def __init__(self, data: str | None = None) -> None:
         text, description = (standard_library(), "Python's standard library") if data is None else (_read(data), data)
         windows = (len(text) - 1) // CONTEXT
         if windows < 20:
@@ -40,11 +39,12 @@ class Text:
         # Evenly spread, since the text is one module after another.
         test = torch.linspace(cut, windows - 1, min(256, windows - cut)).long()
         description = f"{description}, {len(text):,} characters"
-        return Dataset(description, inputs[:cut], targets[:cut], inputs[test], targets[test], len(common) + 1)
+        super().__init__((inputs[:cut], targets[:cut]), (inputs[test], targets[test]), description)
+        self.classes = len(common) + 1
 
-    def model(self, dataset: Dataset) -> nn.Module:
+    def model(self) -> nn.Module:
         """Build the GPT."""
-        return GPT(dataset.classes)
+        return GPT(self.classes)
 
 
 class GPT(nn.Module):

@@ -112,7 +112,7 @@ OLDEST := build/torch-$(OLDEST_TORCH)
 NEWEST := build/torch-$(or $(TORCH),newest)
 build/torch-%/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable '.[cli]' \
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable '.[study]' \
 	  '$(if $(filter newest,$*),torch,torch==$*.*)' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import plots
 from bighorn.cli.compare import columns, row
 from bighorn.cli.config import RunConfig
 from bighorn.cli.reports import plots as report_plots
-from bighorn.cli.sweep import Cell, Trial
+from bighorn.cli.trials import Cell, Trial
 from bighorn.cli.verdict import verdicts
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +36,7 @@ def _cell(saved: dict[str, Any]) -> Cell:
     config = RunConfig(**{**saved["config"], "optimizer_option": tuple(saved["config"].get("optimizer_option", ()))})
     trials = [
         Trial(
-            config,
+            replace(config, seed=run["seed"]),
             run["accuracy"],
             float("inf") if run["loss"] is None else run["loss"],
             saved["steps"],
@@ -47,7 +48,14 @@ def _cell(saved: dict[str, Any]) -> Cell:
         for run in saved["final"]
     ]
     tuned = tuple((tried["lr"], tried["accuracy"]) for tried in saved["tuned"])
-    return Cell(saved.get("name", config.optimizer), config.batch_size or 0, tuned, config.lr or 0, tuple(trials))
+    return Cell(
+        saved.get("name", config.optimizer),
+        config.batch_size or 0,
+        tuned,
+        config.lr or 0,
+        tuple(trials),
+        lr_range=(tuned[0][0], tuned[-1][0]),
+    )
 
 
 def table(name: str) -> str:
@@ -62,7 +70,8 @@ def table(name: str) -> str:
         "```",
         "",
         f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
-        f"chosen by {'all' if chosen_by == seeds else chosen_by} of them; {config['precision']} but where a name says "
+        f"of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command of commit "
+        f"{saved['commit'][:7]} did; {config['precision']} but where a name says "
         f"otherwise ([all runs](../benchmarks/results/{name}.json)).",
         "",
         "| " + " | ".join(head) + " |",
@@ -90,7 +99,11 @@ def _seen(cells: list[Cell]) -> str:
 
 
 def command(saved: dict[str, Any]) -> str:
-    """The command of a comparison; older files name a study, which stands for optimizers and batch sizes."""
+    """The command of today that asks the same: those of the files have grids of rates, and some name a study."""
+    return re.sub(r" --(lrs|tuning-seeds) \S+", "", _written(saved))
+
+
+def _written(saved: dict[str, Any]) -> str:
     study = re.search(r" --study \S+", saved["command"])
     if study is None:
         return str(saved["command"])

@@ -17,7 +17,7 @@ from bighorn_launcher import end_imports
 
 COMMANDS = {
     "train": "Train a model with LAMB, CAME or one of torch's optimizers.",
-    "compare": "Compare optimizers over batch sizes at a fixed number of epochs.",
+    "compare": "Compare optimizers over batch sizes, each tuned by as many trials.",
     "lr-find": "Find a learning rate, where the loss falls fastest as it grows.",
     "bench": "Time optimizer steps beside torch's and other packages'.",
     "memory": "Predict to the byte what a model and its optimizer need.",

@@ -22,7 +22,7 @@ QUICK = {
     "train": ["--steps", "1"],
     "compare": [
         *("--epochs", "0.5", "--seeds", "1", "--batch-sizes", "256", "--processes", "1"),
-        *("--optimizers", "adamw", "--lrs", "adamw=0.01"),
+        *("--optimizers", "adamw", "--trials", "1"),
     ],
     "lr-find": ["--steps", "20"],
     "bench": ["--shapes", "tiny", "--optimizers", "lamb", "--seconds", "0"],

@@ -133,8 +133,8 @@ def test_a_task_is_searched_compared_and_measured(invoke: Invoke, mine: str) -> 
     place = f"{mine}.py:Circles"
     assert "Smoothed loss at its best" in invoke("lr-find", "--task", place, "--steps", 20).output
     assert "82 trainable parameters" in invoke("memory", "--task", place).output
-    rates = ["--lrs", "lamb=0.1", "--lrs", "adamw=1e-9"]
-    options = ["--seeds", 1, "--processes", 1, *rates, "--report", "c.html", "--json", "c.json"]
+    rates = ["--space", "lamb.lr=0.1", "--space", "adamw.lr=1e-9"]
+    options = ["--trials", 1, "--seeds", 1, "--processes", 1, *rates, "--report", "c.html", "--json", "c.json"]
     output = invoke("compare", "--task", place, *options).output
     assert "At batch 16 lamb has " in output  # an error is better lower
     cells = json.loads(Path("c.json").read_text())["cells"]

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""
 
-TERMINAL = {"click", "rich", "matplotlib", "jinja2", "sklearn", "scipy", "numpy"}
+TERMINAL = {"click", "rich", "matplotlib", "jinja2", "optuna", "sklearn", "scipy", "numpy"}
 PEERS = {"jax", "keras", "optax", "pytorch_optimizer", "timm"}
 TRAINERS = {"accelerate", "axolotl", "deepspeed", "lightning", "torchtitan", "transformers"}
 

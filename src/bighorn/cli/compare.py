@@ -1,6 +1,8 @@
-"""``bighorn compare``: optimizers at several batch sizes, each with a tuned learning rate."""
+"""``bighorn compare``: optimizers at several batch sizes, each tuned with the same number of trials."""
 
 import math
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,10 +10,11 @@ from typing import Any
 
 import click
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from bighorn.arguments import number
-from bighorn.cli import files, sweep
+from bighorn.cli import files
 from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig
 from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
@@ -20,15 +23,23 @@ from bighorn.cli.metrics import metric_text
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn.cli.run import Run
+from bighorn.cli.search import Entry, Plan, Search, Space, available_processors, fill
 from bighorn.cli.tasks import TASKS, TaskName, fingerprint, load
-from bighorn.cli.tasks.trial import Trial
+from bighorn.cli.tasks.trial import Trial as TaskTrial
 from bighorn.cli.tasks.user import UserTask
+from bighorn.cli.trials import Cell, Trial, best_of, held_out
 from bighorn.cli.values import check_name, device_of, names, numbers
-from bighorn.cli.verdict import expected_seconds, verdicts
-from bighorn.tasks import defaults
+from bighorn.cli.verdict import step_seconds, verdicts
+from bighorn.tasks import Task, defaults
 
 WIDEST = 120
 """Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
+
+
+def _spans(space: Space) -> str:
+    return ", ".join(
+        f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g}" for name, (low, high) in space.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -44,21 +55,19 @@ class CompareConfig(Options):
         shown="by task "
         + "; ".join(f"{name} {','.join(map(str, defaults(task).batch_sizes))}" for name, task in TASKS.items()),
     )
-    lrs: tuple[str, ...] = option(
+    trials: int = option(12, "Trials of each optimizer at each batch size, the first with its defaults.", check=COUNT)
+    space: tuple[str, ...] = option(
         (),
-        "Learning rates to try, as OPTIMIZER=LR,LR,...; may be repeated. Two or more are continued while one "
-        f"at the end is the best, by {sweep.BEYOND} at most.",
-        shown="; ".join(f"{name}={','.join(f'{lr:g}' for lr in recipe.grid)}" for name, recipe in OPTIMIZERS.items()),
+        "What to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single number, which is kept; "
+        "may be repeated.",
+        shown="; ".join(f"{name} {_spans(recipe.space)}" for name, recipe in OPTIMIZERS.items()),
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
-    seeds: int = option(3, "Seeds of each cell: 0, 1, ...", check=COUNT)
-    tuning_seeds: int | None = option(
-        None, "Seeds that learning rates are chosen by, if fewer.", shown="as --seeds", check=COUNT
-    )
+    seeds: int = option(3, "Final runs of each cell: seeds 1, 2, ...; trials have the seed 0.", check=COUNT)
     target: float | None = option(
         None,
         "Value of the task's metric on test data to count the steps to.",
-        shown=", ".join(f"{name} {defaults(task).target:g}" for name, task in TASKS.items()),
+        shown="the task's",
         check=number,
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
@@ -67,152 +76,235 @@ class CompareConfig(Options):
     )
     device: str = option("cpu", "Device of torch for the runs.")
 
-    def cells(self, task: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """The optimizers and the batch sizes."""
+    def entries(self, task: Task) -> list[Entry]:
+        """The cells to fill, with resolved options."""
         about = defaults(task)
         sizes = about.batch_sizes or (about.batch_size,)
         if self.batch_sizes is not None:
             sizes = numbers("--batch-sizes", self.batch_sizes, int)
-        return names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS), sizes
+        optimizers = names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS)
+        spaces = read_spaces(self.space, optimizers)
+        shared = {name: getattr(self, name) for name in ("task", "data", "epochs", "precision", "device")}
+        return [
+            Entry(
+                name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved(task), spaces[name]
+            )
+            for name in optimizers
+            for size in sizes
+        ]
 
 
 @click.command(
-    cls=Command, epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --report compare.html"
+    cls=Command,
+    epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --study digits.study --report c.html",
 )
 @config_options(CompareConfig)
+@click.option(
+    "--study",
+    type=FILE,
+    help="Keep every run here when it ends; the same command goes on there, also several at a time.",
+)
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
 @click.pass_context
-def compare(ctx: click.Context, /, report: Path | None, json_file: Path | None, **options: Any) -> None:
-    """Compare optimizers over batch sizes at a fixed number of epochs.
+def compare(
+    ctx: click.Context, /, study: Path | None, report: Path | None, json_file: Path | None, **options: Any
+) -> None:
+    """Compare optimizers over batch sizes, each tuned by as many trials.
 
-    Each optimizer at each batch size gets its own learning rate: every rate of a stated grid is tried, on every seed or
-    on some of them, with a fifth of the training data held out, and the one with the highest mean accuracy on
-    that fifth is taken; a grid whose end is the best is continued. Then each seed trains on all training data, and the
-    test data are looked at for the first time.
+    The trials of an optimizer at a batch size are a quasi-random sequence in its space of options, and train without
+    the validation data, on which the best one is chosen. Then fresh seeds train with its options, and the test data
+    are looked at for the first time. Ctrl-C reports what there is; with --study the same command goes on.
     """
     config = CompareConfig(**options)
     device_of(config.device)
-    task = load(config.task, config.data)
-    optimizers, batch_sizes = config.cells(task)
-    grids = learning_rates(config.lrs, optimizers)
-    about_task = defaults(task)
-    target = about_task.target if config.target is None else config.target
-    processes = config.processes or (sweep.available_processors() if config.device == "cpu" else 1)
-    tuning_seeds = config.tuning_seeds or config.seeds
-    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
-
-    console = terminal()
-    shared = {name: getattr(config, name) for name in ("task", "data", "epochs", "precision", "device")}
-    bases = [
-        (name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved(task))
-        for name in optimizers
-        for size in batch_sizes
-    ]
-    epochs = bases[0][1].epochs
-    held_out = sweep.held_out(task)
-    if isinstance(task, UserTask):
-        for _, base in bases[: len(batch_sizes)]:
-            Trial(task, base).run(("test", "validation") if held_out is task else ("test",))
-    fresh = [(name, Run(base, held_out)) for name, base in bases]  # an error of the last cell comes before any run
-    settings = asdict(config) | {
-        "optimizers": ", ".join(optimizers),
-        "batch_sizes": ", ".join(map(str, batch_sizes)),
-        "lrs": "; ".join(f"{name} {_rates(grids[name])}" for name in grids),
-        "epochs": epochs,
-        "tuning_seeds": tuning_seeds,
-        "target": target,
-        "processes": processes,
-    }
+    if study is not None:
+        files.check_regular(study, "--study")
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
+    if study is not None:
+        files.check_writable(study, "--study")
     about = provenance(command_line(ctx))
-    runs = sweep.count(bases, grids, config.seeds, tuning_seeds)
-    length = f"{bases[0][1].steps} steps" if epochs is None else f"{epochs:g} epochs"
-    console.print(f"{config.task}: {defaults(task).description}; {length}, {runs} runs, {processes} at a time")
-    for name in grids:
-        console.print(f"{name}: learning rates {_rates(grids[name])}")
-    seconds = expected_seconds(fresh, grids, config.seeds, tuning_seeds) / processes
-    console.print(f"This takes {duration(seconds)}, and more where a grid is continued.")
-    del fresh
-    with counting(console) as bar:
-        task_id = bar.add_task("runs", total=runs)
-        cells = sweep.run_cells(
-            bases,
-            grids,
-            config.seeds,
-            tuning_seeds,
-            target,
-            processes,
-            task,
-            made=lambda: bar.advance(task_id),
-            added=lambda more: bar.update(task_id, total=(bar.tasks[0].total or 0) + more),
+    console = terminal()
+    with tempfile.TemporaryDirectory() as folder:
+        place = study or Path(folder) / "study"
+        search = prepare(config, load(config.task, config.data), place)
+        processes = config.processes or (available_processors() if config.device == "cpu" else 1)
+        try:
+            _run(search, config, processes, console)
+            stopped = False
+        except KeyboardInterrupt:
+            stopped = True
+            search.release()
+            if study is None:
+                study = files.unused(Path("bighorn-compare.study"))
+                shutil.copyfile(place, study)
+        _finish(search, config, about, report, json_file, console)
+        done = len(search.finished())
+    if stopped:
+        console.print(
+            f"Interrupted after {done} of {search.total} runs. Repeat the command with --study {study} to go on."
         )
+        ctx.exit(130)
 
-    head = columns(task.metric, target)
-    answers, notes = verdicts(cells), [*continued(cells, grids), *warnings(cells)]
+
+def prepare(config: CompareConfig, task: Task, path: Path) -> Search:
+    """Return the search of a comparison, after everything that can be wrong has been tried."""
+    entries = config.entries(task)
+    tuned = held_out(task)
+    if isinstance(task, UserTask):
+        for base in {entry.base.batch_size: entry.base for entry in entries}.values():
+            TaskTrial(task, base).run(("test", "validation") if tuned is task else ("test",))
+    for entry in entries:
+        Run(entry.base, tuned)
+    target = defaults(task).target if config.target is None else config.target
+    data = fingerprint(task, entries[0].base.batch_size or 1)
+    return Search(Plan(tuple(entries), config.trials, config.seeds, target, path, data), task)
+
+
+def _run(search: Search, config: CompareConfig, processes: int, console: Console) -> None:
+    """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
+    plan, metric = search.plan, search.task.metric
+    base = plan.entries[0].base
+    length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
+    known, total = len(search.finished()), search.total
+    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {total} runs, {processes} at a time")
+    for name, space in {entry.name: entry.space for entry in plan.entries}.items():
+        console.print(f"{name}: {_spans(space)}")
+    if known:
+        console.print(f"{known} of the runs are in {plan.path}.")
+    seconds = sum(
+        step_seconds(run) * run.total * (plan.trials + plan.seeds)
+        for run in (Run(entry.base, search.task) for entry in plan.entries)
+    )
+    console.print(f"This takes {duration(seconds * (total - known) / total / processes)}.")
+    with counting(console) as bar:
+        task_id = bar.add_task("runs", total=total, completed=known)
+        shown = {(name, trial.config) for name, trial in search.finished()}
+
+        def look() -> None:
+            for name, trial in search.finished():
+                if (name, trial.config) in shown:
+                    continue
+                shown.add((name, trial.config))
+                bar.update(task_id, completed=len(shown))
+                if not console.is_terminal:
+                    kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
+                    console.print(
+                        f"{len(shown)} of {total}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
+                        f"{kind}: {metric} {metric_text(metric, trial.value)}, {trial.seconds:.1f} s"
+                    )
+
+        fill(search, processes, look)
+        look()
+
+
+def _finish(
+    search: Search,
+    config: CompareConfig,
+    about: Mapping[str, Any],
+    report: Path | None,
+    json_file: Path | None,
+    console: Console,
+) -> None:
+    """Print the answers and the table, and write the report and the JSON."""
+    cells, plan = search.cells(), search.plan
+    head = columns(search.task.metric, plan.target)
+    answers = verdicts(cells) if cells else []
+    notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     for line in answers:
         console.print(line)
-    terminal(width=max(console.width, WIDEST)).print(_table(cells, head))
-    for note in notes:
-        console.print(note)
-    notes = answers + notes
+    if cells:
+        terminal(width=max(console.width, WIDEST)).print(_table(cells, head))
+    for line in notes:
+        console.print(line)
+    base = plan.entries[0].base
+    settings = asdict(config) | {
+        "optimizers": ", ".join(dict.fromkeys(entry.name for entry in plan.entries)),
+        "batch_sizes": ", ".join(dict.fromkeys(str(entry.base.batch_size) for entry in plan.entries)),
+        "space": "; ".join(dict.fromkeys(f"{entry.name} {_spans(entry.space)}" for entry in plan.entries)),
+        "epochs": base.epochs,
+        "steps": base.steps,
+        "target": plan.target,
+    }
+    data = defaults(search.task).description
 
     def page() -> str:
         from bighorn.cli.reports.compare import compare_report
 
-        rows = [row(cell) for cell in cells]
-        return compare_report(cells, defaults(task).description, head, rows, notes, about["command"], settings)
+        return compare_report(
+            cells, data, head, [row(cell) for cell in cells], answers, notes, about["command"], settings
+        )
 
     content = {
         **about,
         "config": settings,
-        "data": {"description": defaults(task).description, "sha256": fingerprint(task, batch_sizes[0])},
+        "data": {"description": data, "sha256": plan.data},
         "cells": [as_json(cell) for cell in cells],
-        "words": notes,
+        "words": [*answers, *notes],
     }
-    files.finish(console.print, report, page, json_file, lambda: content)
+    files.finish(console.print, report if cells else None, page, json_file, lambda: content)
 
 
-def learning_rates(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
-    """Read ``OPTIMIZER=LR,LR,...`` for some of ``optimizers``; the others use their recipe's rates."""
-    grids = {name: OPTIMIZERS[CONTESTANTS[name]["optimizer"]].grid for name in optimizers}
+def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, Space]:
+    """Read ``OPTIMIZER.OPTION=LOWEST,HIGHEST`` for some options of ``optimizers``; a variant keeps what it sets itself.
+
+    Example:
+        >>> read_spaces(["sgd.lr=0.1,1", "sgd.warmup=0.1"], ["sgd"])["sgd"]
+        {'lr': (0.1, 1.0), 'weight_decay': (5e-05, 0.01), 'warmup': (0.1, 0.1)}
+    """
+    spaces: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in optimizers:
+        space = OPTIMIZERS[CONTESTANTS[name]["optimizer"]].space
+        spaces[name] = {option: span for option, span in space.items() if option not in CONTESTANTS[name]}
     for text in texts:
-        name, equals, rates = text.partition("=")
-        if not equals:
-            raise InputError(f"--lrs {text!r} is not of the form OPTIMIZER=LR,LR,... like lamb=0.01,0.02.")
-        check_name("--lrs", name, optimizers)
-        grids[name] = numbers("--lrs", rates, float)
-    return grids
+        name, dot, rest = text.partition(".")
+        key, equals, values = rest.partition("=")
+        if not dot or not equals:
+            raise InputError(
+                f"--space {text!r} is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1."
+            )
+        check_name("--space", name, optimizers)
+        check_name(f"--space {name}", key, spaces[name])
+        ends = numbers("--space", values, float)
+        if len(ends) > 2:
+            raise InputError(
+                f"--space {text!r} has {len(ends)} numbers: give the lowest and the highest, or a single one."
+            )
+        if key != "lr" and ends[-1] > 1:
+            raise InputError(f"--space {text!r}: {key} is at most 1.")
+        spaces[name][key] = ends[0], ends[-1]
+    return spaces
 
 
-def _rates(rates: Sequence[float]) -> str:
-    return ", ".join(f"{lr:g}" for lr in rates)
-
-
-def as_json(cell: sweep.Cell) -> dict[str, Any]:
+def as_json(cell: Cell) -> dict[str, Any]:
     """A cell as JSON: its configuration, its results and every run."""
     low, middle, high = cell.value
     config = asdict(cell.trials[0].config)
     return {
         "name": cell.optimizer,
         "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
-        "tuned": [{"lr": lr, cell.metric: value} for lr, value in cell.tuned],
+        "tuned": [{"lr": lr, cell.metric: _finite(value)} for lr, value in cell.tuned],
         "on_edge": cell.on_edge,
-        cell.metric: {"lowest": low, "median": middle, "highest": high},
+        cell.metric: {"lowest": _finite(low), "median": _finite(middle), "highest": _finite(high)},
         "loss": dict(zip(("lowest", "median", "highest"), map(_finite, cell.loss), strict=True)),
         "steps": cell.trials[0].steps,
         "steps_to_target": _finite(cell.steps_to_target),
         "seconds": cell.seconds,
         "state_bytes": cell.trials[0].state_bytes,
-        "curve": {"steps": [step for step, _ in cell.curve], cell.metric: [value for _, value in cell.curve]},
+        "curve": {"steps": [step for step, _ in cell.curve], cell.metric: [_finite(value) for _, value in cell.curve]},
         "final": [_run_as_json(cell, trial) for trial in cell.trials],
         "tuning": [_run_as_json(cell, trial) for trial in cell.tuning],
     }
 
 
-def _run_as_json(cell: sweep.Cell, trial: sweep.Trial) -> dict[str, Any]:
+def _run_as_json(cell: Cell, trial: Trial) -> dict[str, Any]:
+    config = trial.config
     return {
-        "lr": trial.config.lr,
-        "seed": trial.config.seed,
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "warmup": config.warmup,
+        "optimizer_option": config.optimizer_option,
+        "seed": config.seed,
         cell.metric: _finite(trial.value),
         "loss": _finite(trial.loss),
         "steps_to_target": trial.steps_to_target,
@@ -221,11 +313,11 @@ def _run_as_json(cell: sweep.Cell, trial: sweep.Trial) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Replace infinity by None, since JSON has no infinity."""
+    """Replace infinity and NaN by None, since JSON has neither."""
     return value if math.isfinite(value) else None
 
 
-def _table(cells: Sequence[sweep.Cell], head: Sequence[str]) -> Table:
+def _table(cells: Sequence[Cell], head: Sequence[str]) -> Table:
     """Build the terminal's table without the last column: the report has the time, and names need the width."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in head[:-1]:
@@ -245,7 +337,7 @@ def columns(metric: str, target: float | None) -> list[str]:
     return ["optimizer", "batch", "best lr", f"{metric} (min-max)", reached, "loss", "state", "time"]
 
 
-def row(cell: sweep.Cell) -> tuple[str, ...]:
+def row(cell: Cell) -> tuple[str, ...]:
     """A cell as text, by :func:`columns`; medians over the seeds."""
     low, middle, high = (metric_text(cell.metric, value) for value in cell.value)
     reached = f"{cell.steps_to_target:.0f}" if math.isfinite(cell.steps_to_target) else "never"
@@ -261,22 +353,53 @@ def row(cell: sweep.Cell) -> tuple[str, ...]:
     )
 
 
-def continued(cells: Sequence[sweep.Cell], grids: Mapping[str, Sequence[float]]) -> list[str]:
-    """Sentences on the cells that tried learning rates beyond their grid because its end was the best."""
+def chosen(cells: Sequence[Cell]) -> list[str]:
+    """Sentences on the options that were chosen for each cell, and on how much the rate may be off."""
     lines = []
     for cell in cells:
-        beyond = [lr for lr, _ in cell.tuned if lr not in grids[cell.optimizer]]
-        if beyond:
-            where = f"{cell.optimizer} at batch {cell.batch_size}"
-            lines.append(f"{where}: the end of the grid was the best, so it went on to {_rates(beyond)}.")
+        config = cell.trials[0].config
+        betas = "".join(f", {text}" for text in config.optimizer_option if text.startswith("betas"))
+        best = best_of(cell.tuning, cell.higher_is_better)
+        lines.append(
+            f"{cell.optimizer} at batch {cell.batch_size}: lr {cell.lr:g}, warm-up {config.warmup}, weight decay "
+            f"{config.weight_decay:g}{betas}: {metric_text(cell.metric, best.value)} on validation data, the best of "
+            f"{len(cell.tuning)} trials."
+        )
     return lines
 
 
-def warnings(cells: Sequence[sweep.Cell]) -> list[str]:
-    """Warnings for cells whose best learning rate is the first or last that was tried: a better one may be outside."""
-    return [
+def warnings(cells: Sequence[Cell]) -> list[str]:
+    """Warnings for cells whose best learning rate is at an end of what was searched, or of which runs diverged."""
+    found = [
         f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, is on the "
-        f"edge of its grid: give a wider one with --lrs {cell.optimizer}=..."
+        f"edge of its range: give a wider one with --space {cell.optimizer}.lr=..."
         for cell in cells
         if cell.on_edge
     ]
+    for cell in cells:
+        diverged = sum(trial.loss == math.inf for trial in cell.trials)
+        if diverged:
+            found.append(
+                f"Warning: {diverged} of {len(cell.trials)} final runs of {cell.optimizer} at batch {cell.batch_size} "
+                "diverged, and count as the worst value."
+            )
+    return found
+
+
+def unfinished(search: Search) -> list[str]:
+    """Sentences on cells that lack runs."""
+    lines = []
+    for index, entry in enumerate(search.plan.entries):
+        queue, tuning = search.final(index), search.tuning(index)
+        where = f"{entry.name} at batch {entry.base.batch_size}"
+        if queue is not None and len(queue.results()) < search.plan.seeds:
+            lines.append(f"{where}: {len(queue.results())} of {search.plan.seeds} final runs.")
+        elif queue is None and tuning:
+            best, metric = best_of(tuning, search.higher), search.task.metric
+            lines.append(
+                f"{where}: {len(tuning)} of {search.plan.trials} trials, the best with lr {best.config.lr:g}: "
+                f"{metric} {metric_text(metric, best.value)} on validation data."
+            )
+        elif queue is None:
+            lines.append(f"{where}: no trials yet.")
+    return lines

@@ -73,7 +73,7 @@ class Recipe:
     Attributes:
         lr: Default learning rate.
         weight_decay: Default weight decay of matrices.
-        grid: The learning rates that ``bighorn compare`` tries.
+        space: The options that ``bighorn compare`` searches, each from its lowest to its highest value.
         build: A function from parameter groups and options to the optimizer.
         state_dtypes: The choices of ``--state-dtype``; the first is the default. Empty for torch's optimizers, whose
             state has the dtype of the parameters and which have no ``--backend``.
@@ -82,28 +82,59 @@ class Recipe:
 
     lr: float
     weight_decay: float
-    grid: tuple[float, ...]
+    space: Mapping[str, tuple[float, float]]
     build: Callable[..., torch.optim.Optimizer]
     state_dtypes: tuple[str, ...] = ()
     metrics: tuple[Metric, ...] = ()
 
 
+WARMUP = (0.02, 0.4)
+"""The shares of a run that are tried as its warm-up."""
+
+ADAMS = {"warmup": WARMUP, "one_minus_beta2": (0.001, 0.1)}
+
 OPTIMIZERS = {
-    "lamb": Recipe(0.03, 0.01, (0.005, 0.01, 0.02, 0.05, 0.1, 0.2), Lamb, tuple(STATE_DTYPES), (TRUST_RATIO,)),
+    "lamb": Recipe(
+        0.03,
+        0.01,
+        {"lr": (0.002, 0.5), "weight_decay": (0.001, 0.3), **ADAMS},
+        Lamb,
+        tuple(STATE_DTYPES),
+        (TRUST_RATIO,),
+    ),
     "came": Recipe(
         0.001,
         0.01,
-        (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01),
+        {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), "warmup": WARMUP},
         Came,
         tuple(STATE_DTYPES),
         (CONFIDENCE, UPDATE_RMS),
     ),
-    "lars": Recipe(2.0, 0.01, (0.5, 1.0, 2.0, 5.0, 10.0, 20.0), Lars, tuple(STATE_DTYPES), (TRUST_RATIO,)),
-    "adamw": Recipe(0.003, 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.AdamW, fused=True)),
-    "adam": Recipe(0.003, 0.0, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05), partial(torch.optim.Adam, fused=True)),
-    "adafactor": Recipe(0.05, 0.01, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), torch.optim.Adafactor),
+    "lars": Recipe(
+        2.0,
+        0.01,
+        {"lr": (0.2, 50.0), "weight_decay": (0.0001, 0.1), "warmup": WARMUP},
+        Lars,
+        tuple(STATE_DTYPES),
+        (TRUST_RATIO,),
+    ),
+    "adamw": Recipe(
+        0.003,
+        0.01,
+        {"lr": (0.0003, 0.1), "weight_decay": (0.001, 0.3), **ADAMS},
+        partial(torch.optim.AdamW, fused=True),
+    ),
+    "adam": Recipe(0.003, 0.0, {"lr": (0.0003, 0.1), **ADAMS}, partial(torch.optim.Adam, fused=True)),
+    "adafactor": Recipe(
+        0.05, 0.01, {"lr": (0.003, 1.0), "weight_decay": (0.001, 0.3), "warmup": WARMUP}, torch.optim.Adafactor
+    ),
     # Not fused: on the CPU that does not change bf16 parameters (https://github.com/pytorch/pytorch/issues/191763).
-    "sgd": Recipe(0.1, 0.0005, (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), partial(torch.optim.SGD, momentum=0.9, foreach=True)),
+    "sgd": Recipe(
+        0.1,
+        0.0005,
+        {"lr": (0.01, 3.0), "weight_decay": (0.00005, 0.01), "warmup": WARMUP},
+        partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    ),
 }
 
 STOCHASTIC = "weight_rounding=stochastic"

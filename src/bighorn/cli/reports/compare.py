@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.reports import Section, plots, render
-from bighorn.cli.sweep import Cell
+from bighorn.cli.trials import Cell
 
 
 def compare_report(
@@ -12,6 +12,7 @@ def compare_report(
     data: str,
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
+    answers: Sequence[str],
     notes: Sequence[str],
     command: str,
     settings: Mapping[str, object],
@@ -45,7 +46,7 @@ def compare_report(
     length = "its steps" if epochs is None else f"{epochs:g} epochs"
     return render(
         f"Can the batch grow and the {metric} stay?",
-        " ".join(notes),
+        " ".join(answers),
         {
             f"{cell.optimizer}, batch {cell.batch_size}": metric_text(metric, cell.value[1])
             for name in names
@@ -60,7 +61,8 @@ def compare_report(
             ),
             Section(
                 "Results",
-                "Medians over the seeds; * marks a learning rate on the edge of its grid. Time is of the training "
+                "\n".join(notes)
+                + "\nMedians over the seeds; * marks a learning rate on the edge of its range. Time is of the training "
                 "steps, on one thread, while other runs used the other processors.",
                 head=head,
                 rows=rows,
@@ -72,7 +74,7 @@ def compare_report(
             ),
             Section(
                 "Learning rates",
-                f"The best mean {metric} on held-out data was taken, the lower loss deciding ties.",
+                f"Each trial's {metric} on validation data, by its learning rate; its other options differ too.",
                 rates,
             ),
         ],

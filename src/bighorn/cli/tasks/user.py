@@ -131,7 +131,7 @@ class UserTask:
             defaults(task)
         except (TypeError, ValueError) as error:
             raise InputError(f"--task {place}: {error}. See bighorn.tasks.Defaults.") from error
-        self._task, self._place = task, place
+        self._task, self.place = task, place
         text = inspect.getdoc(task) if type(task).__module__ != "builtins" else ""
         self.description = getattr(task, "description", "") or (text or place).partition("\n")[0].rstrip(".")
 
@@ -154,7 +154,7 @@ class UserTask:
     def evaluate(self, model: nn.Module, split: str) -> Mapping[str, float]:
         """Call the user's method, and check what it returns."""
         found: Any = self._call("evaluate", model, split)
-        asked = f"{self._place}: evaluate(model, {split!r})"
+        asked = f"{self.place}: evaluate(model, {split!r})"
         if not isinstance(found, Mapping) or self.metric not in found:
             raise InputError(
                 f"{asked} returned {shown(found)}, but must return a dict with the metric that decides, "
@@ -166,14 +166,14 @@ class UserTask:
             raise InputError(f"{asked} returned {shown(found)}, but every value must be one number.") from error
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        return user_call(f"{self._place}: {name}", getattr(self._task, name), *arguments)
+        return user_call(f"{self.place}: {name}", getattr(self._task, name), *arguments)
 
 
 class UserBatches:
     """The batches of a user's task, whose errors say so."""
 
     def __init__(self, task: UserTask, split: str, batch_size: int, generator: torch.Generator) -> None:
-        self._name = f"{task._place}: batches({split!r}, {batch_size}, generator)"
+        self._name = f"{task.place}: batches({split!r}, {batch_size}, generator)"
         self._made: Any = task._call("batches", split, batch_size, generator)
         if not isinstance(self._made, Iterable):
             raise InputError(

@@ -1,0 +1,391 @@
+"""The search of ``bighorn compare``, kept by Optuna: what is tried, by which process, and what came of it.
+
+Each cell, an optimizer at a batch size, has a study of trials on validation data and one of final runs on test data.
+Their trials wait in the storage until a process takes them, so that any number of processes and commands share the
+work, and one that was killed loses only the runs in flight.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bighorn.cli.config import RunConfig
+from bighorn.cli.errors import InputError
+from bighorn.cli.tasks import load
+from bighorn.cli.trials import Cell, Trial, best_of, configured, held_out, make, trial_of
+from bighorn.tasks import Task, defaults
+
+try:
+    import optuna
+    from optuna.distributions import BaseDistribution, FloatDistribution
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.study import StudyDirection
+    from optuna.trial import FrozenTrial, TrialState
+except ImportError as error:
+    raise InputError("bighorn compare needs Optuna: pip install 'bighorn[study]'") from error
+
+Space = Mapping[str, tuple[float, float]]
+"""The lowest and the highest value of each option that is searched, in the logarithm; equal ones fix it."""
+
+JOURNAL = b'{"op_code":'
+"""The first bytes of a journal of Optuna."""
+
+TUNING_SEED = 0
+"""The seed of all tuning runs; final runs have the seeds after it."""
+
+PAUSE = 0.1
+"""Seconds between two looks for work while other processes have the rest of it."""
+
+LOOK = 0.3
+"""Seconds between two looks for results of other processes."""
+
+MOST_KILLS = 3
+
+UNCLAIMED = timedelta(seconds=30)
+"""The age of a trial that runs without a name of its process, after which that process is taken as dead."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell to fill: an optimizer or variant at a batch size.
+
+    Attributes:
+        name: The name of the optimizer or variant.
+        base: The resolved options of its runs.
+        space: What is searched.
+    """
+
+    name: str
+    base: RunConfig
+    space: Space
+
+    def candidates(self, count: int) -> list[dict[str, float]]:
+        """Return the first ``count`` points of the search: the defaults, then a quasi-random sequence of Sobol."""
+        first = {"lr": self.base.lr, "weight_decay": self.base.weight_decay, "warmup": 0.1, "one_minus_beta2": 0.001}
+        start = {name: min(max(first[name] or low, low), high) for name, (low, high) in self.space.items()}
+        free: dict[str, BaseDistribution] = {
+            name: FloatDistribution(low, high, log=True) for name, (low, high) in self.space.items() if low < high
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.QMCSampler(seed=0, scramble=True)
+        study = optuna.create_study(sampler=sampler)
+        study.add_trial(optuna.create_trial(value=0, params={name: start[name] for name in free}, distributions=free))
+        points = [start]
+        while len(points) < (count if free else 1):
+            trial = study.ask(free)
+            study.tell(trial, 0)
+            points.append(start | {name: float(f"{value:.3g}") for name, value in trial.params.items()})
+        return points
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a comparison.
+
+    Attributes:
+        entries: The cells.
+        trials: The tuning runs of each.
+        seeds: The final runs of each.
+        target: The value of the metric to which steps are counted; None for none.
+        path: The journal.
+        data: The digest of the training data.
+    """
+
+    entries: tuple[Entry, ...]
+    trials: int
+    seeds: int
+    target: float | None
+    path: Path
+    data: str
+
+
+class Queue:
+    """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
+
+    def __init__(self, search: "Search", name: str, points: Sequence[dict[str, float]], space: Space) -> None:
+        self.points, self._space = points, space
+        direction = StudyDirection.MAXIMIZE if search.higher else StudyDirection.MINIMIZE
+        self.study = optuna.create_study(
+            storage=search.storage, study_name=name, direction=direction, load_if_exists=True
+        )
+        self.fill()
+
+    def fill(self) -> None:
+        """Let every run wait that neither waits, runs nor is done."""
+        known = {trial.user_attrs.get("run") for trial in self.study.trials if trial.state != TrialState.FAIL}
+        for index, point in enumerate(self.points):
+            if index not in known:
+                self.study.enqueue_trial(point, user_attrs={"run": index})
+
+    def take(self) -> tuple[int, optuna.Trial] | None:
+        """Return the number of a waiting run and its trial, which is now this process's; None if none waits."""
+        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            trial = self.study.ask()
+            index = trial.user_attrs.get("run")
+            if index is not None and index not in self.results() and index < len(self.points):
+                trial.set_user_attr("process", _process(os.getpid()))
+                for name, (low, high) in self._space.items():
+                    trial.suggest_float(name, low, high, log=low > 0)
+                return index, trial
+            self.study.tell(trial, state=TrialState.FAIL)  # another process was faster
+        return None
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """Return what is known, by the number of the run; each counts once."""
+        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        found = {trial.user_attrs["run"]: trial.user_attrs["result"] for trial in reversed(done)}
+        return {index: found[index] for index in sorted(found) if index < len(self.points)}
+
+    def release(self) -> None:
+        """Let the runs of processes that are no more wait again."""
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if _is_dead(trial):
+                try:
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+                except ValueError:  # another process was faster
+                    continue
+        self.fill()
+
+
+class Search:
+    """A plan with its storage, in one process."""
+
+    def __init__(self, plan: Plan, task: Task) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.plan, self.task, self.higher = plan, task, defaults(task).higher_is_better
+        try:
+            _check_kind(plan.path)
+            self.storage = JournalStorage(JournalFileBackend(str(plan.path)))
+            self._tuning = {entry: self._queue_of_tuning(entry) for entry in range(len(plan.entries))}
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"--study {plan.path} is damaged or not a file of bighorn compare ({error}). Give another name."
+            ) from error
+        self._final: dict[str, Queue] = {}
+
+    @cached_property
+    def _held_out(self) -> Task:
+        return held_out(self.task)
+
+    def _queue_of_tuning(self, number: int) -> Queue:
+        entry = self.plan.entries[number]
+        return Queue(self, self._name(entry, "tuning"), entry.candidates(self.plan.trials), entry.space)
+
+    def _name(self, entry: Entry, phase: str, *more: object) -> str:
+        """Return the name of a study: another one for all that would give other results."""
+        config = {name: value for name, value in asdict(entry.base).items() if name not in ("data", "threads")}
+        about = json.dumps([config, entry.space, self.plan.target, self.plan.data, *more], sort_keys=True, default=str)
+        digest = hashlib.sha256(about.encode()).hexdigest()[:8]
+        return f"{entry.name}, batch {entry.base.batch_size}, {phase} [{digest}]"
+
+    def tuning(self, number: int) -> list[Trial]:
+        """Return the finished tuning runs of a cell."""
+        return self._trials(self.plan.entries[number], self._tuning[number], final=False)
+
+    def _trials(self, entry: Entry, queue: Queue, final: bool) -> list[Trial]:
+        return [
+            trial_of(self._config(entry, queue.points[index], final), found) for index, found in queue.results().items()
+        ]
+
+    @staticmethod
+    def _config(entry: Entry, point: dict[str, float], final: bool) -> RunConfig:
+        params = {name: value for name, value in point.items() if name != "seed"}
+        return configured(entry.base, params, int(point["seed"]) if final else TUNING_SEED)
+
+    def final(self, number: int) -> Queue | None:
+        """Return the final runs of a cell whose tuning is done, None before."""
+        entry, queue = self.plan.entries[number], self._tuning[number]
+        if len(queue.results()) < len(queue.points):
+            return None
+        tuned = self.tuning(number)
+        best = queue.points[tuned.index(best_of(tuned, self.higher))]
+        name = self._name(entry, "final", best)
+        if name not in self._final:
+            points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
+            self._final[name] = Queue(self, name, points, {**entry.space, "seed": (1.0, 1e9)})
+        return self._final[name]
+
+    def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
+        """Yield what can be worked on: tuning first, then final runs."""
+        for number, entry in enumerate(self.plan.entries):
+            yield entry, self._tuning[number], False
+        for number, entry in enumerate(self.plan.entries):
+            if (queue := self.final(number)) is not None:
+                yield entry, queue, True
+
+    @property
+    def total(self) -> int:
+        """The number of all runs."""
+        return sum(len(queue.points) for queue in self._tuning.values()) + len(self.plan.entries) * self.plan.seeds
+
+    def finished(self) -> list[tuple[str, Trial]]:
+        """Return all finished runs, each with the name of its optimizer."""
+        return [
+            (entry.name, trial) for entry, queue, final in self.queues() for trial in self._trials(entry, queue, final)
+        ]
+
+    def release(self) -> None:
+        """Let the runs of processes that are no more wait again."""
+        for _, queue, _ in self.queues():
+            queue.release()
+
+    def _take(self) -> "tuple[Entry, Queue, bool, int, optuna.Trial] | None":
+        for entry, queue, final in self.queues():
+            if (taken := queue.take()) is not None:
+                return entry, queue, final, *taken
+        return None
+
+    def work(self, stepped: Callable[[], object] = lambda: None, done: Callable[[], object] = lambda: None) -> None:
+        """Make runs until there are none; ``stepped`` is called after each step, and ``done`` after each run."""
+        while len(self.finished()) < self.total:
+            if (taken := self._take()) is None:  # other processes have the rest
+                time.sleep(PAUSE)
+                self.release()
+                continue
+            entry, queue, final, index, trial = taken
+            config = self._config(entry, queue.points[index], final)
+            task, split = (self.task, "test") if final else (self._held_out, "validation")
+            try:
+                made = make(config, task, split, self.plan.target if final else None, stepped)
+            except BaseException:  # also Ctrl-C: the run waits again for the next one who asks
+                queue.study.tell(trial, state=TrialState.FAIL)
+                raise
+            trial.set_user_attr("result", made.result())
+            queue.study.tell(trial, made.value)
+            done()
+
+    def cells(self) -> list[Cell]:
+        """Return the cells that have final runs, with all that is known."""
+        found = []
+        for number, entry in enumerate(self.plan.entries):
+            queue = self.final(number)
+            finals = [] if queue is None else self._trials(entry, queue, final=True)
+            if not finals:
+                continue
+            tuning = self.tuning(number)
+            tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in tuning))
+            found.append(
+                Cell(
+                    entry.name,
+                    entry.base.batch_size or 0,
+                    tuned,
+                    finals[0].config.lr or 0.0,
+                    tuple(finals),
+                    tuple(tuning),
+                    self.task.metric,
+                    self.higher,
+                    entry.space.get("lr", (1.0, 1.0)),
+                )
+            )
+        return found
+
+
+def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
+    """Make all runs, ``processes`` at a time; ``look`` is called whenever some may be finished.
+
+    Raises:
+        InputError: A run has failed, or processes were killed again and again.
+    """
+    search.release()
+    if processes == 1:
+        search.work(done=look)
+        return
+    before, kills = -1, 0
+    while len(search.finished()) < search.total:
+        kills = kills + 1 if len(search.finished()) == before else 0
+        if kills == MOST_KILLS:
+            raise InputError(
+                f"the processes of the runs were killed {kills} times without one result, perhaps for memory: take "
+                "fewer --processes."
+            )
+        before = len(search.finished())
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
+            futures = [pool.submit(worker, search.plan, os.getpid()) for _ in range(processes)]
+            try:
+                while wait(futures, timeout=LOOK, return_when=FIRST_EXCEPTION).not_done:
+                    look()
+                    for future in futures:
+                        if future.done():
+                            future.result()
+                for future in futures:
+                    future.result()
+            except BrokenProcessPool:
+                pass
+            except BaseException:  # also Ctrl-C: the running processes are not waited for
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
+        search.release()
+        look()
+
+
+def _leave_interrupts_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def available_processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker(plan: Plan, parent: int) -> None:
+    """Work in a process of its own until there is nothing left, or its parent is gone."""
+
+    def stepped() -> None:
+        if os.getppid() != parent:
+            os._exit(1)  # the run waits again when the command is repeated
+
+    base = plan.entries[0].base
+    Search(plan, load(base.task, base.data)).work(stepped)
+
+
+def _check_kind(path: Path) -> None:
+    """Raise an error for a file that is no journal, since the storage would append to it."""
+    if path.exists():
+        with path.open("rb") as file:
+            start = file.read(len(JOURNAL))
+        if start not in (b"", JOURNAL):
+            raise ValueError(f"it starts with {start!r}")
+
+
+def _process(pid: int) -> str:
+    """Return a name of a process that no later one has: its machine, number and, on Linux, start."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        started = ""
+    return f"{platform.node()} {pid} {started}"
+
+
+def _is_dead(trial: FrozenTrial) -> bool:
+    """Whether the process of a running trial is no more; one of another machine counts as alive."""
+    name = trial.user_attrs.get("process")
+    if name is None:
+        started = trial.datetime_start
+        return started is not None and datetime.now() - started > UNCLAIMED
+    machine, pid, _ = str(name).rsplit(" ", 2)
+    if machine != platform.node():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return _process(int(pid)) != str(name)

@@ -1,0 +1,175 @@
+"""The runs of ``bighorn compare`` and what came of them. This module does not print."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bighorn.cli.config import RunConfig
+from bighorn.cli.metrics import is_share
+from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.run import DivergedError, Run
+from bighorn.tasks import Task, defaults
+
+EVALUATIONS = 20
+"""Evaluations of each final run: the resolution of the steps to the target."""
+
+EDGE = 0.05
+"""The share of a range, in the logarithm, next to its ends."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of one run.
+
+    Attributes:
+        config: The run's options.
+        value: The final value of the task's metric on the test data, or on the validation data; :func:`worst` if it
+            diverged.
+        loss: Final loss there, infinite if it diverged, and NaN for a task whose evaluation has none.
+        steps: Steps of the whole run.
+        steps_to_target: Steps after which the target was first seen, None if never.
+        seconds: Time in training steps.
+        state_bytes: Bytes of the optimizer's state.
+        curve: Each evaluation's step and value of the metric.
+    """
+
+    config: RunConfig
+    value: float
+    loss: float
+    steps: int
+    steps_to_target: int | None
+    seconds: float
+    state_bytes: int
+    curve: tuple[tuple[int, float], ...]
+
+    def result(self) -> dict[str, Any]:
+        """Return all but the configuration, for JSON."""
+        return {name: value for name, value in asdict(self).items() if name != "config"}
+
+
+def trial_of(config: RunConfig, result: dict[str, Any]) -> Trial:
+    """Return a trial from :meth:`Trial.result` after a round trip through JSON."""
+    return Trial(config, **{**result, "curve": tuple((step, value) for step, value in result["curve"])})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One optimizer or variant at one batch size: what was tried, the best of it and its final runs."""
+
+    optimizer: str
+    batch_size: int
+    tuned: tuple[tuple[float, float], ...]
+    """Each learning rate with its value of the metric on validation data, rates ascending."""
+    lr: float
+    trials: tuple[Trial, ...]
+    tuning: tuple[Trial, ...] = ()
+    """The runs from which the best options were chosen."""
+    metric: str = "accuracy"
+    higher_is_better: bool = True
+    lr_range: tuple[float, float] = (1.0, 1.0)
+    """The lowest and the highest learning rate that could be tried."""
+
+    @property
+    def value(self) -> tuple[float, float, float]:
+        """Lowest, median and highest final value of the metric on the test data."""
+        return _spread([trial.value for trial in self.trials])
+
+    @property
+    def loss(self) -> tuple[float, float, float]:
+        """Lowest, median and highest final test loss."""
+        return _spread([trial.loss for trial in self.trials])
+
+    @property
+    def steps_to_target(self) -> float:
+        """The median; infinite if most runs never reached the target."""
+        return statistics.median(
+            math.inf if trial.steps_to_target is None else trial.steps_to_target for trial in self.trials
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(trial.seconds for trial in self.trials)
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """The median of the metric after each evaluated step, over the seeds that reached it."""
+        reached: dict[int, list[float]] = {}
+        for trial in self.trials:
+            for step, value in trial.curve:
+                reached.setdefault(step, []).append(value)
+        return [(step, statistics.median(reached[step])) for step in sorted(reached)]
+
+    @property
+    def on_edge(self) -> bool:
+        """Whether a better learning rate may be outside the range that was searched."""
+        low, high = map(math.log, self.lr_range)
+        at = math.log(self.lr)
+        return low < high and not low + EDGE * (high - low) < at < high - EDGE * (high - low)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return min(values), statistics.median(values), max(values)
+
+
+def worst(task: Task) -> float:
+    """Return the value of the metric of a run that diverged: 0 for an accuracy, and infinite otherwise."""
+    if defaults(task).higher_is_better:
+        return 0.0 if is_share(task.metric) else -math.inf
+    return math.inf
+
+
+def held_out(task: Task) -> Task:
+    """Return the task on which options are chosen: it has the split "validation"."""
+    return task.held_out() if hasattr(task, "held_out") else task
+
+
+def make(
+    config: RunConfig, task: Task, split: str, target: float | None = None, stepped: Callable[[], object] = lambda: None
+) -> Trial:
+    """Make one run in this process; ``stepped`` is called after each step."""
+    run = Run(config, task, evaluations=1 if split == "validation" else EVALUATIONS, split=split)
+    sign = 1 if defaults(task).higher_is_better else -1
+    steps_to_target = None
+    try:
+        while not run.done:
+            run.train_step()
+            stepped()
+            if run.evaluation_due:
+                value = run.evaluate()[task.metric]
+                if target is not None and steps_to_target is None and sign * value >= sign * target:
+                    steps_to_target = run.step
+        found = run.history.tests[-1][1]
+        value, loss = found[task.metric], found.get("loss", math.nan)
+    except DivergedError:
+        value, loss, steps_to_target = worst(task), math.inf, None
+    if math.isnan(value):
+        value = worst(task)
+    curve = tuple((step, found[task.metric]) for step, found in run.history.tests)
+    return Trial(
+        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
+    )
+
+
+def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
+    """Return the trial of the best value; of equal ones that of the lowest loss, then the first."""
+    sign = -1 if higher else 1
+    return min(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+
+
+def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfig:
+    """Return the options of a run from the values of a search, by the names of a space.
+
+    Example:
+        >>> config = configured(RunConfig(), {"lr": 0.1, "warmup": 0.05, "one_minus_beta2": 0.01}, seed=1)
+        >>> config.lr, config.warmup, config.optimizer_option
+        (0.1, '5%', ('betas=(0.9, 0.99)',))
+    """
+    values: dict[str, Any] = {name: params[name] for name in ("lr", "weight_decay") if name in params}
+    if "warmup" in params:
+        values["warmup"] = f"{100 * params['warmup']:.3g}%"
+    if "one_minus_beta2" in params:
+        values["optimizer_option"] = (*base.optimizer_option, f"betas=(0.9, {1 - params['one_minus_beta2']:.6g})")
+    return replace(base, seed=seed, **values)

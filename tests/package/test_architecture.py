@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offloading": {"arguments", "distributed", "kernels", "offloading", "square_sums"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
     "tasks": {"arguments", "capabilities"},
+    "study": {"cli", "tasks"},
     "cli": {"arguments", "capabilities", "bighorn", "kernels", "schedules", "tasks", "cli"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}

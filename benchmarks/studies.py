@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from bighorn.cli.compare import columns, row
+from bighorn.cli.compare_table import columns, row
 from bighorn.cli.config import RunConfig
 from bighorn.cli.reports import plots as report_plots
 from bighorn.cli.trials import Cell, Trial

@@ -11,7 +11,7 @@ class Tabular(Classification):
     """A table of scikit-learn, each column with mean 0 and variance 1."""
 
     batch_size = 32
-    batch_sizes = (16, 128)
+    batch_sizes = (16, 64)
     epochs = 30.0
     target = 0.95
     one_thread = True

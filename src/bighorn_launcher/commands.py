@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -41,6 +42,8 @@ class LazyGroup(click.Group):
             from bighorn.cli.values import suggestion
 
             ctx.fail(f"No such command {cmd_name!r}; {suggestion(cmd_name, COMMANDS)}")
+        if cmd_name == "compare" and find_spec("optuna") is None:
+            raise click.ClickException("compare needs Optuna. Install it with: pip install 'bighorn[study]'")
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(import_module(f"bighorn.cli.{name}"), name)
         end_imports()

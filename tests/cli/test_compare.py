@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -18,14 +17,17 @@ from rich.console import Console
 from torch import nn
 
 from bighorn.cli import search
-from bighorn.cli.compare import WIDEST, CompareConfig, _table, columns, prepare, read_spaces, row, unfinished, warnings
+from bighorn.cli.compare import WIDEST, CompareConfig, prepare
+from bighorn.cli.compare_table import columns, row, table_of
 from bighorn.cli.config import RunConfig
-from bighorn.cli.errors import InputError
 from bighorn.cli.run import Run
-from bighorn.cli.search import Entry, Search
+from bighorn.cli.search import Search
+from bighorn.cli.space import Entry, read_spaces
 from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.trials import Cell, Trial, best_of, held_out, make
-from bighorn.cli.verdict import interval, step_seconds, verdicts
+from bighorn.cli.verdict import interval, step_seconds, unfinished, verdicts, warnings
+from bighorn.cli.workers import fill
+from bighorn_launcher import commands
 from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.processes import LIMIT
 from tests.support.tables import for_every
@@ -162,7 +164,7 @@ def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> Non
     found = small(path)
     assert len(found.finished()) == 1
     assert [trial.state for trial in found._tuning[0].study.trials].count(TrialState.RUNNING) == 1
-    search.fill(found, 1, lambda: None)
+    fill(found, 1, lambda: None)
     whole = small(tmp_path / "whole.study")
     whole.work()
 
@@ -218,10 +220,9 @@ def test_a_file_of_another_kind_is_refused(invoke: Invoke) -> None:
     assert "--json s is the file of --study s" in output
 
 
-def test_without_optuna_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(InputError, match=r"needs Optuna: pip install 'bighorn\[study\]'"):
-        runpy.run_path(str(search.__file__))
+def test_without_optuna_its_extra_is_named(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "find_spec", lambda _: None)
+    assert "compare needs Optuna. Install it with: pip install 'bighorn[study]'" in invoke("compare", code=1).output
 
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
@@ -269,6 +270,7 @@ def test_what_a_cell_comes_to() -> None:
     assert row(few) == ("lamb", "32", "0.3*", "80.0% (70.0-90.0)", "5 of 10", "1.0000", "2.00 MB", "1.0 s")
     never = dataclasses.replace(few, trials=tuple(trial(0.2, seed, 0.5, steps_to_target=None) for seed in range(3)))
     assert row(never)[4] == "never of 10"
+    assert row(never, target=False)[4] == "10"
 
 
 def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +278,7 @@ def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         cell("came-corrected", 16384, 0.0002, 0.9),
         trials=(dataclasses.replace(trial(0.0002, 0, 0.9, steps_to_target=None), seconds=12345.6),),
     )
-    Console(width=WIDEST, soft_wrap=True).print(_table([wide], columns("accuracy", 0.95)))
+    Console(width=WIDEST, soft_wrap=True).print(table_of([row(wide)], columns("accuracy", 0.95)))
     shown = capsys.readouterr().out
     assert all(part in shown for part in row(wide)[:-1])
 

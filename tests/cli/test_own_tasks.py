@@ -240,6 +240,31 @@ def test_places_without_a_task(invoke: Invoke, mine: str, place: str, message: s
     assert message in invoke("train", "--task", place.format(mine), code=1).output
 
 
+def test_a_comparison_needs_a_split_to_choose_on(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    path.write_text(CODE.replace('("train", "validation", "test")', '("train", "test")'))
+    output = invoke("compare", "--task", f"{mine}.py:Circles", code=1).output
+    assert "batches was called with ('validation', 16, Generator), and failed" in output
+    assert "give the task one, or a method held_out()" in output
+    invoke("train", "--task", f"{mine}.py:Circles", "--steps", 1)
+
+
+def test_runs_whose_metric_is_no_number_are_the_worst(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    path.write_text(f"""{CODE}
+class Bursting(Circles):
+    def evaluate(self, model, split):
+        return {{"error": 0.5 if model[0].weight.std() < 0.6 else float("nan")}}
+""")
+    options = ["--optimizers", "sgd,adamw", "--trials", 1, "--seeds", 2, "--processes", 1, "--space", "sgd.lr=2"]
+    words = ["--task", f"{mine}.py:Bursting", *options, "--report", "c.html", "--json", "c.json"]
+    output = invoke("compare", *words).output
+    assert "2 of 2 final runs of sgd at batch 16 diverged, and count as the worst value." in output
+    assert "At batch 16 adamw has 0.5, sgd inf." in output
+    assert json.loads(Path("c.json").read_text())["cells"][0]["error"]["median"] is None
+    assert_self_contained(Path("c.html"))
+
+
 def test_an_object_takes_no_data(invoke: Invoke, mine: str) -> None:
     output = invoke("train", "--task", f"{mine}.py:CIRCLES", "--data", "x", code=1).output
     assert "--data x: " in output

@@ -7,39 +7,27 @@ work, and one that was killed loses only the runs in flight.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import platform
-import signal
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
 from bighorn.cli.config import RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.tasks import load
+from bighorn.cli.space import Entry, Space
 from bighorn.cli.trials import Cell, Trial, best_of, configured, held_out, make, trial_of
 from bighorn.tasks import Task, defaults
-
-try:
-    import optuna
-    from optuna.distributions import BaseDistribution, FloatDistribution
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-    from optuna.study import StudyDirection
-    from optuna.trial import FrozenTrial, TrialState
-except ImportError as error:
-    raise InputError("bighorn compare needs Optuna: pip install 'bighorn[study]'") from error
-
-Space = Mapping[str, tuple[float, float]]
-"""The lowest and the highest value of each option that is searched, in the logarithm; equal ones fix it."""
 
 JOURNAL = b'{"op_code":'
 """The first bytes of a journal of Optuna."""
@@ -50,47 +38,8 @@ TUNING_SEED = 0
 PAUSE = 0.1
 """Seconds between two looks for work while other processes have the rest of it."""
 
-LOOK = 0.3
-"""Seconds between two looks for results of other processes."""
-
-MOST_KILLS = 3
-
 UNCLAIMED = timedelta(seconds=30)
 """The age of a trial that runs without a name of its process, after which that process is taken as dead."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A cell to fill: an optimizer or variant at a batch size.
-
-    Attributes:
-        name: The name of the optimizer or variant.
-        base: The resolved options of its runs.
-        space: What is searched.
-    """
-
-    name: str
-    base: RunConfig
-    space: Space
-
-    def candidates(self, count: int) -> list[dict[str, float]]:
-        """Return the first ``count`` points of the search: the defaults, then a quasi-random sequence of Sobol."""
-        first = {"lr": self.base.lr, "weight_decay": self.base.weight_decay, "warmup": 0.1, "one_minus_beta2": 0.001}
-        start = {name: min(max(first[name] or low, low), high) for name, (low, high) in self.space.items()}
-        free: dict[str, BaseDistribution] = {
-            name: FloatDistribution(low, high, log=True) for name, (low, high) in self.space.items() if low < high
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.QMCSampler(seed=0, scramble=True)
-        study = optuna.create_study(sampler=sampler)
-        study.add_trial(optuna.create_trial(value=0, params={name: start[name] for name in free}, distributions=free))
-        points = [start]
-        while len(points) < (count if free else 1):
-            trial = study.ask(free)
-            study.tell(trial, 0)
-            points.append(start | {name: float(f"{value:.3g}") for name, value in trial.params.items()})
-        return points
 
 
 @dataclass(frozen=True)
@@ -293,66 +242,6 @@ class Search:
                 )
             )
         return found
-
-
-def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
-    """Make all runs, ``processes`` at a time; ``look`` is called whenever some may be finished.
-
-    Raises:
-        InputError: A run has failed, or processes were killed again and again.
-    """
-    search.release()
-    if processes == 1:
-        search.work(done=look)
-        return
-    before, kills = -1, 0
-    while len(search.finished()) < search.total:
-        kills = kills + 1 if len(search.finished()) == before else 0
-        if kills == MOST_KILLS:
-            raise InputError(
-                f"the processes of the runs were killed {kills} times without one result, perhaps for memory: take "
-                "fewer --processes."
-            )
-        before = len(search.finished())
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
-            futures = [pool.submit(worker, search.plan, os.getpid()) for _ in range(processes)]
-            try:
-                while wait(futures, timeout=LOOK, return_when=FIRST_EXCEPTION).not_done:
-                    look()
-                    for future in futures:
-                        if future.done():
-                            future.result()
-                for future in futures:
-                    future.result()
-            except BrokenProcessPool:
-                pass
-            except BaseException:  # also Ctrl-C: the running processes are not waited for
-                for process in multiprocessing.active_children():
-                    process.kill()
-                raise
-        search.release()
-        look()
-
-
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def available_processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def worker(plan: Plan, parent: int) -> None:
-    """Work in a process of its own until there is nothing left, or its parent is gone."""
-
-    def stepped() -> None:
-        if os.getppid() != parent:
-            os._exit(1)  # the run waits again when the command is repeated
-
-    base = plan.entries[0].base
-    Search(plan, load(base.task, base.data)).work(stepped)
 
 
 def _check_kind(path: Path) -> None:

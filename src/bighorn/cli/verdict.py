@@ -1,4 +1,4 @@
-"""The answer of ``bighorn compare`` in words, with intervals over seeds; and the time that its runs will take."""
+"""The answer of ``bighorn compare`` in words, with intervals over seeds; and the time of a step."""
 
 import math
 import statistics
@@ -9,7 +9,8 @@ from scipy import stats
 
 from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.run import DivergedError, Run
-from bighorn.cli.trials import Cell
+from bighorn.cli.search import Search
+from bighorn.cli.trials import Cell, best_of
 
 LEVEL = 0.95
 """The confidence level of the intervals of a question together: who is best, and what a larger batch costs."""
@@ -68,7 +69,7 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
     if half == math.inf:
         return [f"{small.optimizer} loses {_amount(small, mean)} {span}."]
     most = f": at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
-    word, size = ("loses", mean) if mean > -half else ("gains", -mean)
+    word, size = ("loses", mean) if mean >= -half else ("gains", -mean)
     return [f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."]
 
 
@@ -126,3 +127,55 @@ def step_seconds(run: Run) -> float:
             break
         seconds = time.perf_counter() - started
     return seconds
+
+
+def chosen(cells: Sequence[Cell]) -> list[str]:
+    """Sentences on the options that were chosen for each cell, and on how much the rate may be off."""
+    lines = []
+    for cell in cells:
+        config = cell.trials[0].config
+        betas = "".join(f", {text}" for text in config.optimizer_option if text.startswith("betas"))
+        best = best_of(cell.tuning, cell.higher_is_better)
+        lines.append(
+            f"{cell.optimizer} at batch {cell.batch_size}: lr {cell.lr:g}, warm-up {config.warmup}, weight decay "
+            f"{config.weight_decay:g}{betas}: {metric_text(cell.metric, best.value)} on validation data, the best of "
+            f"{len(cell.tuning)} trials."
+        )
+    return lines
+
+
+def warnings(cells: Sequence[Cell]) -> list[str]:
+    """Warnings for cells whose best learning rate is at an end of what was searched, or of which runs diverged."""
+    found = [
+        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, is on the "
+        f"edge of its range: give a wider one with --space {cell.optimizer}.lr=..."
+        for cell in cells
+        if cell.on_edge
+    ]
+    for cell in cells:
+        diverged = sum(trial.loss == math.inf or not math.isfinite(trial.value) for trial in cell.trials)
+        if diverged:
+            found.append(
+                f"Warning: {diverged} of {len(cell.trials)} final runs of {cell.optimizer} at batch {cell.batch_size} "
+                "diverged, and count as the worst value."
+            )
+    return found
+
+
+def unfinished(search: Search) -> list[str]:
+    """Sentences on cells that lack runs."""
+    lines = []
+    for index, entry in enumerate(search.plan.entries):
+        queue, tuning = search.final(index), search.tuning(index)
+        where = f"{entry.name} at batch {entry.base.batch_size}"
+        if queue is not None and len(queue.results()) < search.plan.seeds:
+            lines.append(f"{where}: {len(queue.results())} of {search.plan.seeds} final runs.")
+        elif queue is None and tuning:
+            best, metric = best_of(tuning, search.higher), search.task.metric
+            lines.append(
+                f"{where}: {len(tuning)} of {search.plan.trials} trials, the best with lr {best.config.lr:g}: "
+                f"{metric} {metric_text(metric, best.value)} on validation data."
+            )
+        elif queue is None:
+            lines.append(f"{where}: no trials yet.")
+    return lines

@@ -188,7 +188,7 @@ def ranges(
     for index, (name, xs, triples) in enumerate(groups):
         ticks.update(xs)
         every += [value for triple in triples for value in triple]
-        low, middle, high = np.array(triples).T
+        low, middle, high = finite(triples).T
         shift = 2 ** (0.04 * index)  # otherwise bars of equal batch sizes would hide one another
         for x, (worst, median, best) in zip(xs, triples, strict=True):
             least, mean, most = (metric_text(metric, value) for value in (worst, median, best))
@@ -288,7 +288,7 @@ def _panels(
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, lines) in zip(grid, panels, strict=True):
         for index, (label, xs, ys) in enumerate(lines):
-            axes.plot(xs, ys, style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
+            axes.plot(xs, finite(ys), style, color=SERIES[index % len(SERIES)], markersize=4.5, label=label)
             for x, y in zip(xs, ys, strict=True):
                 add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {metric_text(metric, y, 2)}")
         axes.set(xscale=xscale, xlabel=xlabel)
@@ -350,9 +350,15 @@ def thinned(xs: Points, ys: Points) -> tuple[Points, Points]:
     return xs[::-1][::every], ys[::-1][::every]
 
 
+def finite(values: Any) -> np.ndarray:
+    """Return values as an array, without the infinite ones of runs that diverged."""
+    array = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(array), array, np.nan)
+
+
 def add_tip(axes: Axes, x: float, y: float, words: str) -> None:
     """Let a browser show a text above a point."""
-    axes.plot([x], [y], "o", color=SERIES[0], alpha=0, markersize=12, gid=TIP + words)
+    axes.plot([x], finite([y]), "o", color=SERIES[0], alpha=0, markersize=12, gid=TIP + words)
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:

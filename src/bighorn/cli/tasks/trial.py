@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bighorn.cli.config import PRECISIONS, RunConfig
 from bighorn.cli.errors import InputError
 from bighorn.cli.run import length, seed_generators
-from bighorn.cli.tasks.user import UserTask, shown, user_call
+from bighorn.cli.tasks.user import UserError, UserTask, shown, user_call
 from bighorn.tasks import defaults, epoch_seed, tensors_in, to_device
 
 PATIENCE = 10.0
@@ -39,8 +39,16 @@ class Trial:
         batch = self._training_batch()
         self._loss(model, batch)
         for split in splits:
-            self._other_batches(split)
-            self._evaluation(model, split)
+            try:
+                self._other_batches(split)
+                self._evaluation(model, split)
+            except UserError as error:
+                if split != "validation":
+                    raise
+                raise InputError(
+                    f"{error}\nThe best options are chosen on the split 'validation': give the task one, or a method "
+                    "held_out() that returns the task with a part of its training data as that split."
+                ) from error
 
     def _model(self) -> nn.Module:
         """Make the model twice, from the same seed."""

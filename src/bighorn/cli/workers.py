@@ -1,0 +1,77 @@
+"""The processes of ``bighorn compare``, which share the runs of a search."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+
+from bighorn.cli.errors import InputError
+from bighorn.cli.search import Plan, Search
+from bighorn.cli.tasks import load
+
+LOOK = 0.3
+"""Seconds between two looks for results of other processes."""
+
+MOST_KILLS = 3
+
+
+def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
+    """Make all runs, ``processes`` at a time; ``look`` is called whenever some may be finished.
+
+    Raises:
+        InputError: A run has failed, or processes were killed again and again.
+    """
+    search.release()
+    if processes == 1:
+        search.work(done=look)
+        return
+    before, kills = -1, 0
+    while len(search.finished()) < search.total:
+        kills = kills + 1 if len(search.finished()) == before else 0
+        if kills == MOST_KILLS:
+            raise InputError(
+                f"the processes of the runs were killed {kills} times without one result, perhaps for memory: take "
+                "fewer --processes."
+            )
+        before = len(search.finished())
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
+            futures = [pool.submit(worker, search.plan, os.getpid()) for _ in range(processes)]
+            try:
+                while wait(futures, timeout=LOOK, return_when=FIRST_EXCEPTION).not_done:
+                    look()
+                    for future in futures:
+                        if future.done():
+                            future.result()
+                for future in futures:
+                    future.result()
+            except BrokenProcessPool:
+                pass
+            except BaseException:  # also Ctrl-C: the running processes are not waited for
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
+        search.release()
+        look()
+
+
+def _leave_interrupts_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def available_processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker(plan: Plan, parent: int) -> None:
+    """Work in a process of its own until there is nothing left, or its parent is gone."""
+
+    def stepped() -> None:
+        if os.getppid() != parent:
+            os._exit(1)  # the run waits again when the command is repeated
+
+    base = plan.entries[0].base
+    Search(plan, load(base.task, base.data)).work(stepped)

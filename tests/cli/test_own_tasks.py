@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from bighorn.cli.run import Batches
+from bighorn.cli.config import RunConfig
+from bighorn.cli.run import Batches, Run
 from bighorn.cli.tasks import trial
 from bighorn.tasks import Classification, Task, defaults
 from tests.cli.test_resume import assert_same, content
@@ -247,6 +248,37 @@ def test_a_comparison_needs_a_split_to_choose_on(invoke: Invoke, mine: str) -> N
     assert "batches was called with ('validation', 16, Generator), and failed" in output
     assert "give the task one, or a method held_out()" in output
     invoke("train", "--task", f"{mine}.py:Circles", "--steps", 1)
+
+
+def test_held_out_data_may_be_a_task_of_their_own(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    options = ["--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 1]
+    own = f"""{CODE}
+class Two(Circles):
+    def __init__(self, held=False):
+        super().__init__()
+        del self.sets["test" if held else "validation"]
+    def held_out(self): return """
+    path.write_text(own + "Two(held=True)\n")
+    assert "sgd at batch 16: lr 0.1" in invoke("compare", "--task", f"{mine}.py:Two", *options).output
+    path.write_text(own + "Two()\n")
+    output = invoke("compare", "--task", f"{mine}.py:Two", *options, code=1).output
+    assert f"{mine}.py:Two.held_out(): batches was called with ('validation', 16, Generator)" in output
+    path.write_text(own + "self.none\n")
+    assert f"{mine}.py:Two: held_out failed" in invoke("compare", "--task", f"{mine}.py:Two", *options, code=1).output
+
+
+def test_parameters_may_be_excluded_from_decay_and_trust_ratio() -> None:
+    class Excluding(Classification):
+        def excluded(self, name: str, parameter: nn.Parameter) -> bool:
+            return name == "0.weight" or parameter.ndim < 2
+
+    data = torch.randn(8, 3), torch.randint(2, (8,))
+    task = Excluding(data, data, model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    run = Run(RunConfig(threads=1, batch_size=4).resolved(task), task)
+    first, second = run.optimizer.param_groups
+    assert (first["param_names"], first["weight_decay"]) == (["1.weight"], 0.01)
+    assert (second["param_names"], second["adapt"]) == (["0.weight", "0.bias", "1.bias"], False)
 
 
 def test_runs_whose_metric_is_no_number_are_the_worst(invoke: Invoke, mine: str) -> None:

@@ -145,9 +145,10 @@ def prepare(config: CompareConfig, task: Task, path: Path) -> Search:
     """Return the search of a comparison, after everything that can be wrong has been tried."""
     entries = config.entries(task)
     tuned = held_out(task)
-    if isinstance(task, UserTask):
+    if isinstance(task, UserTask) and isinstance(tuned, UserTask):
         for base in {entry.base.batch_size: entry.base for entry in entries}.values():
-            Trial(task, base).run(("test", "validation") if tuned is task else ("test",))
+            Trial(task, base).run()
+            Trial(tuned, base).run(("validation",))
     for entry in entries:
         Run(entry.base, tuned)
     target = defaults(task).target if config.target is None else config.target

@@ -10,6 +10,7 @@ from bighorn.cli.config import RunConfig
 from bighorn.cli.metrics import is_share
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.run import DivergedError, Run
+from bighorn.cli.tasks.user import UserTask
 from bighorn.tasks import Task, defaults
 
 EVALUATIONS = 20
@@ -123,7 +124,10 @@ def worst(task: Task) -> float:
 
 def held_out(task: Task) -> Task:
     """Return the task on which options are chosen: it has the split "validation"."""
-    return task.held_out() if hasattr(task, "held_out") else task
+    if not hasattr(task, "held_out"):
+        return task
+    made: Task = task.held_out()
+    return UserTask(made, f"{task.place}.held_out()") if isinstance(task, UserTask) else made
 
 
 def make(

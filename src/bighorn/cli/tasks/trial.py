@@ -26,7 +26,7 @@ class Trial:
 
     def __init__(self, task: UserTask, config: RunConfig) -> None:
         self.task, self.config, self.device = task, config, torch.device(config.device)
-        self.place = config.task
+        self.place = task.place
 
     def run(self, splits: Iterable[str] = ("test",)) -> None:
         """Try everything, with evaluations on ``splits``.

@@ -5,6 +5,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ class UserTask:
         self.description = getattr(task, "description", "") or (text or place).partition("\n")[0].rstrip(".")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
+        value = getattr(self._task, name)  # an optional attribute or method
+        return partial(self._call, name) if callable(value) else value
 
     def model(self) -> nn.Module:
         """Call the user's method."""

@@ -239,6 +239,17 @@ def test_wrong_tasks_are_found_before_they_train(invoke: Invoke, mine: str, case
 def test_places_without_a_task(invoke: Invoke, mine: str, place: str, message: str) -> None:
     Path("broken.py").write_text("class Circles\n")
     assert message in invoke("train", "--task", place.format(mine), code=1).output
+    assert f"name the task in it, as {mine}.py:NAME" in invoke("train", "--task", f"{mine}.py", code=2).output
+
+
+def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    options = ["--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 1, "--study", "s.study"]
+    command = ["compare", "--task", f"{mine}.py:Circles", *options]
+    assert "of the runs are in" not in invoke(*command).output
+    assert "2 of the runs are in s.study" in invoke(*command).output
+    path.write_text(CODE.replace("cross_entropy(model(points), labels)", "cross_entropy(model(points), labels) * 2"))
+    assert "of the runs are in" not in invoke(*command).output
 
 
 def test_a_comparison_needs_a_split_to_choose_on(invoke: Invoke, mine: str) -> None:

@@ -153,7 +153,8 @@ def prepare(config: CompareConfig, task: Task, path: Path) -> Search:
         Run(entry.base, tuned)
     target = defaults(task).target if config.target is None else config.target
     data = fingerprint(task, entries[0].base.batch_size or 1)
-    return Search(Plan(tuple(entries), config.trials, config.seeds, target, path, data), task)
+    code = task.code() if isinstance(task, UserTask) else ""
+    return Search(Plan(tuple(entries), config.trials, config.seeds, target, path, data, code), task)
 
 
 def _run(search: Search, config: CompareConfig, processes: int, console: Console) -> None:

@@ -77,7 +77,7 @@ def option(
     shown: str | None = None,
     choices: tuple[str, ...] = (),
     check: Callable[[str, Any], Any] | None = None,
-    kind: click.ParamType[Any] | None = None,
+    kind: "click.ParamType[Any] | None" = None,
 ) -> Any:
     """A field of :class:`Options` that is also a command line option (see :func:`config_options`).
 

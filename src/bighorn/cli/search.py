@@ -53,6 +53,7 @@ class Plan:
         target: The value of the metric to which steps are counted; None for none.
         path: The journal.
         data: The digest of the training data.
+        code: The digest of the file of a user's task.
     """
 
     entries: tuple[Entry, ...]
@@ -61,6 +62,7 @@ class Plan:
     target: float | None
     path: Path
     data: str
+    code: str = ""
 
 
 class Queue:
@@ -138,7 +140,7 @@ class Search:
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study: another one for all that would give other results."""
         config = {name: value for name, value in asdict(entry.base).items() if name not in ("data", "threads")}
-        about = json.dumps([config, entry.space, self.plan.target, self.plan.data, *more], sort_keys=True, default=str)
+        about = json.dumps([config, entry.space, self.plan.data, self.plan.code, *more], sort_keys=True, default=str)
         digest = hashlib.sha256(about.encode()).hexdigest()[:8]
         return f"{entry.name}, batch {entry.base.batch_size}, {phase} [{digest}]"
 
@@ -163,7 +165,7 @@ class Search:
             return None
         tuned = self.tuning(number)
         best = queue.points[tuned.index(best_of(tuned, self.higher))]
-        name = self._name(entry, "final", best)
+        name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final:
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
             self._final[name] = Queue(self, name, points, {**entry.space, "seed": (1.0, 1e9)})
@@ -193,7 +195,7 @@ class Search:
         for _, queue, _ in self.queues():
             queue.release()
 
-    def _take(self) -> "tuple[Entry, Queue, bool, int, optuna.Trial] | None":
+    def _take(self) -> tuple[Entry, Queue, bool, int, optuna.Trial] | None:
         for entry, queue, final in self.queues():
             if (taken := queue.take()) is not None:
                 return entry, queue, final, *taken

@@ -28,7 +28,7 @@ TASKS: Mapping[str, Callable[[str | None], Task]] = {
 PLACES = "FILE.py:NAME or PACKAGE.MODULE:NAME"
 
 
-class TaskName(click.Choice[str]):
+class TaskName(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no argument for it
     """The name of a built-in task, or the place of another."""
 
     def __init__(self) -> None:
@@ -36,9 +36,11 @@ class TaskName(click.Choice[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return a place as it is."""
+        if value.endswith(".py"):
+            self.fail(f"{value!r} is a file: name the task in it, as {value}:NAME.", param, ctx)
         return value if ":" in value else super().convert(value, param, ctx)
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:  # noqa: ARG002 - click's signature
+    def get_metavar(self, *_: Any, **__: Any) -> str:  # click 8.1 passes no context
         """Name the choices, and the form of a place."""
         return f"[{'|'.join(TASKS)}|{PLACES}]"
 

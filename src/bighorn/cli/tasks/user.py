@@ -1,5 +1,6 @@
 """Tasks and models out of a user's files: how they are imported, and how an error in them is reported."""
 
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -134,7 +135,16 @@ class UserTask:
             raise InputError(f"--task {place}: {error}. See bighorn.tasks.Defaults.") from error
         self._task, self.place = task, place
         text = inspect.getdoc(task) if type(task).__module__ != "builtins" else ""
-        self.description = getattr(task, "description", "") or (text or place).partition("\n")[0].rstrip(".")
+        text = (text or type(task).__name__).partition("\n")[0].rstrip(".")
+        self.description = getattr(task, "description", "") or text
+
+    def code(self) -> str:
+        """Return a digest of the file that defines the task; "" if there is none, as in a notebook."""
+        try:
+            source = Path(inspect.getfile(type(self._task)))
+        except (OSError, TypeError):
+            return ""
+        return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._task, name)  # an optional attribute or method

@@ -1,6 +1,7 @@
 """`bighorn train --device`, with "meta" as a simulated GPU: it refuses CPU tensors and reads of values."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
 from bighorn.cli.run import MAX_UNREAD, DivergedError, Run
 from bighorn.cli.tasks import TASKS
+from bighorn.cli.values import device_of
 from tests.support.command_line import Invoke
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -26,6 +28,16 @@ def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
     assert "--device cuda: torch sees no CUDA device here" in output
     assert "or --device cpu" in output
     assert not Path("out").exists()
+
+
+def test_the_package_of_a_device_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch knows the device of torch_xla only after that was imported; here, a package that registers nothing."""
+    (tmp_path / "torch_opengl.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="--device opengl: torch has no such device here") as raised:
+        device_of("opengl")
+    assert len(str(raised.value)) < 220
+    assert sys.modules.pop("torch_opengl").__file__ == str(tmp_path / "torch_opengl.py")
 
 
 def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -61,22 +64,25 @@ def bytes_in(flag: str, text: str) -> int:
 
 
 def device_of(name: str) -> torch.device:
-    """Return a device of torch by its name, such as ``cuda`` or ``npu:0``.
+    """Return a device of torch by its name, such as ``cuda`` or ``npu:0``; its package, as torch_xla, is imported.
 
     Raises:
         InputError: torch has no such device here.
     """
-    if name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+    kind = name.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         raise InputError(
             f"--device {name}: torch sees no CUDA device here (torch {torch.__version__} {built}). Use a machine with "
             "one, or --device cpu."
         )
     try:
+        if kind.isidentifier() and find_spec(f"torch_{kind}"):
+            import_module(f"torch_{kind}")  # torch_xla 2.9 does not register itself with torch
         here = torch.ones(1, device=name)
         here.cpu()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = shorten(str(error).partition("\n")[0], 120)
         raise InputError(f"--device {name}: torch has no such device here ({reason}). Or use --device cpu.") from error
     return here.device
 

@@ -40,6 +40,13 @@ def test_the_package_of_a_device_is_imported(tmp_path: Path, monkeypatch: pytest
     assert sys.modules.pop("torch_opengl").__file__ == str(tmp_path / "torch_opengl.py")
 
 
+@pytest.mark.parametrize("command", ["train", "lr-find", "compare"])
+def test_runs_are_not_made_on_xla(command: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "device_of", lambda _: torch.device("xla"))
+    output = invoke(command, "--device", "xla", "--report", "run.html", code=1).output
+    assert "--device xla: its steps are graphs that end where a program calls torch_xla.sync()" in output
+
+
 def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "device_of", torch.device)
     outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))

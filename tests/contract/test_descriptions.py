@@ -70,7 +70,11 @@ def test_explain_shows_exclusions_clip_and_schedules() -> None:
     )
     many = Lamb([(f"w{i}", nn.Parameter(torch.ones(2))) for i in range(9)], exclude_from_weight_decay=["w"])
     assert "no weight decay for w0, w1, w2, w3 and 5 more" in many.explain()
-    assert "options of" not in Lamb(net.parameters()).explain()
+    assert "options of" not in Lamb(net.parameters(), adam=True).explain()
+    assert Lamb(net.named_parameters()).explain().splitlines()[1] == (
+        "  options of group 0: a trust ratio for 0.bias, 1.weight, 1.bias, 2.bias: biases and norms are best without "
+        "one, as with exclude_from_layer_adaptation='ndim<2'"
+    )
 
 
 def test_telemetry_prints_as_a_table_and_is_a_dict(kind: Kind) -> None:

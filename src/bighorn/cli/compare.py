@@ -14,7 +14,7 @@ from rich.console import Console
 from bighorn.arguments import number
 from bighorn.cli import files
 from bighorn.cli.compare_table import as_json, columns, row, table_of
-from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig
+from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
 from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.metrics import metric_text
@@ -27,7 +27,7 @@ from bighorn.cli.tasks import TASKS, TaskName, fingerprint, load
 from bighorn.cli.tasks.trial import Trial
 from bighorn.cli.tasks.user import UserTask
 from bighorn.cli.trials import held_out
-from bighorn.cli.values import device_of, names, numbers
+from bighorn.cli.values import names, numbers
 from bighorn.cli.verdict import chosen, step_seconds, unfinished, verdicts, warnings
 from bighorn.cli.workers import available_processors, fill
 from bighorn.tasks import Task, defaults
@@ -111,7 +111,7 @@ def compare(
     are looked at for the first time. Ctrl-C reports what there is; with --study the same command goes on.
     """
     config = CompareConfig(**options)
-    device_of(config.device)
+    check_device(config.device)
     if study is not None:
         files.check_regular(study, "--study")
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})

@@ -44,6 +44,15 @@ def _by_name(table: Mapping[str, Any], attribute: str) -> str:
     return ", ".join(f"{name} {getattr(entry, attribute):g}" for name, entry in table.items())
 
 
+def check_device(name: str) -> None:
+    """Raise an error for a device that is absent, or on which runs are not made."""
+    if device_of(name).type == "xla":
+        raise InputError(
+            f"--device {name}: its steps are graphs that end where a program calls torch_xla.sync(), which runs of "
+            "this command do not. Use bighorn.Lamb and Came in your own loop."
+        )
+
+
 @dataclass(frozen=True)
 class RunConfig(Options):
     """The options of a run. None stands for the task's or the optimizer's default.
@@ -122,7 +131,7 @@ class RunConfig(Options):
 
     def check(self) -> None:
         """Raise an error for an absent device, for unreadable words, and for options that exclude each other."""
-        device_of(self.device)
+        check_device(self.device)
         if scale_policy(self.loss_scale) is not None and self.precision != "fp16":
             raise InputError(
                 f"--loss-scale {self.loss_scale} is for --precision fp16; {self.precision} holds gradients as small as "

@@ -33,16 +33,6 @@ def came(
     return Came(params, **options)
 
 
-def lamb(params: Any, **options: Any) -> Lamb:
-    """Return a Lamb without a trust ratio for biases and norms, unless other exclusions are given."""
-    return Lamb(params, **{"exclude_from_layer_adaptation": "ndim<2", **options})
-
-
-def lars(params: Any, **options: Any) -> Lars:
-    """Return a Lars without a trust ratio for biases and norms, unless other exclusions are given."""
-    return Lars(params, **{"exclude_from_layer_adaptation": "ndim<2", **options})
-
-
 def timm_lamb(params: Any, **options: Any) -> Lamb:
     """Return a Lamb that computes what timm's own does."""
     return Lamb.like("timm", params, **options)
@@ -53,10 +43,11 @@ def register() -> None:
     from timm.optim import OptimInfo
     from timm.optim._optim_factory import default_registry
 
+    few = {"exclude_from_layer_adaptation": "ndim<2"}  # no trust ratio for biases and norms
     infos = (
-        OptimInfo("bighornlamb", lamb, "LAMB of Bighorn", has_betas=True),
+        OptimInfo("bighornlamb", Lamb, "LAMB of Bighorn", has_betas=True, defaults=few),
         OptimInfo("bighorncame", came, "CAME of Bighorn", has_betas=True, num_betas=3),
-        OptimInfo("bighornlars", lars, "LARS of Bighorn", has_momentum=True),
+        OptimInfo("bighornlars", Lars, "LARS of Bighorn", has_momentum=True, defaults=few),
         OptimInfo("bighorntimm", timm_lamb, "LAMB of Bighorn that computes what timm's does", has_betas=True),
     )
     for info in infos:

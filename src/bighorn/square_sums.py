@@ -50,6 +50,6 @@ def root(square_sums: Tensor) -> Tensor:
     return torch.where(small < math.inf, small / SCALES[0], large / SCALES[1])
 
 
-def square_sum_on(device: torch.device, square_sum: Tensor) -> Tensor:
+def square_sum_on(device: torch.device, sum_there: Tensor) -> Tensor:
     """Return a sum of squares on a device where it has the other form."""
-    return square_sums([root(square_sum).float().to(device)], device)[0]
+    return square_sum(root(sum_there).float().to(device))

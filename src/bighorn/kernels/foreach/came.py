@@ -45,8 +45,10 @@ class Came(reference.Came):
         """Make one step of every bucket, as `reference.Came.step`."""
         for bucket in self.buckets:
             present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
+            grads = [x if grad is None else grad for x, grad in zip(bucket.params, bucket.grads, strict=True)]
+            columns = {"g": grads, "x": bucket.params, **bucket.state, "metrics": list(bucket.metrics)}
             for rows in batches(present, self.scratch.limit, self.scratch.small):
-                Batch(bucket, rows, self.scratch, grad_scale, apply_mask).step()
+                Batch(bucket, columns, rows, self.scratch, grad_scale, apply_mask).step()
             count_step(bucket.unique_steps, apply_mask)
 
 
@@ -88,6 +90,7 @@ class Batch:
     def __init__(
         self,
         bucket: Bucket[CameOptions],
+        columns: dict[str, list[Tensor]],
         rows: list[list[int]],
         scratch: Scratch,
         grad_scale: Tensor | float,
@@ -96,8 +99,6 @@ class Batch:
         o, self.counts = bucket.options, list(map(len, rows))
         self.bucket, self.rows = bucket, [i for of_shape in rows for i in of_shape]
         self.scratch, self.options, self.apply_mask = scratch, o, apply_mask
-        grads = [bucket.params[i] if grad is None else grad for i, grad in enumerate(bucket.grads)]
-        columns = {"g": grads, "x": bucket.params, **bucket.state, "metrics": list(bucket.metrics)}
         self.stacks = stacked(columns, rows, bucket.params[self.rows[0]].numel() > scratch.small)
         self.wholes = {name: stack.whole for name, stack in self.stacks.items()}
         self.g = self.stacks.pop("g")

@@ -148,6 +148,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "came-small": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC,)},
     "came-small-corrected": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC, "bias_correction=True")},
     "lars-int8": {"optimizer": "lars", "state_dtype": "int8"},
+    "nesterov": {"optimizer": "sgd", "optimizer_option": ("nesterov=True",)},
     "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
     "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
     "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},
